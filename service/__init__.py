@@ -1,0 +1,1 @@
+"""StackSeg: 3D microscopy stacks in, label stacks out, over HTTP."""

@@ -1,0 +1,182 @@
+"""What the operator chooses: `configs/*.yaml` + `STACKSEG_SECTION__KEY` -> Settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from service.errors import ConfigError
+
+PREFIX = "STACKSEG_"
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Overlap = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Models(_Section):
+    """Which models to serve. An empty `serve` means every folder; `default` answers requests that name none."""
+
+    folder: Path = Path("models")
+    serve: tuple[str, ...] = ()
+    default: str | None = None
+
+
+class Device(_Section):
+    """`auto` takes the first CUDA GPU, else the CPU. `threads` 0: as many as the process may use (CPU only)."""
+
+    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    threads: NonNegativeInt = 0
+
+
+class Engine(_Section):
+    """How the network runs.
+
+    kind            auto: compiled
+    precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
+    channels_last   memory format channels_last_3d
+    compile_mode    auto: reduce-overhead on CUDA, default elsewhere
+    freeze          CPU only: weights become constants of the compiled graph
+    cache_folder    where compiled artefacts are kept between starts
+    """
+
+    kind: Literal["auto", "eager", "compiled", "cudagraph"] = "auto"
+    precision: Precision = "auto"
+    channels_last: bool = True
+    compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
+    freeze: bool = True
+    cache_folder: Path | None = None
+
+
+class Windows(_Section):
+    """How the volume is covered.
+
+    sw_batch_size  windows per call of the network
+    overlap        share of a window that it has in common with the next one
+    blending       weight of a voxel inside its window
+    sigma          width of the Gaussian, as a share of the window's edge
+    """
+
+    sw_batch_size: PositiveInt = 4
+    overlap: Overlap = 0.25
+    blending: Literal["constant", "gaussian"] = "gaussian"
+    sigma: PositiveFloat = 0.125
+
+
+class Limits(_Section):
+    """What a request may ask for, and how much may wait.
+
+    upload_bytes         of a posted file
+    decoded_bytes        of the pixels that are read from it
+    sw_batch_size        largest that a request may ask for
+    overlap              largest that a request may ask for
+    waiting              requests that may wait for the device, beyond the one that runs
+    read_seconds         for decoding one file
+    request_seconds      for a request as a whole, waiting included
+    """
+
+    upload_bytes: PositiveInt = 4 * 2**30
+    decoded_bytes: PositiveInt = 16 * 2**30
+    sw_batch_size: PositiveInt = 32
+    overlap: Overlap = 0.75
+    waiting: NonNegativeInt = 16
+    read_seconds: PositiveFloat = 60.0
+    request_seconds: PositiveFloat = 3600.0
+
+
+class Server(_Section):
+    """Where to listen, and where uploads live until they are answered (None: the system's temporary folder)."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    scratch_folder: Path | None = None
+    drain_seconds: PositiveFloat = 30.0
+
+
+class Logging(_Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(_Section):
+    """All sections. Read with `read_settings`; the defaults here serve a laptop as well as a GPU host."""
+
+    models: Models = Models()
+    device: Device = Device()
+    engine: Engine = Engine()
+    windows: Windows = Windows()
+    limits: Limits = Limits()
+    server: Server = Server()
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _within_own_limits(self) -> Self:
+        if self.windows.sw_batch_size > self.limits.sw_batch_size:
+            raise ValueError("windows.sw_batch_size exceeds limits.sw_batch_size")
+        if self.windows.overlap > self.limits.overlap:
+            raise ValueError("windows.overlap exceeds limits.overlap")
+        return self
+
+
+def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Read a configuration file, then let `STACKSEG_SECTION__KEY` variables override single keys.
+
+    Raises ConfigError for an unreadable file, and for every key, variable or value that is not understood, by name.
+    """
+    values = _read_file(path) if path is not None else {}
+    _override(values, os.environ if environment is None else environment)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"The configuration is not understood: {faults}") from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(section, dict | None) for section in content.values()):
+        raise ConfigError(f"{path}: expected sections with keys below them")
+    return {name: dict(section or {}) for name, section in content.items()}
+
+
+def _override(values: dict[str, Any], environment: Mapping[str, str]) -> None:
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        section, separator, key = variable.removeprefix(PREFIX).lower().partition("__")
+        if not separator or key not in _keys(section):
+            raise ConfigError(f"{variable}: there is no such setting; see configs/default.yaml for all of them.")
+        values.setdefault(section, {})[key] = _parse(variable, text)
+
+
+def _keys(section: str) -> frozenset[str]:
+    field = Settings.model_fields.get(section)
+    return frozenset(type(field.default).model_fields) if field is not None else frozenset()
+
+
+def _parse(variable: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{variable}: the value is not valid YAML: {error}") from error

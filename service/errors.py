@@ -1,0 +1,140 @@
+"""Every error that StackSeg raises on purpose.
+
+StackSegError
+|-- RequestError            the caller's fault: change the request
+|   |-- BadFile             unreadable, truncated or inconsistent file
+|   |-- AmbiguousAxes       the file does not say which axis is which
+|   |-- BadParameter        a parameter out of range, or at odds with the file or the model
+|   |-- UnsupportedMedia    not a TIFF at all
+|   |-- TooLarge            more bytes than the operator allows, encoded or decoded
+|   `-- UnknownModel        no model of that name
+|-- CapacityError           nobody's fault: the same request may succeed later
+|   |-- QueueFull           too many requests are waiting
+|   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
+|   `-- OutOfMemory         the volume does not fit after every fallback
+|-- ModelError              the operator's fault
+|   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
+|   `-- NonFiniteScores     the network returned NaN or infinity
+|-- ConfigError             a configuration key or value that is not understood; raised at start-up only
+`-- Cancelled               the caller went away; never answered, only logged
+
+A message is one or two sentences for the person who can act on it: what was found, and what to do.
+`slug` is the stable last part of the problem type that clients may match on.
+HTTP status codes are not known here; `service.app` has the one table.
+"""
+
+from typing import ClassVar
+
+
+class StackSegError(Exception):
+    """Root of the tree; never raised itself."""
+
+    slug: ClassVar[str] = "error"
+
+
+class RequestError(StackSegError):
+    """The caller can fix it."""
+
+    slug = "bad-request"
+
+
+class BadFile(RequestError):
+    """The file cannot be read, is cut short, or contradicts itself."""
+
+    slug = "bad-file"
+
+
+class AmbiguousAxes(RequestError):
+    """The meaning of the file's axes is not stated and is not guessed."""
+
+    slug = "ambiguous-axes"
+
+
+class BadParameter(RequestError):
+    """A parameter is malformed, out of its limits, or does not fit the file or the model."""
+
+    slug = "bad-parameter"
+
+
+class UnsupportedMedia(RequestError):
+    """The body is not a kind of file that this service reads."""
+
+    slug = "unsupported-media"
+
+
+class TooLarge(RequestError):
+    """The upload or the decoded volume exceeds what the operator allows."""
+
+    slug = "too-large"
+
+
+class UnknownModel(RequestError):
+    """No model of that name is served."""
+
+    slug = "unknown-model"
+
+
+class CapacityError(StackSegError):
+    """The service cannot do it now."""
+
+    slug = "capacity"
+
+
+class QueueFull(CapacityError):
+    """As many requests are waiting as the operator allows; try again after `retry_after` seconds."""
+
+    slug = "queue-full"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NotReady(CapacityError):
+    """The service is starting or stopping; try again after `retry_after` seconds."""
+
+    slug = "not-ready"
+
+    def __init__(self, message: str, retry_after: int = 5) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class OutOfMemory(CapacityError):
+    """Not enough memory, with every fallback tried; `needed_bytes` would have been enough."""
+
+    slug = "out-of-memory"
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class ModelError(StackSegError):
+    """The operator must look at the model."""
+
+    slug = "model-error"
+
+
+class BrokenModel(ModelError):
+    """The model folder is incomplete or contradicts itself, or its weights do not match."""
+
+    slug = "broken-model"
+
+
+class NonFiniteScores(ModelError):
+    """The network returned NaN or infinity for this volume."""
+
+    slug = "non-finite-scores"
+
+
+class ConfigError(StackSegError):
+    """A configuration file or environment variable is not understood."""
+
+    slug = "configuration"
+
+
+class Cancelled(StackSegError):
+    """The work was given up because nobody waits for its result."""
+
+    slug = "cancelled"

@@ -1,0 +1,147 @@
+"""Networks by name, and model folder -> torch module with its weights.
+
+Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activations belong to the decoding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.dynunet import DynUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from service.errors import BrokenModel
+from service.repository import Architecture, ModelSpec
+
+
+def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
+    """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx], every block of voxels becoming channels."""
+    batch, channels, *size = x.shape
+    bz, by, bx = block
+    z, y, w = (edge // b for edge, b in zip(size, block, strict=True))
+    x = x.reshape(batch, channels, z, bz, y, by, w, bx).permute(0, 1, 3, 5, 7, 2, 4, 6)
+    return x.reshape(batch, channels * bz * by * bx, z, y, w)
+
+
+def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
+    """The inverse of `space_to_depth` (sub-pixel shuffle of Shi et al. 2016, in three dimensions)."""
+    batch, channels, z, y, w = x.shape
+    bz, by, bx = block
+    outputs = channels // (bz * by * bx)
+    x = x.reshape(batch, outputs, bz, by, bx, z, y, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return x.reshape(batch, outputs, z * bz, y * by, w * bx)
+
+
+class _Block(nn.Sequential):
+    """Twice 3x3x3 convolution, batch norm, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (inputs, outputs):
+            layers += [
+                nn.Conv3d(channels, outputs, 3, padding=1, bias=False),
+                nn.BatchNorm3d(outputs),
+                nn.ReLU(inplace=True),
+            ]
+        super().__init__(*layers)
+
+
+class ShuffleUNet(nn.Module):
+    """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to single voxels.
+
+    The widest layers of a U-Net are those at full resolution, and a convolution that reads one channel keeps a matrix
+    unit idle. Here `space_to_depth` turns each block of voxels into channels first, so that the layers at the
+    top run on 1 / prod(block) of the positions. Skip connections are added, which halves the decoder's first
+    convolutions. Every edge of the input must be a multiple of block * 2 ** (len(widths) - 1).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        widths: Sequence[int] = (32, 48, 96, 96),
+        block: Sequence[int] = (2, 2, 2),
+    ) -> None:
+        super().__init__()
+        self.block = tuple(block)
+        factor = self.block[0] * self.block[1] * self.block[2]
+        levels = list(itertools.pairwise(widths))
+        self.stem = _Block(in_channels * factor, widths[0])
+        self.down = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv3d(above, below, 2, stride=2, bias=False),
+                nn.BatchNorm3d(below),
+                nn.ReLU(inplace=True),
+                _Block(below, below),
+            )
+            for above, below in levels
+        )
+        self.up = nn.ModuleList(nn.ConvTranspose3d(below, above, 2, stride=2) for above, below in levels)
+        self.merge = nn.ModuleList(_Block(above, above) for above, _ in levels)
+        self.head = nn.Conv3d(widths[0], out_channels * factor, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, in_channels, z, y, x] -> [B, out_channels, z, y, x]."""
+        features = [self.stem(space_to_depth(x, self.block))]
+        for down in self.down:
+            features.append(down(features[-1]))
+        top = features.pop()
+        for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
+            top = merge(up(top) + features.pop())
+        return depth_to_space(self.head(top), self.block)
+
+
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
+    "ShuffleUNet": ShuffleUNet,
+    "UNet": UNet,
+    "BasicUNet": BasicUNet,
+    "DynUNet": DynUNet,
+    "SegResNet": SegResNet,
+}
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """A freshly initialised network, float32 on the CPU. Raises BrokenModel for unknown names and bad arguments."""
+    constructor = ARCHITECTURES.get(architecture.name)
+    if constructor is None:
+        raise BrokenModel(f"There is no architecture {architecture.name!r}; known are {', '.join(ARCHITECTURES)}.")
+    try:
+        return constructor(**architecture.arguments)
+    except (TypeError, ValueError, IndexError, AssertionError) as error:
+        raise BrokenModel(f"{architecture.name} does not take the arguments in the model file: {error}") from error
+
+
+def load(spec: ModelSpec) -> nn.Module:
+    """The network of a model with its weights, float32 on the CPU, in evaluation mode, gradients off.
+
+    Raises BrokenModel where the weights do not fit, and where scores do not have the shape that the model file states.
+    """
+    network = build(spec.architecture)
+    try:
+        state: dict[str, Any] = load_file(spec.weights_path)
+        network.load_state_dict(state)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {spec.architecture.name}: {error}") from error
+    network = network.eval().requires_grad_(requires_grad=False).float()
+    _check_shapes(network, spec)
+    return network
+
+
+@torch.inference_mode()
+def _check_shapes(network: nn.Module, spec: ModelSpec) -> None:
+    shape = (1, spec.input.channels, *spec.input.roi_size)
+    expected = (1, len(spec.outputs), *spec.input.roi_size)
+    try:
+        scores = network(torch.zeros(shape))
+    except RuntimeError as error:
+        raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
+    if tuple(scores.shape) != expected:
+        raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")

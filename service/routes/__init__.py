@@ -1,0 +1,1 @@
+"""HTTP endpoints: receive, await, answer; they compute nothing."""

@@ -1,0 +1,1 @@
+"""Training: synthetic nuclei, targets, the training loop and the evaluation."""

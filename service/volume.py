@@ -1,0 +1,145 @@
+"""The nouns: a volume that was posted, what to read of it, and the segmentation that goes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import BadParameter
+
+Array = NDArray[Any]
+OutputKind = Literal["labels", "classes", "probabilities"]
+
+
+@dataclass(frozen=True)
+class VoxelSize:
+    """Edge lengths of one voxel in micrometres; finite and positive, or `BadParameter`."""
+
+    z: float
+    y: float
+    x: float
+
+    def __post_init__(self) -> None:
+        for axis, size in zip("zyx", self, strict=True):
+            if not (math.isfinite(size) and size > 0):
+                raise BadParameter(f"The voxel size along {axis} must be a positive number of micrometres, not {size}.")
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.z, self.y, self.x))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which part of a file to read, and what the caller states instead of the file.
+
+    channel     index or name; None: the only channel, or as many as the model takes
+    time        index; None: the only time point
+    axes        one letter of TZCYXS per dimension of the stored array, overriding the file
+    voxel_size  overrides the file
+    """
+
+    channel: int | str | None = None
+    time: int | None = None
+    axes: str | None = None
+    voxel_size: VoxelSize | None = None
+
+
+@dataclass(frozen=True)
+class Volume:
+    """One stack: [C, Z, Y, X], dtype as stored, read plane range by plane range.
+
+    shape       (C, Z, Y, X)
+    read        read(z0, z1) -> [C, z1 - z0, Y, X] in native byte order; the pixels may live in a file
+    voxel_size  micrometres, or None where the file does not say
+    channels    one name per channel, "" where the file gives none
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: np.dtype[Any]
+    read: Callable[[int, int], Array]
+    voxel_size: VoxelSize | None = None
+    channels: tuple[str, ...] = ("",)
+
+    @classmethod
+    def from_array(
+        cls, pixels: Array, voxel_size: VoxelSize | None = None, channels: tuple[str, ...] | None = None
+    ) -> Volume:
+        """Wrap an array [C, Z, Y, X] (memory-mapped arrays stay on disk until a slab is read)."""
+        c, z, y, x = pixels.shape
+        names = channels if channels is not None else ("",) * c
+        return cls((c, z, y, x), pixels.dtype, lambda z0, z1: pixels[:, z0:z1], voxel_size, names)
+
+    @property
+    def voxels(self) -> int:
+        """Number of voxels of one channel."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self) -> Array:
+        """All pixels, [C, Z, Y, X]."""
+        return self.read(0, self.shape[1])
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """What a model made of a volume, on the grid of that volume.
+
+    pixels      labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
+    kind        what the pixels mean
+    voxel_size  as the volume's
+    count       number of objects (labels), else None
+    names       the K names of the classes or probabilities, empty for labels
+    """
+
+    pixels: Array
+    kind: OutputKind
+    voxel_size: VoxelSize | None = None
+    count: int | None = None
+    names: tuple[str, ...] = ()
+
+
+def label_dtype(count: int) -> np.dtype[Any]:
+    """The smallest of uint16 and uint32 that numbers `count` objects; viewers show both as labels."""
+    return np.dtype(np.uint16 if count <= np.iinfo(np.uint16).max else np.uint32)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What was understood of a file before its pixels were read.
+
+    container          "OME-TIFF", "ImageJ TIFF", "TIFF", ...
+    axes, stored_shape one letter of TZCYXS per stored dimension, as used (after an override), and its lengths
+    shape              (C, Z, Y, X) of the part that the selection reads
+    dtype              as stored, for example "uint16"
+    voxel_size         micrometres, or None; `voxel_size_from` says where it was found
+    channels, times    names of all stored channels; number of time points
+    notes              what a careful user would want to know, one sentence each
+    """
+
+    container: str
+    axes: str
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, int, int, int]
+    dtype: str
+    voxel_size: VoxelSize | None
+    voxel_size_from: str
+    channels: tuple[str, ...]
+    times: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller may choose for one request; None leaves the operator's choice."""
+
+    output: OutputKind | None = None
+    sw_batch_size: int | None = None
+    overlap: float | None = None
