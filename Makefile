@@ -1,0 +1,63 @@
+# Everything happens in .venv, which the first target that needs it creates; nothing is installed outside the clone.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+CONFIG ?= configs/default.yaml
+SERVE_ARGS ?=
+PYTEST_ARGS ?= --cov
+
+# One stamp per set of dependencies (run, demo, dev); changing the pins or the set-up itself makes them stale.
+STAMP := .venv/stamp-
+$(STAMP)%: pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh $*
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+.PHONY: demo
+demo: $(STAMP)demo ## serve the bundled model, segment its sample stack, draw the result, stop
+	@scripts/compiler.sh
+	$(BIN)/python scripts/demo.py
+
+.PHONY: serve
+serve: $(STAMP)run ## serve until interrupted (CONFIG=configs/default.yaml SERVE_ARGS="--port 8000")
+	@scripts/compiler.sh
+	$(BIN)/stackseg serve --config $(CONFIG) $(SERVE_ARGS)
+
+.PHONY: test
+test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows")
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, container files
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/deptry .
+	$(BIN)/shellcheck .ci/run scripts/*.sh
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+
+.PHONY: format
+format: $(STAMP)dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: container
+container: ## build the CPU image, run it locked down, segment a stack through it, stop it
+	scripts/container.sh
+
+.PHONY: constraints
+constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
+	scripts/constraints.sh
+
+.PHONY: clean
+clean: ## remove the virtual environment and every cache
+	rm -rf .venv .cache demo-output build dist .coverage .*_cache .hypothesis
