@@ -1,0 +1,98 @@
+"""What the tags of a TIFF say beside the pixels: sampling, names of channels, colours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tifffile import TiffFile, TiffPage
+from tifffile.tifffile import shaped_description_metadata
+
+from service.formats import voxelsize
+from service.formats.voxelsize import Calibration, Resolution
+
+CONTAINERS = {
+    "shaped": "TIFF written by tifffile",
+    "imagej": "ImageJ TIFF",
+    "lsm": "Zeiss LSM",
+    "stk": "MetaMorph STK",
+    "mmstack": "Micro-Manager stack",
+    "fluoview": "Olympus FluoView TIFF",
+    "scanimage": "ScanImage TIFF",
+}
+
+
+def stated_planes(tiff: TiffFile, kind: str) -> int:
+    """Number of pages' worth of pixels that the metadata promise; 0 where they promise none."""
+    page = tiff.pages.first
+    if kind == "imagej":
+        metadata = tiff.imagej_metadata or {}
+        channels, slices, frames = (int(metadata.get(key, 1)) for key in ("channels", "slices", "frames"))
+        return slices * frames * (1 if channels == page.samplesperpixel else channels)
+    if kind == "shaped":
+        return int(math.prod(_tifffile(page).get("shape", ()))) // max(1, page.size)
+    return 0
+
+
+def _tifffile(page: TiffPage) -> dict[str, Any]:
+    return shaped_description_metadata(page.shaped_description or "{}")
+
+
+def resolution(page: TiffPage) -> Resolution:
+    """The resolution tags."""
+    ratios = [page.tags.valueof(tag) for tag in ("XResolution", "YResolution")]
+    x, y = (ratio if isinstance(ratio, tuple) and len(ratio) == 2 else None for ratio in ratios)
+    return Resolution((x, y), {2: "inch", 3: "cm"}.get(page.tags.valueof("ResolutionUnit", 2), ""))
+
+
+def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
+    """The sampling as a container states it."""
+    match kind:
+        case "imagej":
+            return voxelsize.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+        case "shaped":
+            return voxelsize.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
+        case "lsm":
+            header = tiff.lsm_metadata or {}
+            return voxelsize.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+        case "stk":
+            return _metamorph(tiff.stk_metadata or {})
+        case "mmstack":
+            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+            sizes = [summary.get(key) for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
+            return voxelsize.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
+    return resolution(page).calibration()
+
+
+def _metamorph(header: dict[str, Any]) -> Calibration:
+    distances = header.get("ZDistance", ())
+    z = float(distances[0]) if len(distances) else None
+    sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
+    return voxelsize.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+
+
+def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+    """Names of the channels as a vendor's header has them, or none."""
+    names: Any = ()
+    if kind == "lsm":
+        names = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("ColorNames", ())
+    if kind == "mmstack":
+        names = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChNames", ())
+    return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
+
+
+def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
+    """Names of `count` samples of a pixel, by the page's colour space; a further one is transparency."""
+    spaces = {2: ("red", "green", "blue"), 6: ("red", "green", "blue"), 5: ("cyan", "magenta", "yellow", "black")}
+    space = spaces.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
+    names = space + ("alpha",) * (0 < len(space) == count - 1)
+    return names + ("",) * (count - len(names))
+
+
+def remarks(page: TiffPage) -> tuple[str, ...]:
+    """Where stored numbers are not brightness."""
+    if page.photometric == 3:
+        return ("The image has a colour palette; the stored numbers are used, not the colours.",)
+    if page.photometric == 0:
+        return ("The image is stored with 0 as white; the stored numbers are used, bright is low.",)
+    return ()

@@ -1,0 +1,172 @@
+"""OME-XML: what the images in an OME-TIFF are, and which page holds which plane.
+
+Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module reads XML. Entities and document types
+are refused, names of other files are recognised and never followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element, ParseError
+
+from defusedxml import DefusedXmlException  # type: ignore[import-untyped]
+from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
+
+from service.errors import BadFile
+
+
+class Unclear(Exception):
+    """The OME-XML does not settle what the pages are; says why in a clause. Never leaves this package."""
+
+
+@dataclass(frozen=True)
+class OmeImage:
+    """One Image element.
+
+    axes, shape  slowest first, as in `DimensionOrder`, C without the samples inside a page; Y and X left out
+    samples      per pixel inside a page (3 for RGB)
+    pages        page index per plane, in C order of `shape`
+    sizes        PhysicalSizeZ, Y, X as written, "" where absent
+    units        their units, "µm" where absent
+    """
+
+    name: str
+    axes: str
+    shape: tuple[int, ...]
+    size_y: int
+    size_x: int
+    samples: int
+    pages: tuple[int, ...]
+    channels: tuple[str, ...]
+    sizes: tuple[str, str, str]
+    units: tuple[str, str, str]
+
+
+def parse(text: str, page_count: int) -> list[OmeImage]:
+    """All images that an OME-XML describes, in its order.
+
+    Raises BadFile where it declares entities, contradicts itself or promises planes that the file does not have,
+    and Unclear where it cannot be read, leaves the description to another file, or shares planes with other files.
+    """
+    root = _root(text)
+    tags = {_name(element) for element in root.iter()}
+    if "BinaryOnly" in tags:
+        raise Unclear("its OME-XML only points to another file, and files that a file names are never opened")
+    if any(tag.startswith("ModuloAlong") for tag in tags):
+        raise Unclear("its OME-XML nests further dimensions inside Z, C or T (ModuloAlong)")
+    uuids = {(element.text or "").strip() for element in root.iter() if _name(element) == "UUID"}
+    if len(uuids) > 1 or (uuids and root.get("UUID", *uuids) not in uuids):
+        raise Unclear(
+            "its OME-XML describes a set of several files, and files that a file names are never opened; to get the"
+            " whole image, export the set as one file"
+        )
+    images = [_image(element, page_count) for element in root if _name(element) == "Image"]
+    if not images:
+        raise Unclear("its OME-XML describes no image")
+    return images
+
+
+def _root(text: str) -> Element:
+    try:
+        root: Element = fromstring(text, forbid_dtd=True)
+    except DefusedXmlException as error:
+        raise BadFile("The OME-XML declares a document type or entities, which are not read. Remove them.") from error
+    except (ParseError, ValueError) as error:
+        raise Unclear(f"its OME-XML is not well-formed ({error})") from error
+    return root
+
+
+def _name(element: Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _children(element: Element, name: str) -> list[Element]:
+    return [child for child in element if _name(child) == name]
+
+
+def _integer(element: Element, attribute: str, default: int | None = None) -> int:
+    text = element.get(attribute)
+    if text is None and default is not None:
+        return default
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise BadFile(f"The OME-XML is damaged: {_name(element)} has {attribute}={text!r}.")
+    return value
+
+
+def _image(element: Element, page_count: int) -> OmeImage:
+    found = _children(element, "Pixels")
+    if len(found) != 1:
+        raise BadFile("The OME-XML is damaged: an Image needs exactly one Pixels element.")
+    pixels = found[0]
+    order = pixels.get("DimensionOrder", "")
+    if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
+        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r}.")
+    channels = _children(pixels, "Channel")
+    samples = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
+    if len(samples) > 1:
+        raise Unclear("its OME-XML mixes channels of different numbers of samples")
+    spp = max(1, *samples)
+    axes = order[:1:-1]
+    shape = tuple(_integer(pixels, f"Size{axis}") // (spp if axis == "C" else 1) for axis in axes)
+    planes = math.prod(shape)
+    if planes == 0:
+        raise BadFile("The OME-XML is damaged: an image without any plane.")
+    if planes > page_count:
+        raise BadFile(
+            f"The OME-XML promises {planes} planes, but the file has {page_count} pages: it is cut short or one of"
+            " several files. Export the whole image as one file."
+        )
+    return OmeImage(
+        name=element.get("Name", ""),
+        axes=axes,
+        shape=shape,
+        size_y=_integer(pixels, "SizeY"),
+        size_x=_integer(pixels, "SizeX"),
+        samples=spp,
+        pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
+        channels=tuple(channel.get("Name", "") for channel in channels),
+        sizes=(pixels.get("PhysicalSizeZ", ""), pixels.get("PhysicalSizeY", ""), pixels.get("PhysicalSizeX", "")),
+        units=(_unit(pixels, "Z"), _unit(pixels, "Y"), _unit(pixels, "X")),
+    )
+
+
+def _unit(pixels: Element, axis: str) -> str:
+    return pixels.get(f"PhysicalSize{axis}Unit", "µm")
+
+
+def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
+    """Page of every plane. A plane that no TiffData, or more than one, speaks of is an error, never filled in."""
+    planes = math.prod(shape)
+    if not elements and planes == page_count:
+        return tuple(range(planes))
+    pages: dict[int, int] = {}
+    for element in elements:
+        first = _first_plane(element, axes, shape)
+        page = _integer(element, "IFD", 0)
+        count = _integer(element, "PlaneCount", _integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1))
+        count = count or min(planes - first, page_count - page)
+        if first + count > planes or page + count > page_count:
+            raise BadFile(
+                f"The OME-XML places planes {first} to {first + count - 1} of {planes} on pages {page} to"
+                f" {page + count - 1}, but the file has {page_count} pages: it is cut short or damaged."
+            )
+        pages.update(zip(range(first, first + count), itertools.count(page)))
+    if len(pages) < planes:
+        raise BadFile(f"The OME-XML promises {planes} planes and places only {len(pages)} of them in the file.")
+    return tuple(pages[plane] for plane in range(planes))
+
+
+def _first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
+    plane = 0
+    for axis, length in zip(axes, shape, strict=True):
+        index = _integer(element, f"First{axis}", 0)
+        if index >= length:
+            raise BadFile(f"The OME-XML is damaged: First{axis}={index} where there are {length}.")
+        plane = plane * length + index
+    return plane

@@ -1,0 +1,232 @@
+"""Where the pixels of a selection lie in a file, or, where they are packed in any way, how they are unpacked.
+
+What is stored plainly is never copied: a `Placement` says where it lies, and the volume maps the file. The rest is
+decoded plane by plane, in as many threads as there are cores, with no more than those planes in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tifffile import TiffFile
+
+from service.errors import BadFile, TooLarge
+from service.formats.axes import Layout, Part
+from service.formats.image import Page, StoredImage, translated
+from service.formats.structure import Structure
+from service.volume import Array, Volume, VoxelSize
+
+Shape4 = tuple[int, int, int, int]
+Store = Callable[[int, int, Array], None]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Pixels [C, Z, Y, X] at regular distances in a file; offset and strides in bytes, dtype with its byte order."""
+
+    dtype: str
+    offset: int
+    shape: Shape4
+    strides: Shape4
+
+    @classmethod
+    def dense(cls, dtype: np.dtype[Any], shape: Shape4) -> Placement:
+        """The whole of a file, in C order."""
+        _, z, y, x = shape
+        size = dtype.itemsize
+        return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
+
+    def volume(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Map the file; slabs come out in native byte order, without a copy where they are stored so.
+
+        Raises ValueError where the placement reaches beyond the file.
+        """
+        buffer = np.memmap(path, np.uint8, "c")
+        pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), buffer, self.offset, self.strides)
+        native = pixels.dtype.newbyteorder("=")
+
+        def read(z0: int, z1: int) -> Array:
+            return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
+
+        return Volume(self.shape, native, read, voxel_size, channels)
+
+
+def delivered_dtype(image: StoredImage) -> np.dtype[Any]:
+    """Native byte order; 1-bit pixels become uint8 with 0 and 1, everything else stays as it is."""
+    native = np.dtype(image.page.dtype).newbyteorder("=")
+    return np.dtype(np.uint8) if native.kind == "b" else native
+
+
+def shape_of(layout: Layout, part: Part) -> Shape4:
+    """(C, Z, Y, X) of what a selection reads."""
+    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
+
+
+def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, limit_bytes: int) -> None:
+    """Look at everything that decoding will touch, before any pixel is read.
+
+    Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
+    where a plane lies outside the file or has no pixels in it.
+    """
+    needed = math.prod(shape_of(layout, part)) * delivered_dtype(image).itemsize
+    page = 0 if image.whole else image.page.nbytes
+    if max(needed, page) > limit_bytes:
+        raise TooLarge(
+            f"The selected volume decodes to {_gigabytes(max(needed, page))}; this service reads up to"
+            f" {_gigabytes(limit_bytes)}. Select a channel or a time point, crop it, or reduce it."
+        )
+    if image.whole:
+        _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
+        return
+    if len(image.pages) * image.page.size != math.prod(layout.shape):
+        raise BadFile("The planes in the file do not add up to the stack that its metadata describe.")
+    for index, stored in enumerate(image.pages):
+        _check_page(image, stored, index, structure)
+
+
+def _check_page(image: StoredImage, page: Page, index: int, structure: Structure) -> None:
+    if image.page.is_contiguous:
+        if not page.dataoffsets:
+            raise BadFile(f"Plane {index} has no pixels in the file.")
+        _check_inside(page.dataoffsets[0] + image.page.nbytes, structure, index)
+        return
+    segments = math.prod(image.page.chunked)
+    if min(len(page.dataoffsets), len(page.databytecounts)) < segments or 0 in page.dataoffsets[:segments]:
+        raise BadFile(f"Plane {index} lacks some of its {segments} strips or tiles. Export the file again.")
+    _check_inside(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
+
+
+def _check_inside(end: int, structure: Structure, index: int) -> None:
+    if end > structure.size:
+        raise BadFile(
+            f"The file is cut short: plane {index} ends at byte {end}, but the file has {structure.size} bytes."
+            " Copy or export it again."
+        )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count} bytes"
+
+
+def place(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
+    """Where the selection lies in the uploaded file itself, if it lies there plainly, else None."""
+    if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
+        return None
+    starts = [page.dataoffsets[0] for page in image.pages]
+    pitch = starts[1] - starts[0] if len(starts) > 1 else 0
+    if pitch < 0 or any(b - a != pitch for a, b in itertools.pairwise(starts)):
+        return None
+    inner = _inner(image, layout)
+    itemsize = image.dtype.itemsize
+    steps = [itemsize * math.prod(layout.shape[index + 1 :]) for index in range(len(layout.shape))]
+    for index in range(len(layout.shape) - inner):
+        steps[index] = pitch * math.prod(layout.shape[index + 1 : len(layout.shape) - inner])
+    stride = dict(zip(layout.axes, steps, strict=True))
+    channel = _channel_stride(layout, part, stride)
+    if channel is None:
+        return None
+    offset = starts[0] + part.time * stride.get("T", 0)
+    c, s = divmod(part.channels[0], layout.length("S"))
+    offset += c * stride.get("C", 0) + s * stride.get("S", 0)
+    strides = (channel, stride.get("Z", 0), stride["Y"], stride["X"])
+    return Placement(image.dtype.str, offset, shape_of(layout, part), strides)
+
+
+def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int | None:
+    """Distance of consecutive channels, 0 for a single one; None where channels and samples lie irregularly."""
+    samples = layout.length("S")
+    if len(part.channels) == 1:
+        return 0
+    if samples == 1:
+        return stride["C"]
+    if layout.length("C") == 1 or stride["C"] == samples * stride["S"]:
+        return stride["S"]
+    return None
+
+
+def _inner(image: StoredImage, layout: Layout) -> int:
+    """How many of the layout's last dimensions lie within one page (all of them where the image is `whole`)."""
+    size = math.prod(layout.shape) if image.whole else image.page.size
+    for inner in range(len(layout.shape) + 1):
+        if math.prod(layout.shape[len(layout.shape) - inner :]) == size:
+            return inner
+    raise BadFile("The axes of the stack run across the borders of its pages, which is not supported.")
+
+
+def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: Store) -> None:
+    """Decode what a selection needs and hand it over in pieces.
+
+    `store(channel, z0, block)` gets blocks [z, Y, X] in the dtype of `delivered_dtype`, each voxel once, `channel`
+    counting the selected ones; it is called from several threads.
+    """
+    workers = len(os.sched_getaffinity(0))
+    lock = threading.RLock()
+    dtype = delivered_dtype(image)
+    inner = _inner(image, layout)
+    frames = list(_frames(layout, part, inner))
+    alone = len(frames) == 1
+
+    def run(frame: _Frame) -> None:
+        with translated("decoding its pixels"):
+            if image.whole:
+                pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
+            else:
+                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=workers if alone else 1)
+            pixels = pixels.reshape(layout.shape[len(layout.shape) - inner :]).astype(dtype, copy=False)
+        for channel, block in _blocks(pixels, layout, part, frame):
+            store(channel, frame.z, block)
+
+    with ThreadPoolExecutor(1 if alone else workers) as pool:
+        for _ in pool.map(run, frames):
+            pass
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """One page to decode: its number, the dimensions inside it, and where its first voxel belongs."""
+
+    index: int
+    axes: str
+    channel: int
+    sample: int
+    z: int
+
+
+def _frames(layout: Layout, part: Part, inner: int) -> Iterator[_Frame]:
+    """The pages that hold anything of the selection."""
+    outer = len(layout.shape) - inner
+    samples = layout.length("S")
+    wanted = {divmod(number, samples) for number in part.channels}
+    for index, position in enumerate(np.ndindex(layout.shape[:outer])):
+        at = dict(zip(layout.axes, position, strict=False))
+        if at.get("T", part.time) != part.time:
+            continue
+        if any(at.get("C", c) == c and at.get("S", s) == s for c, s in wanted):
+            yield _Frame(index, layout.axes[outer:], at.get("C", 0), at.get("S", 0), at.get("Z", 0))
+
+
+def _blocks(pixels: Array, layout: Layout, part: Part, frame: _Frame) -> Iterator[tuple[int, Array]]:
+    """The selected channels of a decoded page: (number among the selected, [z, Y, X])."""
+    axes = frame.axes
+    if "T" in axes:
+        pixels = pixels.take(part.time or 0, axis=axes.index("T"))
+        axes = axes.replace("T", "")
+    for axis in "CSZ":
+        if axis not in axes:
+            pixels = pixels[np.newaxis]
+            axes = axis + axes
+    pixels = pixels.transpose([axes.index(axis) for axis in "CSZYX"])
+    for position, number in enumerate(part.channels):
+        c, s = divmod(number, layout.length("S"))
+        c, s = c - frame.channel, s - frame.sample
+        if 0 <= c < pixels.shape[0] and 0 <= s < pixels.shape[1]:
+            yield position, np.ascontiguousarray(pixels[c, s])

@@ -1,0 +1,168 @@
+"""Voxel sizes as files state them: numbers in many units, under many names, often missing or wrong.
+
+Every size becomes micrometres or None. A file never fails for its voxel size: what is not a positive length in
+a known unit counts as unknown, and a note says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.formats.ome import OmeImage
+from service.volume import VoxelSize
+
+_SI = {
+    "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
+    "m": -3, "µ": -6, "n": -9, "p": -12, "f": -15, "a": -18, "z": -21, "y": -24,
+}  # fmt: skip
+_INCH = 25_400.0
+_PLAUSIBLE = (1e-5, 1e6)  # um: from a tenth of an atom to a metre
+
+# All of UnitsLength of the OME schema that are lengths, and what ImageJ and others write for the common ones.
+MICROMETRES: dict[str, float] = {
+    **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI.items()},
+    "Å": 1e-4,
+    "thou": _INCH / 1000,
+    "li": _INCH / 12,
+    "in": _INCH,
+    "ft": _INCH * 12,
+    "yd": _INCH * 36,
+    "mi": _INCH * 63_360,
+    "ua": 149_597_870_700e6,
+    "ly": 9_460_730_472_580_800e6,
+    "pc": 3.0856775814913673e22,
+    "pt": _INCH / 72,
+    "um": 1.0,
+    "inch": _INCH,
+    "inches": _INCH,
+    '"': _INCH,
+    "angstrom": 1e-4,
+}
+for _word, _metres in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
+    for _name, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
+        if _word != "micron" or not _name:
+            MICROMETRES[f"{_name}{_word}"] = MICROMETRES[f"{_name}{_word}s"] = _metres * _factor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a file says of its sampling: micrometres along z, y, x, each None where unknown, and where it says so."""
+
+    z: float | None
+    y: float | None
+    x: float | None
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def voxel_size(self) -> VoxelSize | None:
+        """All three edges, or None."""
+        if self.z is None or self.y is None or self.x is None:
+            return None
+        return VoxelSize(self.z, self.y, self.x)
+
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what is known where not all three edges are."""
+        known = {axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None}
+        if not known or len(known) == 3:
+            return self.notes
+        stated = ", ".join(f"{axis} {size:g} um" for axis, size in known.items())
+        return (
+            *self.notes,
+            f"Only part of the voxel size is stated ({stated}), so it counts as unknown; state it as voxel_size=Z,Y,X.",
+        )
+
+
+NOTHING = Calibration(None, None, None, "not stated")
+
+
+def micrometres(unit: str) -> float | None:
+    """Length of a unit in um; None for "pixel", "reference frame" and whatever is no known unit of length.
+
+    Understands the micro sign as U+00B5, U+03BC, "u", ImageJ's escape and as UTF-8 read as Latin-1.
+    """
+    name = unit.strip().strip("\0")
+    for alias in ("\\u00B5", "\\u00b5", "Âµ", "Î¼", "μ"):
+        name = name.replace(alias, "µ")
+    found = MICROMETRES.get(name)
+    return found if found is not None else MICROMETRES.get(name.lower())
+
+
+def length(value: Any, unit: str) -> float | None:
+    """`value` of `unit` in um, or None where that is not a length that a microscope may have resolved."""
+    factor = micrometres(unit)
+    try:
+        size = float(value) * factor if factor is not None else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return size if _PLAUSIBLE[0] <= size <= _PLAUSIBLE[1] else None
+
+
+def _along(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
+    """One edge; a value that was meant as one and is none leaves a note."""
+    if value in (None, ""):
+        return None
+    size = length(value, unit)
+    if size is None:
+        stated = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
+        notes.append(f"The file states a voxel size of {stated} along {axis}, which is taken as unknown.")
+    return size
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The tags XResolution, YResolution (numerator, denominator) and ResolutionUnit of a page."""
+
+    ratios: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    unit: str
+
+    def pixel(self, index: int) -> float | str | None:
+        """Units per pixel along x (0) or y (1)."""
+        ratio = self.ratios[index]
+        if ratio is None:
+            return None
+        return ratio[1] / ratio[0] if ratio[0] else "1/0"
+
+    def calibration(self) -> Calibration:
+        """Pixel size in the plane, where the tags state one that a microscope may have.
+
+        Dots per inch are what image editors and screens leave behind (72, 96, 300); only centimetres, and pixels below
+        20 um, are believed. The distance between planes is in no tag.
+        """
+        y, x = length(self.pixel(1), self.unit), length(self.pixel(0), self.unit)
+        if self.unit != "cm" or not y or not x or max(y, x) > 20:
+            return NOTHING
+        return Calibration(None, y, x, "resolution tags")
+
+
+def from_ome(image: OmeImage) -> Calibration:
+    """PhysicalSizeX, Y, Z with their units."""
+    notes: list[str] = []
+    z, y, x = (_along(a, s, u, notes) for a, s, u in zip("zyx", image.sizes, image.units, strict=True))
+    return Calibration(z, y, x, "OME-XML", tuple(notes)) if any((z, y, x)) or notes else NOTHING
+
+
+def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
+    """`spacing` and `unit` as ImageJ writes them: z as a length, x and y in the resolution tags, as pixels per unit."""
+    unit = str(metadata.get("unit") or "")
+    if micrometres(unit) is None:
+        return tags.calibration() if not unit else NOTHING
+    notes: list[str] = []
+    z = _along("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
+    y = _along("y", tags.pixel(1), str(metadata.get("yunit") or unit), notes)
+    x = _along("x", tags.pixel(0), unit, notes)
+    if tags.ratios == ((1, 1), (1, 1)):
+        notes.append(
+            f"The file states exactly one pixel per {unit[:16]} in the plane, which some programs also write when they"
+            " do not know it; voxel_size=Z,Y,X overrides it."
+        )
+    return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else NOTHING
+
+
+def from_lengths(sizes: Sequence[Any], unit: str, source: str) -> Calibration:
+    """Edges along z, y, x in one unit, as vendors' headers have them."""
+    notes: list[str] = []
+    z, y, x = (_along(axis, size, unit, notes) for axis, size in zip("zyx", sizes, strict=True))
+    return Calibration(z, y, x, source, tuple(notes))
