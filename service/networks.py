@@ -22,6 +22,10 @@ from service.errors import BrokenModel
 from service.repository import Architecture, ModelSpec
 
 
+Network = Callable[[Tensor], Tensor]
+"""What an engine makes of a module and windows are run through: [B, C, z, y, x] -> [B, K, z, y, x], one fixed shape."""
+
+
 def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
     """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx], every block of voxels becoming channels."""
     batch, channels, *size = x.shape

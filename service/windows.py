@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.errors import Cancelled, NonFiniteScores
+from service.networks import Network
 
-Network = Callable[[Tensor], Tensor]
 Size = tuple[int, int, int]
 
 

@@ -1,0 +1,56 @@
+"""What every engine does to a module first: fold, convert, lay out."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+
+class Float32Scores(nn.Module):
+    """A network whose scores leave as float32, whatever it computes in: blending sums many of them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, z, y, x] -> float32 [B, K, z, y, x]."""
+        scores: Tensor = self.network(x)
+        return scores.float()
+
+
+def prepare(
+    network: nn.Module, device: torch.device, dtype: torch.dtype, memory_format: torch.memory_format
+) -> nn.Module:
+    """A copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
+
+    Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only.
+    """
+    folded = fold_batch_norms(copy.deepcopy(network).eval())
+    moved = folded.to(device=device, dtype=dtype)
+    # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
+    for parameter in moved.parameters():
+        if parameter.dim() == 5:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+    return Float32Scores(moved).eval().requires_grad_(requires_grad=False)
+
+
+def fold_batch_norms(module: nn.Module) -> nn.Module:
+    """Fold every batch norm that directly follows a convolution in an `nn.Sequential` into that convolution, in place.
+
+    Only sequences tell the order of calls without tracing; other modules are left as they are.
+    """
+    for child in module.children():
+        fold_batch_norms(child)
+    if type(module).forward is nn.Sequential.forward:
+        names = list(module._modules)
+        for first, second in itertools.pairwise(names):
+            convolution, norm = module._modules[first], module._modules[second]
+            if isinstance(convolution, nn.Conv3d) and isinstance(norm, nn.BatchNorm3d) and norm.track_running_stats:
+                module._modules[first] = fuse_conv_bn_eval(convolution, norm)
+                module._modules[second] = nn.Identity()
+    return module

@@ -1,0 +1,173 @@
+"""Devices: which one to use, what it computes natively, and how it is doing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+
+from service.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """One GPU as the driver sees it; None where the driver does not say. Memory in bytes, power in watts.
+
+    reserved_bytes  held by this process, in use or cached for later
+    """
+
+    index: int
+    name: str
+    driver: str | None
+    compute_capability: str | None
+    memory_total: int | None
+    memory_used: int | None
+    reserved_bytes: int
+    utilisation_percent: int | None
+    temperature_celsius: int | None
+    power_watts: float | None
+
+
+@dataclass(frozen=True)
+class CpuStatus:
+    """The processor. `cores`: that this process may use; `features`: instruction sets that decide about speed."""
+
+    name: str
+    cores: int
+    memory_total: int | None
+    memory_available: int | None
+    features: tuple[str, ...]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` -> device. Raises ConfigError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError(f"device.name is {name}, but no CUDA device can be used; set it to cpu or auto.")
+    device = torch.device("cuda:0" if name in {"auto", "cuda"} else name)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device.name is {name}, but there are only {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
+    """Floating dtypes for which the device has matrix units or full-rate arithmetic, float32 always among them."""
+    if device.type == "cuda":
+        return cuda_precisions(torch.cuda.get_device_capability(device))
+    # torch offers no public query for these instruction sets; the private one answers False where it knows nothing.
+    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return frozenset({torch.float32, torch.bfloat16} if bf16 else {torch.float32})
+
+
+def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
+    """The same, by CUDA compute capability: FP16 tensor cores from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
+    dtypes = {torch.float32}
+    if capability >= (7, 0):
+        dtypes.add(torch.float16)
+    if capability >= (8, 0):
+        dtypes.add(torch.bfloat16)
+    return frozenset(dtypes)
+
+
+def gpus() -> tuple[GpuStatus, ...]:
+    """Every NVIDIA GPU of the host; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        driver = _ask(pynvml.nvmlSystemGetDriverVersion)
+        return tuple(_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def cpu() -> CpuStatus:
+    """The processor of this host and its memory."""
+    memory = _meminfo()
+    return CpuStatus(
+        name=_cpu_field("model name") or platform.processor() or platform.machine(),
+        cores=usable_cores(),
+        memory_total=memory.get("MemTotal"),
+        memory_available=memory.get("MemAvailable"),
+        features=tuple(flag for flag in _FEATURES if flag in _cpu_field("flags").split()),
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which a container may restrict."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+
+
+def _gpu(index: int, driver: str | None) -> GpuStatus:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    utilisation = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    return GpuStatus(
+        index=index,
+        name=_ask(pynvml.nvmlDeviceGetName, handle) or "unknown",
+        driver=driver,
+        compute_capability=".".join(map(str, capability)) if capability else None,
+        memory_total=int(memory.total) if memory else None,
+        memory_used=int(memory.used) if memory else None,
+        reserved_bytes=_reserved(_ask(pynvml.nvmlDeviceGetUUID, handle)),
+        utilisation_percent=int(utilisation.gpu) if utilisation else None,
+        temperature_celsius=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_watts=milliwatts / 1000 if milliwatts is not None else None,
+    )
+
+
+def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    """The driver's answer, or None where this GPU does not support the question."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _reserved(uuid: str | None) -> int:
+    """Bytes that torch holds on the GPU with this UUID; NVML's numbering ignores CUDA_VISIBLE_DEVICES, UUIDs do not."""
+    if uuid is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) in uuid:
+            return torch.cuda.memory_reserved(index)
+    return 0
+
+
+def _cpu_field(key: str) -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes by the names of /proc/meminfo; empty on systems without it."""
+    fields = (line.split() for line in _read("/proc/meminfo").splitlines())
+    return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
