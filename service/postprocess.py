@@ -121,6 +121,7 @@ class InstanceDecoder:
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
         self._threshold = _logit(decoding.threshold)
+        self._squash = spec.activation == "sigmoid"
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._landscape: Tensor | None = None
         self._size = size
@@ -132,7 +133,8 @@ class InstanceDecoder:
         planes = scores.shape[2]
         inside = scores[0, self._foreground] > self._threshold
         target = self._landscape[1 + z0 : 1 + z0 + planes, 1:-1, 1:-1]
-        target.copy_(scores[0, self._distance].masked_fill(~inside, -math.inf))
+        distance = scores[0, self._distance]
+        target.copy_((torch.sigmoid(distance) if self._squash else distance).masked_fill(~inside, -math.inf))
 
     def finish(self) -> Segmentation:
         if self._landscape is None:
