@@ -74,7 +74,7 @@ class Windows(_Section):
     sigma          width of the Gaussian, as a share of the window's edge
     """
 
-    sw_batch_size: PositiveInt = 4
+    sw_batch_size: PositiveInt = 2
     overlap: Overlap = 0.25
     blending: Literal["constant", "gaussian"] = "gaussian"
     sigma: PositiveFloat = 0.125
