@@ -11,6 +11,8 @@ StackSegError
 |-- CapacityError           nobody's fault: the same request may succeed later
 |   |-- QueueFull           too many requests are waiting
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
+|   |-- TimedOut            not finished within the time that the operator allows for a request
+|   |-- OutOfStorage        the folder for uploads is full
 |   `-- OutOfMemory         the volume does not fit after every fallback
 |-- ModelError              the operator's fault
 |   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
@@ -98,6 +100,18 @@ class NotReady(CapacityError):
     def __init__(self, message: str, retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class TimedOut(CapacityError):
+    """The request took longer than the operator allows, waiting included."""
+
+    slug = "timed-out"
+
+
+class OutOfStorage(CapacityError):
+    """The disk that holds uploads and decoded pixels while a request lasts is full."""
+
+    slug = "out-of-storage"
 
 
 class OutOfMemory(CapacityError):

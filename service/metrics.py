@@ -1,0 +1,79 @@
+"""Timers and counters: the stages of one request, and what the process has done so far, in Prometheus's text format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
+
+
+class Stages:
+    """Seconds that each stage of one request took, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """Seconds since this object was made."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Time the block as stage `name`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def update(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self.add(name, value)
+
+
+class Metrics:
+    """Counters of one process. Names and labels are part of the interface: dashboards depend on them."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "stackseg_requests", "Requests answered.", ["route", "status"], registry=self._registry
+        )
+        self._stages = Histogram(
+            "stackseg_stage_seconds",
+            "Seconds per stage of a segmentation.",
+            ["stage"],
+            registry=self._registry,
+            buckets=STAGE_BUCKETS,
+        )
+        self._voxels = Counter("stackseg_voxels", "Voxels segmented.", ["model"], registry=self._registry)
+        self._objects = Counter("stackseg_objects", "Objects found.", ["model"], registry=self._registry)
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Show what `value` returns at the moment of asking, as gauge `name`."""
+        Gauge(name, meaning, registry=self._registry).set_function(value)
+
+    def count_request(self, route: str, status: int) -> None:
+        """`route` is a path template, never a path that a client made up: every value is kept for good."""
+        self._requests.labels(route, str(status)).inc()
+
+    def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
+        self._voxels.labels(model).inc(voxels)
+        if objects is not None:
+            self._objects.labels(model).inc(objects)
+        for stage, value in seconds.items():
+            self._stages.labels(stage).observe(value)
+
+    def exposition(self) -> bytes:
+        """All of it, in the format of `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
