@@ -104,15 +104,14 @@ def find(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredI
     """The image that a file is about: of several the largest, of equals the first.
 
     With `trust` false a container whose description cannot be used is read as plain pages.
-    Raises BadFile where planes are missing, differ, or hold no pixels of a known kind.
+    For use within `translated`. Raises BadFile where planes are missing, differ, or hold no pixels of a known kind.
     """
-    with translated("reading its metadata"):
-        image = _described(tiff, structure)
-        if image.doubt and not trust:
-            image = replace(_plain(tiff, structure), container=image.container)
-        _check_alike(image, structure)
-        _check_decodable(image.page)
-        return replace(image, notes=(*image.notes, *metadata.remarks(image.page)))
+    image = _described(tiff, structure)
+    if image.doubt and not trust:
+        image = replace(_plain(tiff, structure), container=image.container)
+    _check_alike(image, structure)
+    _check_decodable(image.page)
+    return replace(image, notes=(*image.notes, *metadata.remarks(image.page)))
 
 
 def _described(tiff: TiffFile, structure: Structure) -> StoredImage:

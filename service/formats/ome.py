@@ -56,8 +56,7 @@ def parse(text: str, page_count: int) -> list[OmeImage]:
         raise Unclear("its OME-XML only points to another file, and files that a file names are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
         raise Unclear("its OME-XML nests further dimensions inside Z, C or T (ModuloAlong)")
-    uuids = {(element.text or "").strip() for element in root.iter() if _name(element) == "UUID"}
-    if len(uuids) > 1 or (uuids and root.get("UUID", *uuids) not in uuids):
+    if _spread(root):
         raise Unclear(
             "its OME-XML describes a set of several files, and files that a file names are never opened; to get the"
             " whole image, export the set as one file"
@@ -76,6 +75,14 @@ def _root(text: str) -> Element:
     except (ParseError, ValueError) as error:
         raise Unclear(f"its OME-XML is not well-formed ({error})") from error
     return root
+
+
+def _spread(root: Element) -> bool:
+    """Whether planes are in other files. A single file may have been renamed, so identifiers count, not file names."""
+    elements = [element for element in root.iter() if _name(element) == "TiffData"]
+    owners = {_children(element, "UUID")[0].text if _children(element, "UUID") else None for element in elements}
+    own = root.get("UUID")
+    return len(owners) > 1 if own is None else bool(owners - {own, None})
 
 
 def _name(element: Element) -> str:

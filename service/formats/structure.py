@@ -91,8 +91,8 @@ def header(stream: BinaryIO) -> tuple[Flavour, int]:
 def _directory(stream: BinaryIO, flavour: Flavour, offset: int, index: int, size: int) -> tuple[bytes, int]:
     """Layout of one page, and the offset of the next directory (0 after the last)."""
     cut = BadFile(
-        f"The file is cut short or damaged: the directory of page {index} should be at byte {offset}, but the file"
-        f" has {size} bytes. Copy or export it again."
+        f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its {size}"
+        " bytes. Copy or export it again."
     )
     if offset + flavour.count.size > size:
         raise cut
@@ -104,16 +104,17 @@ def _directory(stream: BinaryIO, flavour: Flavour, offset: int, index: int, size
     data = stream.read(length + flavour.offset.size)
     if len(data) < length + flavour.offset.size:
         raise cut
-    return _layout(stream, flavour, data[:length]), flavour.offset.unpack(data[length:])[0]
+    return _layout(stream, flavour, data[:length], size), flavour.offset.unpack(data[length:])[0]
 
 
-def _layout(stream: BinaryIO, flavour: Flavour, entries: bytes) -> bytes:
+def _layout(stream: BinaryIO, flavour: Flavour, entries: bytes, size: int) -> bytes:
     parts = []
     for tag, kind, count, value in flavour.entry.iter_unpack(entries):
         if tag in _LAYOUT_TAGS:
             length = count * _TYPE_SIZES.get(kind, 1)
-            if len(value) < length <= _LONGEST_VALUE:
-                stream.seek(min(flavour.offset.unpack(value)[0], 2**62))
+            place = flavour.offset.unpack(value)[0]
+            if len(value) < length <= _LONGEST_VALUE and place < size:
+                stream.seek(place)
                 value = stream.read(length)  # noqa: PLW2901 - the entry holds only the place of so long a value
             parts.append(struct.pack("=HHQ", tag, kind, count) + value)
     return b"".join(sorted(parts))

@@ -168,11 +168,10 @@ def _opened(path: Path, selection: Selection, limit_bytes: int) -> Iterator[_Sta
         stream.seek(0)
         with image.translated("reading its tags"):
             tiff = image.open_pages(stream)
-        found = image.find(tiff, skeleton, trust=selection.axes is None)
-        layout = axes.understand(found.axes, found.shape, selection.axes, found.doubt)
-        names = _names(found, layout)
-        part = axes.select(layout, names, selection)
-        with image.translated("reading its tags"):
+            found = image.find(tiff, skeleton, trust=selection.axes is None)
+            layout = axes.understand(found.axes, found.shape, selection.axes, found.doubt)
+            names = _names(found, layout)
+            part = axes.select(layout, names, selection)
             pixels.check(found, skeleton, layout, part, limit_bytes)
         yield _Stack(tiff, found, layout, part, names)
 

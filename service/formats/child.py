@@ -1,0 +1,74 @@
+"""The process in which a TIFF is parsed and decoded: JSON in, JSON out, under limits of memory and file size.
+
+Started by `service.formats.sandbox` as `python -m`; it imports neither torch nor the rest of the service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from service.errors import RequestError, TooLarge
+from service.formats import tiff
+from service.volume import Selection, VoxelSize
+
+
+def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
+    """From its fields, as they come out of JSON."""
+    return None if sizes is None else VoxelSize(**sizes)
+
+
+def answer(request: dict[str, Any], limit_bytes: int) -> dict[str, Any]:
+    """What a child does with one request; only errors that a file or a folder may cause are caught."""
+    stated = request["selection"]
+    selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
+    path = Path(request["path"])
+    try:
+        if request["call"] == "inspect":
+            return {"result": asdict(tiff.inspect(path, selection, limit_bytes))}
+        extract = tiff.extract(path, selection, limit_bytes, Path(request["scratch"]))
+    except RequestError as error:
+        return {"error": error.slug, "message": str(error)}
+    except MemoryError:
+        return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
+    except OSError as error:
+        return {"errno": error.errno, "message": error.strerror}
+    return {
+        "result": {
+            "file": None if extract.path == path else extract.path.name,
+            **asdict(extract.placement),
+            "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
+            "channels": extract.channels,
+        }
+    }
+
+
+def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
+    """The child: read requests, one JSON object per line, until the parent closes the pipe."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _limit(memory_bytes, decoded_bytes)
+    replies.write(b"{}\n")
+    replies.flush()
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_REAL, seconds + 5)
+        replies.write(json.dumps(answer(json.loads(line), decoded_bytes)).encode() + b"\n")
+        replies.flush()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _limit(memory_bytes: int, decoded_bytes: int) -> None:
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (decoded_bytes, decoded_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,213 @@
+"""Reading TIFFs that strangers sent, in processes that may run out of memory or time, or crash, without harm.
+
+A `Reader` keeps a few child processes warm. A child parses and decodes; what comes back through its pipe is JSON, and
+pixels come back as a place in a file, which this process maps. A child that dies or takes too long is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+import numpy as np
+
+import service
+from service.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    NotReady,
+    StackSegError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from service.formats import child
+from service.formats.pixels import Placement
+from service.volume import Description, Selection, Volume
+
+STARTUP_SECONDS = 60.0
+
+_ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
+_log = logging.getLogger(__name__)
+
+
+class Reader:
+    """Reads TIFFs in child processes; safe to use from several threads.
+
+    Args:
+        memory_bytes: what a child may use for one file, beyond what it takes when idle
+        seconds: how long it may take for one file
+        decoded_bytes: largest selection that is read
+        processes: how many files are read at the same time; further callers wait
+    """
+
+    def __init__(self, *, memory_bytes: int, seconds: float, decoded_bytes: int, processes: int = 2) -> None:
+        self._decoded_bytes = decoded_bytes
+        self._children = [_Child(memory_bytes, decoded_bytes, seconds) for _ in range(processes)]
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        for process in self._children:
+            self._idle.put(process)
+
+    def inspect(self, path: Path, selection: Selection) -> Description:
+        """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
+        return _description(self._ask("inspect", path, selection))
+
+    def read(self, path: Path, selection: Selection, scratch: Path) -> Volume:
+        """As `service.formats.tiff.read`, with its errors; a crash is BadFile, running out of time TooLarge.
+
+        Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
+        The volume maps that file, or the uploaded one.
+        """
+        reply = self._ask("extract", path, selection, scratch)
+        name = reply["file"]
+        source = path if name is None else scratch / Path(name).name
+        placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
+        dtype = np.dtype(placement.dtype)
+        if dtype.kind not in "uif" or math.prod(placement.shape) * dtype.itemsize > self._decoded_bytes:
+            raise BadFile("The file is damaged: what was read of it makes no sense.")
+        try:
+            return placement.volume(source, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+        except ValueError as error:
+            raise BadFile("The file is damaged: its pixels lie outside of it.") from error
+
+    def close(self) -> None:
+        """End the child processes; a caller still waiting for one gets NotReady."""
+        for process in self._children:
+            process.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, call: str, path: Path, selection: Selection, scratch: Path | None = None) -> dict[str, Any]:
+        process = self._idle.get()
+        try:
+            reply = process.ask(
+                {
+                    "call": call,
+                    "path": os.fspath(path.resolve()),
+                    "selection": asdict(selection),
+                    "scratch": None if scratch is None else os.fspath(scratch.resolve()),
+                }
+            )
+        finally:
+            self._idle.put(process)
+        if "errno" in reply:
+            raise OSError(reply["errno"], reply["message"], os.fspath(path))
+        if "error" in reply:
+            raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
+        result: dict[str, Any] = reply["result"]
+        return result
+
+
+class _Child:
+    """One child process, started at once and again whenever it is gone; used by one thread at a time."""
+
+    def __init__(self, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
+        self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
+        self._seconds = seconds
+        self._closed = False
+        self._process = self._start()
+        self._ready = False
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its reply."""
+        if self._closed:
+            raise NotReady("The service is stopping.")
+        if self._process.poll() is not None:
+            self._process, self._ready = self._start(), False
+        if not self._ready:
+            self._receive(STARTUP_SECONDS)
+            self._ready = True
+        self._send(request)
+        return self._receive(self._seconds)
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._closed = True
+        self._process.kill()
+        self._process.wait()
+        self._forget()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = os.fspath(Path(service.__file__).parents[1])
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "MALLOC_ARENA_MAX": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
+            [sys.executable, "-m", child.__name__, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env=environment,
+        )
+
+    def _send(self, request: dict[str, Any]) -> None:
+        pipe = cast("IO[bytes]", self._process.stdin)
+        try:
+            pipe.write(json.dumps(request).encode() + b"\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        descriptor = cast("IO[bytes]", self._process.stdout).fileno()
+        deadline = time.monotonic() + seconds
+        line = b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._process.kill()
+                self._process.wait()
+                self._forget()
+                raise TooLarge(
+                    f"Reading the file took more than {seconds:g} seconds. Crop it, or save it uncompressed."
+                )
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                raise self._died()
+            line += chunk
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _died(self) -> StackSegError:
+        status = self._process.wait()
+        self._complaints.seek(0)
+        complaints = self._complaints.read()[-2000:].decode(errors="replace")
+        self._forget()
+        if self._closed:
+            return NotReady("The service is stopping.")
+        _log.warning("A process that read a TIFF ended with status %d. %s", status, complaints)
+        return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
+
+    def _forget(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout, self._complaints):
+            if pipe is not None:
+                pipe.close()
+
+
+def _four(values: list[Any]) -> tuple[int, int, int, int]:
+    a, b, c, d = (int(value) for value in values)
+    return a, b, c, d
+
+
+def _description(reply: dict[str, Any]) -> Description:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in reply.items()}
+    return Description(**{**fields, "voxel_size": child.voxel_size(reply["voxel_size"])})
