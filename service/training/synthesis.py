@@ -1,0 +1,274 @@
+"""Synthetic fluorescent nuclei: labelled stacks that look like what a microscope records.
+
+A stack is made in the order in which light makes it: shapes, chromatin, stray light, the point spread function, uneven
+illumination and attenuation with depth, photons, the camera. All randomness comes from one `numpy.random.Generator`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter, zoom
+from scipy.spatial.transform import Rotation
+
+Floats = NDArray[np.float32]
+Labels = NDArray[np.uint16]
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is drawn and how it is recorded; lengths in voxels along y and x, intensities relative to a nucleus of 1.
+
+    diameter        mean diameter of a nucleus; along z it is shorter by `anisotropy`
+    fill            part of the volume that nuclei try to cover
+    clustering      probability that a nucleus is put against another one
+    contact         how close two nuclei may come: distance of centres over the sum of their radii
+    spread          standard deviation of the logarithm of the brightness between nuclei
+    texture         depth of the chromatin texture
+    margin          outline over visible radius: annotators draw outside of the half maximum
+    blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
+    haze, floor     stray light of the nuclei; even background
+    glow            part of the light that is spread along the optical axis, above and below each nucleus
+    ghosts          number of dim patches that are not in focus and that nobody would outline
+    shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
+    photons         expected photons of a nucleus of brightness 1
+    read_noise      standard deviation of the camera's noise, in photons
+    bits            8 or 16; `saturation` is the part of the brightest voxels that clip
+    """
+
+    diameter: float
+    anisotropy: float
+    fill: float
+    clustering: float
+    contact: float
+    spread: float
+    texture: float
+    margin: float
+    blur: float
+    elongation: float
+    haze: float
+    floor: float
+    glow: float
+    ghosts: int
+    shading: float
+    attenuation: float
+    photons: float
+    read_noise: float
+    bits: int
+    saturation: float
+    debris: int
+
+    @classmethod
+    def draw(cls, rng: Generator) -> Self:
+        """A scene at random, over the range of stacks that the model is meant for."""
+        anisotropy = float(rng.choice(np.array([1.0, rng.uniform(1, 2.5), rng.uniform(2, 4)]), p=[0.35, 0.45, 0.2]))
+        dense = rng.random() < 0.55
+        return cls(
+            diameter=_log_uniform(rng, max(8.0, 4.5 * anisotropy), 32.0),
+            anisotropy=anisotropy,
+            fill=float(rng.uniform(0.2, 0.65) if dense else _log_uniform(rng, 0.01, 0.2)),
+            clustering=float(rng.choice([0.2, 0.6, 0.9])),
+            contact=float(rng.uniform(0.72, 1.0)),
+            spread=float(rng.choice([0.15, 0.35, 0.8], p=[0.4, 0.35, 0.25])),
+            texture=float(rng.uniform(0.0, 0.6)),
+            margin=float(rng.uniform(1.0, 1.15)),
+            blur=_log_uniform(rng, 0.4, 1.8),
+            elongation=float(rng.uniform(1.0, 3.5)) / anisotropy,
+            haze=float(rng.choice([0.0, rng.uniform(0.05, 0.5)])),
+            floor=_log_uniform(rng, 0.01, 0.6),
+            glow=float(rng.choice([0.0, rng.uniform(0.02, 0.4)])),
+            ghosts=int(rng.integers(1, 16) if rng.random() < 0.5 else 0),
+            shading=float(rng.uniform(0, 0.5)),
+            attenuation=float(rng.choice([0.0, rng.uniform(0.1, 0.8)])),
+            photons=_log_uniform(rng, 2.5, 400),
+            read_noise=float(rng.uniform(0.2, 3.0)),
+            bits=int(rng.choice([8, 16])),
+            saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
+            debris=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
+        )
+
+
+class _Canvas:
+    """What is drawn into: labels, the gauge of the owner of each voxel (0 centre, 1 outline), and emitted light.
+
+    centres, radii   [capacity, 3], of which the first `count` rows are in use
+    """
+
+    def __init__(self, shape: Shape, capacity: int) -> None:
+        self.labels: Labels = np.zeros(shape, np.uint16)
+        self.gauge: Floats = np.ones(shape, np.float32)
+        self.light: Floats = np.zeros(shape, np.float32)
+        self.centres: Floats = np.zeros((capacity, 3), np.float32)
+        self.radii: Floats = np.ones((capacity, 3), np.float32)
+        self.count = 0
+
+
+def synthesise(rng: Generator, shape: Shape, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
+    """One stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 for background."""
+    scene = scene if scene is not None else Scene.draw(rng)
+    goal = scene.fill * math.prod(shape)
+    volume_of_one = math.pi / 6 * scene.diameter**3 / scene.anisotropy
+    tries = 2 * math.ceil(goal / volume_of_one) + 2
+    canvas = _Canvas(shape, tries)
+    for _ in range(tries):
+        if canvas.count and np.count_nonzero(canvas.labels) >= goal:
+            break
+        _place(rng, scene, canvas)
+    return _record(rng, scene, canvas), canvas.labels
+
+
+def _log_uniform(rng: Generator, low: float, high: float) -> float:
+    return float(np.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
+    """Draw one nucleus where it fits; gives up after a few tries."""
+    squash = np.array([1 / scene.anisotropy, 1, 1], np.float32)
+    radii = np.float32(scene.diameter / 2 * rng.lognormal(0, 0.12)) * squash
+    for _ in range(4):
+        centre = _propose(rng, scene, canvas, radii)
+        if _is_free(scene, canvas, centre, radii):
+            _draw_nucleus(rng, scene, canvas, centre, radii)
+            return
+
+
+def _propose(rng: Generator, scene: Scene, canvas: _Canvas, radii: Floats) -> Floats:
+    shape = np.array(canvas.labels.shape)
+    if canvas.count and rng.random() < scene.clustering:
+        other = int(rng.integers(canvas.count))
+        direction = rng.normal(size=3)
+        direction /= np.linalg.norm(direction)
+        reach = scene.contact * rng.uniform(1.0, 1.15)
+        centre = canvas.centres[other] + direction * reach * (canvas.radii[other] + radii)
+        if np.all((centre > -radii) & (centre < shape + radii)):
+            return np.asarray(centre, np.float32)
+    return np.asarray(rng.uniform(-0.4 * radii, shape + 0.4 * radii), np.float32)
+
+
+def _is_free(scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> bool:
+    apart = (canvas.centres[: canvas.count] - centre) / (canvas.radii[: canvas.count] + radii)
+    return not np.any(np.einsum("nd,nd->n", apart, apart) < scene.contact**2)
+
+
+def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> None:
+    """A rotated ellipsoid with a bumpy surface; where nuclei meet, each voxel goes to the nearer one."""
+    shape = canvas.labels.shape
+    low = np.maximum(np.floor(centre - 1.7 * radii), 0).astype(int)
+    high = np.minimum(np.ceil(centre + 1.7 * radii) + 1, shape).astype(int)
+    if np.any(high <= low):
+        return
+    box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+    gauge = _gauge(rng, [np.arange(a, b) for a, b in zip(low, high, strict=True)], centre, radii)
+    owned = gauge < canvas.gauge[box]
+    if not owned.any():
+        return
+    canvas.centres[canvas.count] = centre
+    canvas.radii[canvas.count] = radii
+    canvas.count += 1
+    canvas.labels[box][owned] = canvas.count
+    canvas.gauge[box][owned] = gauge[owned]
+    canvas.light[box][owned] = _emission(rng, scene, gauge)[owned]
+
+
+def _gauge(rng: Generator, axes: list[NDArray[Any]], centre: Floats, radii: Floats) -> Floats:
+    """Distance from the centre over the distance of the outline in that direction; [z, y, x], below 1 inside."""
+    z, y, x = (
+        ((axis - c) / r).astype(np.float32).reshape([-1 if i == n else 1 for i in range(3)])
+        for n, (axis, c, r) in enumerate(zip(axes, centre, radii, strict=True))
+    )
+    rotation = Rotation.random(random_state=rng).as_matrix().astype(np.float32)
+    stretch = np.exp(rng.normal(0, 0.18, 3)).astype(np.float32)
+    stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65, 1.5)
+    u, v, w = ((row[0] * z + row[1] * y + row[2] * x) / s for row, s in zip(rotation, stretch, strict=True))
+    radius = np.sqrt(u * u + v * v + w * w) + np.float32(1e-6)
+    bumps = rng.normal(0, 0.07, 6).astype(np.float32)
+    surface = (bumps[0] * u * v + bumps[1] * v * w + bumps[2] * w * u) / radius**2
+    surface += (bumps[3] * u * u * v + bumps[4] * v * v * w + bumps[5] * w * w * u) / radius**3
+    return np.asarray(radius / (1 + 2 * surface), np.float32)
+
+
+def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
+    """Light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin and dark nucleoli."""
+    brightness = rng.lognormal(0, scene.spread)
+    rim = rng.uniform(-0.45, 0.35)
+    light = np.float32(brightness) * (1 + np.float32(rim) * gauge**2)
+    light *= np.clip(1 + scene.texture * _smooth_noise(rng, gauge.shape, scene.diameter / 9), 0.1, 3)
+    if rng.random() < 0.3:
+        light *= 1 - 0.6 * (_smooth_noise(rng, gauge.shape, scene.diameter / 6) > 1.3)
+    light[gauge * np.float32(scene.margin) > 1] = 0
+    return light
+
+
+def _smooth_noise(rng: Generator, shape: tuple[int, ...], length: float) -> Floats:
+    """Gaussian noise [z, y, x] of standard deviation near 1 that varies over `length` voxels."""
+    coarse = [max(2, math.ceil(edge / max(length, 1)) + 1) for edge in shape]
+    noise = rng.standard_normal(coarse, dtype=np.float32)
+    factors = [edge / small for edge, small in zip(shape, coarse, strict=True)]
+    return np.asarray(zoom(noise, factors, order=1, mode="nearest", grid_mode=True) * np.float32(1.5))
+
+
+def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
+    """Emitted light -> camera counts, [Z, Y, X] uint8 or uint16."""
+    shape = canvas.labels.shape
+    light = canvas.light
+    _add_debris(rng, scene, light)
+    _add_ghosts(rng, scene, light)
+    sigma = np.array([scene.blur * scene.elongation, scene.blur, scene.blur])
+    light = gaussian_filter(light, sigma, truncate=3)
+    if scene.glow:
+        light += np.float32(scene.glow) * _spread(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
+    if scene.haze:
+        light += np.float32(scene.haze) * _spread(
+            light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
+        )
+    light += np.float32(scene.floor) * (1 + np.float32(0.3) * _smooth_noise(rng, shape, max(shape) / 2))
+    light *= np.clip(1 + scene.shading * _smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
+    light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
+    return _expose(rng, scene, np.maximum(light, 0))
+
+
+def _spread(light: Floats, widths: tuple[float, float]) -> Floats:
+    """Stray light, standard deviations along z and in the plane; on every fourth voxel, as nothing of it is sharp."""
+    along, across = widths
+    small = gaussian_filter(light[::2, ::4, ::4], [along / 2, across / 4, across / 4], truncate=2.5)
+    factors = [edge / s for edge, s in zip(light.shape, small.shape, strict=True)]
+    return np.asarray(zoom(small, factors, order=1, mode="nearest", grid_mode=True))
+
+
+def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
+    """Smooth dim patches: nuclei far from focus, polar bodies, autofluorescence."""
+    axes = [np.arange(edge, dtype=np.float32) for edge in light.shape]
+    for _ in range(scene.ghosts):
+        width = scene.diameter * rng.uniform(0.15, 0.5)
+        z, y, x = (
+            np.exp(-0.5 * ((axis - rng.uniform(0, len(axis))) / w) ** 2).astype(np.float32)
+            for axis, w in zip(axes, (width * rng.uniform(1, 2) / scene.anisotropy, width, width), strict=True)
+        )
+        light += np.float32(_log_uniform(rng, 0.02, 0.25)) * z[:, None, None] * y[:, None] * x
+
+
+def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
+    """Bright specks that are no nuclei."""
+    for _ in range(scene.debris):
+        z, y, x = (int(rng.integers(0, edge)) for edge in light.shape)
+        size = int(rng.integers(1, 3))
+        light[z : z + 1, y : y + size, x : x + size] += np.float32(rng.uniform(0.5, 6))
+
+
+def _expose(rng: Generator, scene: Scene, light: Floats) -> NDArray[Any]:
+    counts = rng.poisson(light * np.float32(scene.photons)).astype(np.float32)
+    counts += np.float32(scene.read_noise) * rng.standard_normal(light.shape, dtype=np.float32)
+    if rng.random() < 0.25:
+        counts = gaussian_filter(counts, rng.uniform(0.3, 0.7), truncate=2)
+    top = float(np.quantile(counts[::2, ::2, ::2], 1 - scene.saturation))
+    full = 255 if scene.bits == 8 else int(rng.integers(600, 60000))
+    offset = 0.02 * full * rng.random()
+    scaled = counts * ((full - offset) / max(top, 1e-3)) + offset
+    dtype = np.uint8 if scene.bits == 8 else np.uint16
+    return np.asarray(np.clip(np.rint(scaled), 0, full), dtype)

@@ -1,0 +1,175 @@
+"""Train the nuclei model: `python -m service.training.train --out FOLDER --minutes 30`.
+
+Writes `weights.safetensors` into the folder every minute, so that the training may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from service.errors import BadParameter
+from service.formats import tiff
+from service.networks import ShuffleUNet
+from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, recorded, synthetic
+from service.volume import Selection
+
+log = logging.getLogger("stackseg.train")
+
+LIMIT_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to learn.
+
+    minutes         wall-clock budget; the learning rate rises for its first twentieth, then falls along a cosine
+    learning_rate   at its highest
+    batch_size      crops per step, cubes of `edge` voxels
+    averaging       decay per step of the moving average of the weights, which is what is kept
+    """
+
+    minutes: float = 30.0
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-2
+    batch_size: int = 4
+    edge: int = 48
+    averaging: float = 0.998
+
+    def rate(self, progress: float) -> float:
+        """Learning rate at `progress` (0 to 1) through the budget."""
+        rise = 0.05
+        if progress < rise:
+            return self.learning_rate * (0.1 + 0.9 * progress / rise)
+        return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))), 1e-3)
+
+
+def loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """Scores [B, 2, z, y, x] against targets [B, 2, z, y, x] (foreground 0 or 1, distance 0 to 1) -> scalar.
+
+    Cross entropy and Dice for the foreground; absolute error for the distance, which keeps the valleys between
+    touching objects sharper than the squared error does, and counts outside the objects a fifth.
+    """
+    foreground, distance = targets[:, 0], targets[:, 1]
+    probability = torch.sigmoid(scores[:, 0])
+    overlap = 2 * (probability * foreground).sum() + 1
+    dice = 1 - overlap / (probability.sum() + foreground.sum() + 1)
+    entropy = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground)
+    error = (torch.sigmoid(scores[:, 1]) - distance).abs()
+    inside = (error * foreground).sum() / (foreground.sum() + 1)
+    outside = (error * (1 - foreground)).sum() / ((1 - foreground).sum() + 1)
+    return entropy + 0.5 * dice + 2 * inside + 0.4 * outside
+
+
+def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder: Path) -> nn.Module:
+    """Train until the budget is spent; returns the averaged network in evaluation mode, saved in `folder`."""
+    rng = np.random.default_rng([seed, 2])
+    average = copy.deepcopy(network).eval()
+    optimiser = torch.optim.AdamW(network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
+    network.train()
+    begin = saved = time.monotonic()
+    step, recent = 0, float("nan")
+    while (progress := (time.monotonic() - begin) / (60 * schedule.minutes)) < 1:
+        for group in optimiser.param_groups:
+            group["lr"] = schedule.rate(progress)
+        value = _step(network, optimiser, *batch(pool, rng, schedule.batch_size, schedule.edge))
+        recent = value if math.isnan(recent) else 0.98 * recent + 0.02 * value
+        step += 1
+        _follow(average, network, min(schedule.averaging, step / (step + 20)))
+        if step % 2 == 0:
+            pool.refresh()
+        if time.monotonic() - saved > 60:
+            saved = time.monotonic()
+            save(average, folder)
+            log.info("%5.1f %%  step %d  loss %.4f", 100 * progress, step, recent)
+    save(average, folder)
+    log.info("done  step %d  loss %.4f", step, recent)
+    return average
+
+
+def _step(network: nn.Module, optimiser: torch.optim.Optimizer, images: Tensor, targets: Tensor) -> float:
+    optimiser.zero_grad(set_to_none=True)
+    value = loss(network(images.to(memory_format=torch.channels_last_3d)), targets)
+    value.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(network.parameters(), 2.0)
+    optimiser.step()
+    return float(value.detach())
+
+
+@torch.no_grad()
+def _follow(average: nn.Module, network: nn.Module, decay: float) -> None:
+    """Move the averaged weights towards the network's; batch statistics are averages already and are copied."""
+    for kept, new in zip(average.parameters(), network.parameters(), strict=True):
+        kept.lerp_(new, 1 - decay)
+    for statistic, now in zip(average.buffers(), network.buffers(), strict=True):
+        statistic.copy_(now)
+
+
+def save(network: nn.Module, folder: Path) -> None:
+    """Write `weights.safetensors` in one move, so that a reader never meets half a file."""
+    partial = folder / "weights.partial"
+    save_file({name: value.contiguous() for name, value in network.state_dict().items()}, partial)
+    partial.replace(folder / "weights.safetensors")
+
+
+def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
+    """Stacks of one channel and their labels, all [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
+    if len(images) != len(labels):
+        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+    pairs = []
+    for image, truth in zip(images, labels, strict=True):
+        pixels, numbers = (tiff.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth))
+        if pixels.shape != numbers.shape:
+            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
+        pairs.append((pixels, numbers))
+    return pairs
+
+
+def _source(images: Sequence[Path], labels: Sequence[Path], share: float) -> Source:
+    pairs = read_pairs(images, labels)
+    return mixed(synthetic, recorded(pairs), share) if pairs else synthetic
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m service.training.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
+    parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--init", type=Path, help="weights to start from")
+    parser.add_argument("--images", type=Path, nargs="*", default=[], help="recorded stacks, one channel each")
+    parser.add_argument("--labels", type=Path, nargs="*", default=[], help="their labels, in the same order")
+    parser.add_argument("--share", type=float, default=0.25, help="part of the volumes that is drawn from them")
+    parser.add_argument("--pool", type=int, default=64, help="volumes held in memory")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    network = ShuffleUNet(1, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    if options.init:
+        network.load_state_dict(load_file(options.init))
+    source = _source(options.images, options.labels, options.share)
+    pool = Pool(source, Percentiles(), options.pool, options.seed)
+    try:
+        train(network, pool, Schedule(options.minutes, options.learning_rate), options.seed, options.out)
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()
