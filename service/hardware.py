@@ -14,6 +14,11 @@ import torch
 
 from service.errors import ConfigError
 
+# Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
+CGROUP = Path("/sys/fs/cgroup")
+
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+
 
 @dataclass(frozen=True)
 class GpuStatus:
@@ -94,24 +99,40 @@ def gpus() -> tuple[GpuStatus, ...]:
 
 def cpu() -> CpuStatus:
     """The processor of this host and its memory."""
-    memory = _meminfo()
     return CpuStatus(
         name=_cpu_field("model name") or platform.processor() or platform.machine(),
         cores=usable_cores(),
-        memory_total=memory.get("MemTotal"),
-        memory_available=memory.get("MemAvailable"),
-        features=tuple(flag for flag in _FEATURES if flag in _cpu_field("flags").split()),
+        memory_total=_meminfo().get("MemTotal"),
+        memory_available=available_memory(),
+        features=tuple(flag for flag in FEATURES if flag in _cpu_field("flags").split()),
     )
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on, which a container may restrict."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name
 
 
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may keep busy: those of its affinity, or fewer where a container's share is smaller."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if not quota.isdigit():
+        return cores
+    return min(cores, max(1, round(int(quota) / int(period))))
+
+
+def available_memory(cgroup: Path = CGROUP) -> int | None:
+    """Bytes that can still be taken, from the host or from what a container is limited to; None where nobody says."""
+    on_host = _meminfo().get("MemAvailable")
+    limit, used = (_read(cgroup / name).strip() for name in ("memory.max", "memory.current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return on_host
+    # Pages of files count as used, but are dropped as soon as somebody needs the room.
+    fields = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
+    reclaimable = int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    in_container = max(0, int(limit) - int(used) + reclaimable)
+    return in_container if on_host is None else min(on_host, in_container)
 
 
 def _gpu(index: int, driver: str | None) -> GpuStatus:
@@ -153,7 +174,7 @@ def _reserved(uuid: str | None) -> int:
 
 
 def _cpu_field(key: str) -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
@@ -162,12 +183,12 @@ def _cpu_field(key: str) -> str:
 
 def _meminfo() -> dict[str, int]:
     """Bytes by the names of /proc/meminfo; empty on systems without it."""
-    fields = (line.split() for line in _read("/proc/meminfo").splitlines())
+    fields = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}
 
 
-def _read(path: str) -> str:
+def _read(path: Path) -> str:
     try:
-        return Path(path).read_text(encoding="ascii", errors="replace")
+        return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""

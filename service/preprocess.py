@@ -1,7 +1,8 @@
-"""Volume -> tensor: normalisation and resampling, as the model's file says."""
+"""Volume -> tensor, normalised and resampled as the model's file says; and the way back to the volume's grid."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, assert_never
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from service.errors import BadParameter
 from service.repository import (
     ModelSpec,
     Normalisation,
@@ -17,10 +19,16 @@ from service.repository import (
     RangeNormalisation,
     ZScoreNormalisation,
 )
-from service.volume import Volume, VoxelSize
+from service.volume import Segmentation, Volume, VoxelSize, label_dtype
 
 Size = tuple[int, int, int]
 Array = NDArray[Any]
+
+# A stack whose voxels are more than so many times larger or smaller than the model's was given a wrong voxel size.
+MOST_RESAMPLING = 64.0
+
+# One hot pixel among nearly equal ones would otherwise become infinite, and spread through the whole window.
+FARTHEST = 1e6
 
 
 class Prepared(NamedTuple):
@@ -30,29 +38,19 @@ class Prepared(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Scaling(NamedTuple):
-    """Pixels become (x - offset) / scale."""
-
-    offset: float
-    scale: float
-
-
 def prepare(volume: Volume, spec: ModelSpec) -> Prepared:
     """Normalise each channel over the whole volume, and resample where model and volume both state a voxel size.
 
     NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros.
     """
-    notes: list[str] = []
     pixels = volume.array()
-    channels = []
-    for channel in pixels:
-        finite, replaced = _finite(channel)
-        if replaced:
-            notes.append(f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity.")
-        channels.append(normalise(finite, spec.input.normalisation))
-    image = (
-        torch.from_numpy(np.stack(channels))[None] if len(channels) > 1 else torch.from_numpy(channels[0])[None, None]
-    )
+    replaced = 0
+    image = torch.empty((1, *volume.shape), dtype=torch.float32)
+    for channel, out in zip(pixels, image[0].numpy(), strict=True):
+        finite, bad = _finite(channel)
+        replaced += bad
+        normalise(finite, spec.input.normalisation, out)
+    notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
     target = working_size(volume, spec)
     if target != volume.shape[1:]:
         image = functional.interpolate(image, size=target, mode="trilinear", align_corners=False)
@@ -60,6 +58,30 @@ def prepare(volume: Volume, spec: ModelSpec) -> Prepared:
             f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for the model's voxel size."
         )
     return Prepared(image, tuple(notes))
+
+
+def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:
+    """The way back: a segmentation on a grid of `size` (Z, Y, X), labels by nearest voxel, probabilities trilinear.
+
+    Objects too small for the grid vanish; the remaining ones are renumbered without gaps.
+    """
+    pixels = segmentation.pixels
+    if pixels.shape[-3:] == size:
+        return segmentation
+    if segmentation.kind == "probabilities":
+        scores = torch.from_numpy(pixels)[None]
+        resampled = functional.interpolate(scores, size=size, mode="trilinear", align_corners=False)
+        return replace(segmentation, pixels=resampled[0].numpy())
+    places = (((np.arange(new) + 0.5) * old / new).astype(np.intp) for old, new in zip(pixels.shape, size, strict=True))
+    nearest = pixels[np.ix_(*places)]
+    if segmentation.kind == "classes":
+        return replace(segmentation, pixels=nearest)
+    present = np.zeros(int(nearest.max(initial=0)) + 1, bool)
+    present[nearest] = True
+    present[0] = False
+    count = int(np.count_nonzero(present))
+    numbers = np.where(present, np.cumsum(present), 0).astype(label_dtype(count))
+    return replace(segmentation, pixels=numbers[nearest], count=count)
 
 
 def working_size(volume: Volume, spec: ModelSpec) -> Size:
@@ -70,25 +92,41 @@ def working_size(volume: Volume, spec: ModelSpec) -> Size:
 
 
 def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
-    """The same extent in other voxels, at least one along each axis; up to 1 % of difference is left alone."""
+    """The same extent in other voxels, at least one along each axis; up to 1 % of difference is left alone.
+
+    Raises BadParameter for voxels so far from the model's that one of the two must be wrong.
+    """
+    factors = [h / w for h, w in zip(have, want, strict=True)]
+    if not all(1 / MOST_RESAMPLING <= factor <= MOST_RESAMPLING for factor in factors):
+        stated, wanted = (", ".join(f"{edge:g}" for edge in edges) for edges in (have, want))
+        raise BadParameter(
+            f"The voxel size {stated} um is too far from the {wanted} um that the model works at; "
+            "correct it with voxel_size=Z,Y,X in micrometres."
+        )
     z, y, x = (
-        length if abs(h / w - 1) < 0.01 else max(1, round(length * h / w))
-        for length, h, w in zip(size, have, want, strict=True)
+        length if abs(factor - 1) < 0.01 else max(1, round(length * factor))
+        for length, factor in zip(size, factors, strict=True)
     )
     return z, y, x
 
 
-def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
-    """One channel [Z, Y, X] of finite numbers -> float32 [Z, Y, X]."""
+def normalise(pixels: Array, normalisation: Normalisation, out: NDArray[np.float32]) -> None:
+    """One channel [Z, Y, X] of finite numbers -> `out`, float32 [Z, Y, X], within plus and minus `FARTHEST`."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
             at_low, at_high = percentiles(pixels, low, high)
-            scaled = _scale(pixels, Scaling(at_low, at_high - at_low))
-            return scaled if clip is None else np.clip(scaled, *clip, out=scaled)
+            if at_low == at_high:
+                # Hardly any pixel differs from the background, and those that do are all that there is to see.
+                at_low, at_high = float(pixels.min()), float(pixels.max())
+            _scale(pixels, at_low, at_high - at_low, out)
+            if clip is not None:
+                np.clip(out, *clip, out=out)
         case ZScoreNormalisation():
-            return _scale(pixels, Scaling(float(pixels.mean(dtype=np.float64)), float(pixels.std(dtype=np.float64))))
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean, deviation = (float(f(pixels, dtype=np.float64)) for f in (np.mean, np.std))
+            _scale(pixels, mean, deviation, out)
         case RangeNormalisation(low=low, high=high):
-            return _scale(pixels, Scaling(low, high - low))
+            _scale(pixels, low, high - low, out)
         case _:
             assert_never(normalisation)
 
@@ -99,7 +137,9 @@ def percentiles(pixels: Array, low: float, high: float) -> tuple[float, float]:
     Up to 16 bits a histogram gives them exactly in one pass; other dtypes are partially sorted.
     """
     if pixels.dtype.kind not in "biu" or pixels.dtype.itemsize > 2:
-        a, b = np.percentile(pixels, (low, high))
+        # Half precision would round the result, and overflow on the way to it.
+        exact = pixels.astype(np.float32) if pixels.dtype == np.float16 else pixels
+        a, b = np.percentile(exact, (low, high))
         return float(a), float(b)
     lowest = int(np.iinfo(pixels.dtype).min) if pixels.dtype.kind == "i" else 0
     unsigned = pixels if pixels.dtype.kind == "u" else (pixels.astype(np.int32) - lowest)
@@ -125,25 +165,32 @@ def _rank(cumulated: NDArray[np.int64], rank: float) -> float:
 
 def _finite(channel: Array) -> tuple[Array, int]:
     """The channel without NaN and infinity, and how many there were."""
-    if channel.dtype.kind != "f" or np.isfinite(channel.sum(dtype=np.float64)):
+    if channel.dtype.kind != "f":
         return channel, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(channel.sum(dtype=np.float64)):
+            return channel, 0
     bad = ~np.isfinite(channel)
     replaced = channel.copy()
     replaced[bad] = channel[~bad].min() if not bad.all() else 0
     return replaced, int(bad.sum())
 
 
-def _scale(pixels: Array, scaling: Scaling) -> NDArray[np.float32]:
-    """Plane by plane, so that no copy in a wider dtype of the whole volume is made."""
-    scaled = np.empty(pixels.shape, np.float32)
-    if scaling.scale == 0:
-        scaled.fill(0)
-        return scaled
+def _scale(pixels: Array, offset: float, scale: float, out: NDArray[np.float32]) -> None:
+    """(x - offset) / scale into `out`; zeros where that means nothing.
+
+    Plane by plane, so that no copy in a wider dtype of the whole volume is made.
+    """
+    if scale == 0 or not np.isfinite((offset, scale)).all():
+        out.fill(0)
+        return
     dtype = np.float64 if pixels.dtype.itemsize > 4 or pixels.dtype in (np.int32, np.uint32) else np.float32
-    for plane, out in zip(pixels, scaled, strict=True):
-        difference = np.subtract(plane, scaling.offset, dtype=dtype)
-        np.divide(difference, scaling.scale, out=out, casting="same_kind")
-    return scaled
+    difference = np.empty(pixels.shape[1:], dtype)
+    with np.errstate(over="ignore"):
+        for plane, scaled in zip(pixels, out, strict=True):
+            np.subtract(plane, offset, out=difference)
+            np.divide(difference, scale, out=scaled, casting="same_kind")
+            np.clip(scaled, -FARTHEST, FARTHEST, out=scaled)
 
 
 def _times(size: Size) -> str:

@@ -8,6 +8,7 @@ row of windows instead of once per window, and the scores of the whole volume ne
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,12 @@ class SlidingWindow:
         """The one batch buffer, [B, C, *roi]: its shape, dtype and strides are those the network always sees."""
         return self._batch
 
+    def with_network(self, network: Network) -> SlidingWindow:
+        """The same windows in the same batch buffer through another network."""
+        other = copy.copy(self)
+        other._network = network
+        return other
+
     def run(
         self,
         image: Tensor,
@@ -155,7 +162,7 @@ class _Blender:
         self._grid = grid
         depth, height, width = grid.roi[0], grid.padded[1], grid.padded[2]
         self._importance = importance_map(grid.roi, blending, device)
-        self._row_weight = row_weight(grid, blending, device)
+        self._row_weight = row_weight(grid, self._importance)
         self._sums = torch.zeros((outputs, depth, height, width), device=device)
         self._weights = torch.zeros((depth, height, width), device=device)
         self._z = -1
@@ -200,11 +207,9 @@ def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tenso
     return compute_importance_map(roi, mode=mode, sigma_scale=blending.sigma, device=device, dtype=torch.float32)
 
 
-@lru_cache(maxsize=4)
-def row_weight(grid: Grid, blending: Blending, device: torch.device) -> Tensor:
+def row_weight(grid: Grid, importance: Tensor) -> Tensor:
     """Sum of the weights of the windows of one row (one z), float32 [roi z, padded Y, padded X]; equal for all rows."""
-    importance = importance_map(grid.roi, blending, device)
-    total = torch.zeros((grid.roi[0], *grid.padded[1:]), device=device)
+    total = torch.zeros((grid.roi[0], *grid.padded[1:]), device=importance.device)
     for y, x in itertools.product(*grid.starts[1:]):
         total[:, y : y + grid.roi[1], x : x + grid.roi[2]] += importance
     return total

@@ -47,7 +47,7 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph):
             return work()
 
     def replay(self) -> None:

@@ -1,0 +1,101 @@
+"""What a request will take before anything runs: its options after the operator's choices, its windows, its memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from service.config import Settings
+from service.errors import BadParameter
+from service.postprocess import bytes_per_voxel
+from service.preprocess import Size, working_size
+from service.repository import ModelSpec
+from service.volume import Options, OutputKind, Volume
+from service.windows import Grid
+
+
+class Plan(NamedTuple):
+    """A request's options after the operator's defaults and limits."""
+
+    output: OutputKind
+    sw_batch_size: int
+    overlap: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a request will take. Bytes are the peak beyond the loaded model; on the CPU all of them are host bytes."""
+
+    windows: int
+    sw_batch_size: int
+    overlap: float
+    working_size: Size
+    host_bytes: int
+    device_bytes: int
+
+
+def make_plan(spec: ModelSpec, settings: Settings, options: Options) -> Plan:
+    """Raises BadParameter for options beyond the operator's limits, and for outputs that the model does not have."""
+    windows, limits = settings.windows, settings.limits
+    batch_size = windows.sw_batch_size if options.sw_batch_size is None else options.sw_batch_size
+    overlap = windows.overlap if options.overlap is None else options.overlap
+    if not 1 <= batch_size <= limits.sw_batch_size:
+        raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
+    if not 0 <= overlap <= limits.overlap:
+        raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
+    return Plan(_output(spec, options.output), batch_size, overlap)
+
+
+def estimate(spec: ModelSpec, volume: Volume, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
+    """Of the volume only shape, dtype and voxel size are looked at.
+
+    window_bytes  what the network's layers take for one window
+    on_host       the device's memory is the host's
+    """
+    size = working_size(volume, spec)
+    grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
+    image = 4 * spec.input.channels * (math.prod(grid.padded) + (volume.voxels if size != volume.shape[1:] else 0))
+    # Sums and the slab that leaves, K each, and three sets of weights: see service.windows.
+    row = 4 * grid.roi[0] * grid.padded[1] * grid.padded[2]
+    running = row * (2 * len(spec.outputs) + 3) + plan.sw_batch_size * window_bytes
+    decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)
+    return Estimate(
+        windows=grid.count,
+        sw_batch_size=plan.sw_batch_size,
+        overlap=plan.overlap,
+        working_size=size,
+        host_bytes=decoding + image + (running if on_host else 0),
+        device_bytes=0 if on_host else image + running,
+    )
+
+
+def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
+    """Bytes of float32 that the layers take for one input of `shape`: about five of the largest outputs live at once."""
+    sizes: list[int] = []
+
+    def note(_module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            sizes.append(output.numel() * 4)
+
+    leaves = [module for module in network.modules() if not list(module.children())]
+    hooks = [leaf.register_forward_hook(note) for leaf in leaves]
+    try:
+        with torch.inference_mode():
+            network(torch.zeros(shape))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(sorted(sizes)[-5:])
+
+
+def _output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
+    instances = spec.decoding.kind == "instances"
+    if wanted == "labels" and not instances:
+        raise BadParameter(
+            f"{spec.name} tells classes apart, not objects; ask for output=classes or output=probabilities."
+        )
+    return wanted or ("labels" if instances else "classes")
