@@ -181,19 +181,24 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
-    """Read every model folder below `root` (or only `names`), by model name. Raises BrokenModel."""
+def model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
+    """The folders below `root` that hold a model file, or those of `names`, unread. Raises BrokenModel for none."""
     if not root.is_dir():
         raise BrokenModel(f"The model repository {root} is not a folder; set models.folder to the one to serve.")
-    folders = [root / name for name in names] or sorted(f.parent for f in root.glob(f"*/{FILE_NAME}"))
+    folders = [root / name for name in names] or sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
+    if not folders:
+        raise BrokenModel(f"The model repository {root} holds no */{FILE_NAME}.")
+    return folders
+
+
+def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
+    """Read every model folder below `root` (or only `names`), by model name. Raises BrokenModel."""
     specs: dict[str, ModelSpec] = {}
-    for folder in folders:
+    for folder in model_folders(root, names):
         spec = read_spec(folder)
         if spec.name in specs:
             raise BrokenModel(f"{folder}: the name {spec.name!r} is taken by {specs[spec.name].folder}")
         specs[spec.name] = spec
-    if not specs:
-        raise BrokenModel(f"The model repository {root} holds no */{FILE_NAME}.")
     return specs
 
 

@@ -1,0 +1,164 @@
+"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from service.app import create_app
+from service.config import Settings, read_settings
+from service.errors import BadParameter, StackSegError, UnknownModel
+from service.formats import tiff
+from service.metrics import Stages
+from service.repository import ModelSpec, read_repository
+from service.schemas import Query
+from service.segmenter import Segmenter
+
+log = logging.getLogger("service")
+
+# Parameters that `segment` shares with the HTTP interface, and how they are called there.
+PARAMETERS = ("model", "channel", "time", "axes", "voxel_size", "output", "sw_batch_size", "overlap")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 done, 1 refused or failed, 2 not understood (raised by argparse)."""
+    options = parser().parse_args(arguments)
+    try:
+        settings = read_settings(options.config)
+        logging.basicConfig(
+            level=settings.logging.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+        )
+        status: int = options.run(options, settings)
+    except StackSegError as error:
+        sys.stderr.write(f"stackseg: {error}\n")
+        return 1
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
+    root.add_argument("--version", action="version", version=version("stackseg"))
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run the HTTP service")
+    serve.add_argument("--host", help="address to listen on; overrides server.host")
+    serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one; overrides server.port")
+    serve.set_defaults(run=run_serve)
+
+    segment = commands.add_parser("segment", help="segment one file, without a service")
+    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack")
+    segment.add_argument("result", type=Path, metavar="OUT", help="OME-TIFF to write")
+    for name in PARAMETERS:
+        segment.add_argument(f"--{name.replace('_', '-')}", help="as the parameter of POST /segment")
+    segment.set_defaults(run=run_segment)
+
+    models = commands.add_parser("models", help="list the models of the repository")
+    models.add_argument("--json", action="store_true", help="everything that the model files say")
+    models.set_defaults(run=run_models)
+
+    for command in (serve, segment, models):
+        command.add_argument("--config", type=Path, help="configuration file, such as configs/gpu.yaml")
+    return root
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that stops being ready as soon as it is told to end."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT: finish what runs within the grace time, accept nothing new."""
+        app = self.config.app
+        if isinstance(app, FastAPI) and hasattr(app.state, "runtime"):
+            app.state.runtime.drain()
+        super().handle_exit(sig, frame)
+
+
+def run_serve(options: argparse.Namespace, settings: Settings) -> int:
+    """Serve until a signal ends it."""
+    host = options.host or settings.server.host
+    port = settings.server.port if options.port is None else options.port
+    if _is_public(host):
+        log.warning("listening on %s without authentication: anyone who reaches this port can use the service", host)
+    config = uvicorn.Config(
+        create_app(settings),
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(settings.server.drain_seconds),
+    )
+    server = Server(config)
+    server.run()
+    return 0 if server.started else 1
+
+
+def run_segment(options: argparse.Namespace, settings: Settings) -> int:
+    """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
+    given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
+    try:
+        query = Query.model_validate(given)
+    except ValidationError as error:
+        faults = "; ".join(f"--{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
+        raise BadParameter(faults.replace("_", "-")) from error
+    spec = _choose(settings, query.model)
+    stages = Stages()
+    with tempfile.TemporaryDirectory(prefix="stackseg-") as scratch:
+        with stages.measure("read"):
+            volume = tiff.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
+        with stages.measure("load"):
+            segmenter = Segmenter(spec, settings)
+            segmenter.warm_up()
+        result = segmenter.segment(volume, query.options)
+        stages.update(result.seconds)
+        with stages.measure("write"):
+            tiff.write(result.segmentation, options.result)
+    found = "" if result.segmentation.count is None else f"{result.segmentation.count} objects, "
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
+    sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({times})\n")
+    for note in result.notes:
+        sys.stdout.write(f"note: {note}\n")
+    return 0
+
+
+def run_models(options: argparse.Namespace, settings: Settings) -> int:
+    """List the models; nothing is loaded."""
+    specs = read_repository(settings.models.folder, settings.models.serve)
+    if options.json:
+        sys.stdout.write(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=2) + "\n")
+        return 0
+    for spec in specs.values():
+        window = "x".join(map(str, spec.input.roi_size))
+        sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
+    return 0
+
+
+def _choose(settings: Settings, name: str | None) -> ModelSpec:
+    specs = read_repository(settings.models.folder, settings.models.serve)
+    wanted = name or settings.models.default or next(iter(specs))
+    if wanted not in specs:
+        raise UnknownModel(f"There is no model {wanted!r}; the repository holds: {', '.join(specs)}.")
+    return specs[wanted]
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

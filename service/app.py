@@ -1,0 +1,185 @@
+"""Assemble the service: lifespan, routes, and the one table from error class to status code."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service import errors
+from service.config import Settings
+from service.routes import gpu, health, inspect, models, segment
+from service.runtime import Runtime
+from service.schemas import Problem
+
+log = logging.getLogger("service.access")
+
+# Looked up along the class's __mro__: a class without a row of its own has its parent's status.
+STATUS: dict[type[errors.StackSegError], int] = {
+    errors.StackSegError: 500,
+    errors.RequestError: 400,
+    errors.BadFile: 422,
+    errors.AmbiguousAxes: 422,
+    errors.BadParameter: 422,
+    errors.UnsupportedMedia: 415,
+    errors.TooLarge: 413,
+    errors.UnknownModel: 404,
+    errors.CapacityError: 503,
+    errors.OutOfMemory: 507,
+    errors.OutOfStorage: 507,
+    errors.TimedOut: 504,
+    errors.ModelError: 500,
+    # Nobody reads this answer; the number is what proxies log for a client that hung up.
+    errors.Cancelled: 499,
+}
+
+PROBLEM_TYPE = "application/problem+json"
+
+Handler = Callable[[Request, Exception], Response]
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service as an ASGI application; its runtime starts and stops with the lifespan."""
+    app = FastAPI(
+        title="StackSeg",
+        version=version("stackseg"),
+        summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
+        lifespan=_lifespan,
+        responses=_problem_responses(),
+    )
+    app.state.settings = settings
+    for module in (segment, inspect, models, health, gpu):
+        app.include_router(module.router)
+    app.add_api_route("/", lambda: RedirectResponse("/docs"), include_in_schema=False)
+    app.add_exception_handler(errors.StackSegError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    app.add_middleware(RequestLog)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    runtime = Runtime(app.state.settings)
+    app.state.runtime = runtime
+    runtime.start()
+    try:
+        yield
+    finally:
+        runtime.stop()
+
+
+def status_of(error: errors.StackSegError) -> int:
+    """The HTTP status of an error: of its class, or of the nearest parent in the table."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def problem(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
+    """An answer as RFC 9457 has it."""
+    content = {
+        "type": f"urn:stackseg:problem:{slug}",
+        "title": slug.replace("-", " ").capitalize(),
+        "status": status,
+        "detail": detail,
+        "instance": f"urn:uuid:{request.scope.get('state', {}).get('request_id', uuid.uuid4())}",
+    }
+    return JSONResponse(content | members, status, media_type=PROBLEM_TYPE)
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, errors.StackSegError):
+        return _answer_unexpected(request, error)
+    status = status_of(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        log.error("%s: %s", type(error).__name__, error)
+    members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
+    response = problem(request, status, error.slug, str(error), **members)
+    if isinstance(error, errors.QueueFull | errors.NotReady):
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
+
+
+def _answer_validation(request: Request, error: Exception) -> Response:
+    faults = error.errors() if isinstance(error, RequestValidationError) else []
+    detail = "; ".join(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in faults)
+    return problem(request, 422, errors.BadParameter.slug, f"A parameter is not understood: {detail}")
+
+
+def _answer_http(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    phrase = HTTPStatus(status).phrase
+    detail = f"{phrase}: {request.method} {request.url.path}. See /docs."
+    answer = problem(request, status, phrase.lower().replace(" ", "-"), detail)
+    if isinstance(error, HTTPException) and error.headers:
+        answer.headers.update(error.headers)
+    return answer
+
+
+def _answer_unexpected(request: Request, _error: Exception) -> Response:
+    detail = "Something went wrong in the service; its log tells more under the number in `instance`."
+    return problem(request, 500, "internal-error", detail)
+
+
+def _problem_responses() -> dict[int | str, dict[str, Any]]:
+    """Every error status with the problem types that lead to it, for the OpenAPI document."""
+    slugs: dict[int, list[str]] = {}
+    for kind, status in STATUS.items():
+        if kind not in (errors.Cancelled, errors.StackSegError, errors.RequestError, errors.CapacityError):
+            slugs.setdefault(status, []).append(kind.slug)
+    slugs[503] = [errors.QueueFull.slug, errors.NotReady.slug]
+    schema = {PROBLEM_TYPE: {"schema": {"$ref": f"#/components/schemas/{Problem.__name__}"}}}
+    return {
+        status: {"description": "Problem: " + ", ".join(names), "model": Problem, "content": schema}
+        for status, names in sorted(slugs.items())
+    }
+
+
+class RequestLog:
+    """Gives every request a number, and one line in the log when it is over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        number = str(uuid.uuid4())
+        scope.setdefault("state", {})["request_id"] = number
+        began, status, told = time.perf_counter(), 500, {}
+
+        async def note(message: Message) -> None:
+            nonlocal status, told
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+                told = {name: value.decode("latin-1") for name, value in message["headers"]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            self._tell(scope, number, status, time.perf_counter() - began, told)
+
+    @staticmethod
+    def _tell(scope: Scope, number: str, status: int, seconds: float, told: dict[bytes, str]) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")
+        if "app" in scope and hasattr(scope["app"].state, "runtime"):
+            scope["app"].state.runtime.metrics.count_request(route, status)
+        extras = [told[name] for name in (b"x-stackseg-model", b"x-stackseg-objects") if name in told]
+        path = re.sub(r"[^\x20-\x7e]", "?", scope["path"])
+        level = logging.DEBUG if "/health" in route else logging.INFO
+        log.log(level, "%s %s %d %.3fs %s %s", scope["method"], path, status, seconds, number, " ".join(extras))

@@ -1,0 +1,31 @@
+"""GET /gpu and GET /metrics: how the hardware and the process are doing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Response
+
+from service import hardware
+from service.metrics import CONTENT_TYPE
+from service.routes.requests import RuntimeDependency
+from service.schemas import GpuReport
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/gpu")
+async def gpu(runtime: RuntimeDependency) -> GpuReport:
+    """Every GPU with its memory, load and temperature, the processor, and the engine of each loaded model."""
+    gpus = await asyncio.to_thread(hardware.gpus)
+    models = {model.name: model.segmenter.report() for model in runtime.models if model.segmenter is not None}
+    found = (
+        f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
+    )
+    return GpuReport(message=found, gpus=list(gpus), cpu=hardware.cpu(), models=models)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(runtime: RuntimeDependency) -> Response:
+    """Counters and stage times in Prometheus's text format."""
+    return Response(runtime.metrics.exposition(), media_type=CONTENT_TYPE)

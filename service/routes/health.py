@@ -1,0 +1,51 @@
+"""Health: alive as long as the process answers, ready once every model is warm."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Response
+
+from service.errors import NotReady
+from service.routes.requests import RuntimeDependency
+from service.schemas import Health, Liveness
+
+router = APIRouter(tags=["health"])
+
+# The same under the paths that other inference servers use, so that existing probes work unchanged.
+PREFIXES = ("", "/v1", "/v2")
+
+
+@router.get("/health")
+async def health(runtime: RuntimeDependency, response: Response) -> Health:
+    """State of the service and of every model; 503 while it is not ready."""
+    reasons = list(runtime.obstacles())
+    if reasons:
+        response.status_code = 503
+    return Health(
+        status="unavailable" if reasons else "ok",
+        version=version("stackseg"),
+        uptime_seconds=round(runtime.uptime_seconds, 1),
+        waiting=runtime.queue.waiting,
+        models={model.name: model.state for model in runtime.models},
+        reasons=reasons,
+    )
+
+
+async def live() -> Liveness:
+    """200 as long as the process answers."""
+    return Liveness()
+
+
+async def ready(runtime: RuntimeDependency) -> Liveness:
+    """200 once every model is warm; 503 with the reasons before that, and while the service stops."""
+    reasons = runtime.obstacles()
+    if reasons:
+        raise NotReady(" ".join(reasons))
+    return Liveness(status="ready")
+
+
+for _prefix in PREFIXES:
+    _documented = _prefix == ""
+    router.add_api_route(f"{_prefix}/health/live", live, include_in_schema=_documented)
+    router.add_api_route(f"{_prefix}/health/ready", ready, include_in_schema=_documented)

@@ -1,0 +1,45 @@
+"""GET /models: what is served, and how it runs here."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from service.routes.requests import RuntimeDependency
+from service.runtime import ModelState
+from service.schemas import ModelInfo, ModelList
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/models")
+async def list_models(runtime: RuntimeDependency) -> ModelList:
+    """Every model of the repository with its state."""
+    models = [_info(model) for model in runtime.models]
+    default = runtime.settings.models.default or (models[0].name if models else None)
+    return ModelList(default=default, models=models)
+
+
+@router.get("/models/{name}")
+async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
+    """One model: its facts, and the engine, precision and memory format in use, with warnings."""
+    return _info(runtime.model(name))
+
+
+def _info(model: ModelState) -> ModelInfo:
+    spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
+    if spec is None:
+        return ModelInfo(name=model.name, state=model.state, problem="The model file cannot be read; see the log.")
+    return ModelInfo(
+        name=spec.name,
+        state=model.state,
+        version=spec.version,
+        summary=spec.summary,
+        licence=spec.licence,
+        training_data=spec.training_data,
+        architecture=spec.architecture.name,
+        input=spec.input,
+        outputs=spec.outputs,
+        decoding=spec.decoding.kind,
+        engine=engine,
+        problem="It could not be loaded; see the log." if model.state == "failed" else None,
+    )

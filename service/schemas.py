@@ -1,0 +1,155 @@
+"""The JSON that the service speaks. Dataclasses of lower layers appear in it as they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from service.errors import BadParameter
+from service.hardware import CpuStatus, GpuStatus
+from service.planning import Estimate
+from service.repository import Input
+from service.segmenter import EngineReport
+from service.volume import Description, Options, OutputKind, Selection, VoxelSize
+
+
+class Problem(BaseModel):
+    """An error as RFC 9457 has it. `type` is stable and may be matched; `detail` says what to do."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "example": {
+                "type": "urn:stackseg:problem:ambiguous-axes",
+                "title": "Ambiguous axes",
+                "status": 422,
+                "detail": "The file has 4 axes, 7x5x167x439, and does not say what they are; state them, axes=TZYX.",
+                "instance": "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11",
+            }
+        },
+    )
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+
+
+class Query(BaseModel):
+    """Parameters of `/segment` and `/inspect`: which part of the file to read, what it does not say, what to do."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
+    channel: Annotated[
+        str | None, Field(description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"])
+    ] = None
+    time: Annotated[int | None, Field(ge=0, description="Time point to segment, from 0.")] = None
+    axes: Annotated[
+        str | None,
+        Field(
+            max_length=16,
+            description="One letter of T, Z, C, Y, X, S per stored dimension; overrides the file.",
+            examples=["ZYX", "TZCYX"],
+        ),
+    ] = None
+    voxel_size: Annotated[
+        str | None,
+        Field(description="Voxel size Z,Y,X in micrometres; overrides the file.", examples=["0.5,0.2,0.2"]),
+    ] = None
+    sw_batch_size: Annotated[int | None, Field(ge=1, description="Windows per call of the network.")] = None
+    overlap: Annotated[
+        float | None, Field(ge=0, lt=1, description="Share of a window that it has in common with the next one.")
+    ] = None
+    output: Annotated[
+        OutputKind | None,
+        Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
+    ] = None
+
+    @field_validator("voxel_size")
+    @classmethod
+    def _three_lengths(cls, text: str | None) -> str | None:
+        if text is not None:
+            _voxel_size(text)
+        return text
+
+    @property
+    def selection(self) -> Selection:
+        channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
+        size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
+        return Selection(channel, self.time, self.axes.upper() if self.axes else None, size)
+
+    @property
+    def options(self) -> Options:
+        return Options(self.output, self.sw_batch_size, self.overlap)
+
+
+def _voxel_size(text: str) -> VoxelSize:
+    try:
+        z, y, x = (float(part) for part in text.split(","))
+        return VoxelSize(z, y, x)
+    except (ValueError, BadParameter):
+        raise ValueError("three positive numbers Z,Y,X in micrometres are expected, such as 0.5,0.2,0.2") from None
+
+
+class Inspection(BaseModel):
+    """What was understood of a file, and what segmenting it would take. `problem`: why it would be refused."""
+
+    file: Description
+    model: str
+    output: OutputKind | None
+    normalisation: dict[str, Any]
+    estimate: Estimate | None
+    problem: str | None
+
+
+class ModelInfo(BaseModel):
+    """A model as it is served. `state`: loading, ready or failed, then with `problem`."""
+
+    name: str
+    state: str
+    version: str | None = None
+    summary: str | None = None
+    licence: str | None = None
+    training_data: str | None = None
+    architecture: str | None = None
+    input: Input | None = None
+    outputs: tuple[str, ...] = ()
+    decoding: str | None = None
+    engine: EngineReport | None = None
+    problem: str | None = None
+
+
+class ModelList(BaseModel):
+    """All models; `default` answers requests that name none."""
+
+    default: str | None
+    models: list[ModelInfo]
+
+
+class Health(BaseModel):
+    """`status`: ok, or unavailable with the `reasons`."""
+
+    status: str
+    version: str
+    uptime_seconds: float
+    waiting: int
+    models: dict[str, str]
+    reasons: list[str]
+
+
+class Liveness(BaseModel):
+    """The process answers."""
+
+    status: str = "alive"
+
+
+class GpuReport(BaseModel):
+    """The GPUs of the host (none is no error), its processor, and how each loaded model runs."""
+
+    message: str
+    gpus: list[GpuStatus]
+    cpu: CpuStatus
+    models: dict[str, EngineReport]
