@@ -1,0 +1,327 @@
+"""A real server, real sockets, real files: what a user does, and what must not happen."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from live import Answer, Live, as_tiff, classes, eager, serve, until
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
+
+REAL = sorted(path.parent.name for path in (DATA / "real").glob("*/image.tif"))
+HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file() and path.suffix != ".json")
+# Volumes on which the bundled model would take longer than the test is worth on two cores.
+LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046"}
+
+
+@pytest.fixture(scope="module")
+def live(bands_repository: Path) -> Iterator[Live]:
+    with serve(eager(bands_repository)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Live]:
+    with serve(eager(ROOT / "models", device={"threads": 2})) as running:
+        yield running
+
+
+def test_stack_comes_back_as_classes_with_its_voxel_size(live: Live, phantom: Any) -> None:
+    response = live.segment(as_tiff(phantom.image))
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "image/tiff"
+    assert response.headers["x-stackseg-model"] == "bands/1"
+    assert "x-stackseg-objects" not in response.headers
+    answer = Answer(response.content)
+    assert (answer.axes, answer.pixels.shape) == ("ZYX", phantom.image.shape)
+    assert answer.voxel_size == pytest.approx((0.5, 0.2, 0.2))
+    assert np.mean(answer.pixels == phantom.classes) > 0.97
+    stages = [entry.partition(";")[0] for entry in response.headers["server-timing"].split(", ")]
+    assert stages == ["receive", "read", "queue", "prepare", "windows", "decode", "write", "total"]
+
+
+def test_multipart_form_gives_the_same_as_the_raw_body(live: Live, phantom: Any) -> None:
+    stack = as_tiff(phantom.image)
+    form = live.client.post(
+        "/segment", files={"file": ("my cells.tif", stack, "image/tiff")}, data={"output": "classes", "overlap": "0.5"}
+    )
+    assert form.status_code == 200, form.text
+    assert "my%20cells_classes.ome.tif" in form.headers["content-disposition"]
+    assert np.array_equal(classes(form.content), classes(live.segment(stack, overlap=0.5).content))
+
+
+def test_probabilities_are_named_and_sum_to_one(live: Live, phantom: Any) -> None:
+    answer = Answer(live.segment(as_tiff(phantom.image), output="probabilities").content)
+    assert (answer.axes, answer.pixels.dtype) == ("CZYX", np.float32)
+    assert answer.names == ["background", "dim", "bright"]
+    assert answer.pixels.sum(0) == pytest.approx(np.ones(phantom.image.shape), abs=1e-5)
+
+
+def test_channel_time_and_stated_voxel_size(live: Live, phantom: Any) -> None:
+    hyperstack = np.zeros((2, phantom.image.shape[0], 2, *phantom.image.shape[1:]), np.uint16)
+    hyperstack[1, :, 1] = phantom.image
+    stack = as_tiff(hyperstack, metadata={"axes": "TZCYX"})
+    answer = Answer(live.segment(stack, time=1, channel=1, voxel_size="2,1,1").content)
+    assert answer.voxel_size == (2, 1, 1)
+    assert np.mean(answer.pixels == phantom.classes) > 0.97
+    refused = live.segment(stack, time=1)
+    assert refused.status_code == 422
+    assert "channel" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        ({"overlap": 0.99}, "overlap"),
+        ({"sw_batch_size": 1000}, "sw_batch_size"),
+        ({"voxel_size": "1,2"}, "voxel_size"),
+        ({"voxel_size": "0,1,1"}, "voxel_size"),
+        ({"axes": "ZY"}, "axes"),
+        ({"output": "labels"}, "output=classes"),
+        ({"output": "cells"}, "output"),
+        ({"time": -1}, "time"),
+        ({"channel": 7}, "channel"),
+        ({"overlop": 0.5}, "overlop"),
+    ],
+)
+def test_bad_parameter_is_named(live: Live, phantom: Any, parameters: dict[str, Any], word: str) -> None:
+    response = live.segment(as_tiff(phantom.image), **parameters)
+    assert response.status_code == 422
+    problem = response.json()
+    assert word in problem["detail"]
+    assert problem["type"].startswith("urn:stackseg:problem:")
+
+
+def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:
+    stack = as_tiff(phantom.image)
+    seen = live.client.post("/inspect", content=stack, headers={"Content-Type": "image/tiff"}).json()
+    assert seen["file"]["axes"] == "ZYX"
+    assert seen["file"]["shape"] == [1, *phantom.image.shape]
+    assert seen["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
+    assert seen["estimate"]["windows"] == 2 * 3 * 4
+    assert seen["problem"] is None
+    assert live.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "slug"),
+    [
+        (b"not a tiff at all", {"Content-Type": "image/tiff"}, 415, "unsupported-media"),
+        (b"{}", {"Content-Type": "application/json"}, 415, "unsupported-media"),
+        (b"", {"Content-Type": "image/tiff"}, 422, "bad-parameter"),
+        (b"II*\0\0\0\0\0", {"Content-Type": "image/tiff"}, 422, "bad-file"),
+        (b"--x\r\n", {"Content-Type": "multipart/form-data; boundary=x"}, 422, "bad-parameter"),
+        (b"nonsense", {"Content-Type": "multipart/form-data; boundary=x"}, 422, "bad-parameter"),
+        (b"nonsense", {"Content-Type": "multipart/form-data"}, 422, "bad-parameter"),
+    ],
+)
+def test_bad_body_is_a_problem_document(
+    live: Live, body: bytes, headers: dict[str, str], status: int, slug: str
+) -> None:
+    response = live.client.post("/segment", content=body, headers=headers)
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
+    assert response.json()["type"] == f"urn:stackseg:problem:{slug}"
+    assert live.leftovers() == []
+
+
+def test_unknown_model_path_and_method_are_problems(live: Live, phantom: Any) -> None:
+    unknown = live.segment(as_tiff(phantom.image), model="livers")
+    assert (unknown.status_code, unknown.json()["type"]) == (404, "urn:stackseg:problem:unknown-model")
+    assert "bands" in unknown.json()["detail"]
+    assert live.client.get("/models/livers").status_code == 404
+    assert live.client.get("/nowhere").headers["content-type"] == "application/problem+json"
+    assert live.client.get("/segment").status_code == 405
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(live: Live, phantom_maker: Any) -> None:
+    stacks = [as_tiff(phantom_maker((20, 64, 64), seed=seed).image) for seed in range(4)]
+    alone = [classes(live.segment(stack).content) for stack in stacks]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda stack: classes(live.segment(stack).content), stacks))
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, phantom_maker: Any) -> None:
+    large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
+    request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
+    with socket.create_connection((live.host, live.port)) as connection:
+        connection.sendall(request.encode() + large)
+        until(lambda: live.runtime.queue.running is not None, 20)
+        job = live.runtime.queue.running
+    assert job is not None
+    until(lambda: job.state == "cancelled", 10)
+    assert 0 <= job.progress.done < job.progress.total
+    until(lambda: live.leftovers() == [], 10)
+    assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=2).image)).status_code == 200
+
+
+def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
+    head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: 9000000\r\n\r\nII*\0"
+    with socket.create_connection((live.host, live.port)) as connection:
+        connection.sendall(head)
+        until(lambda: live.leftovers() != [], 10)
+    until(lambda: live.leftovers() == [], 10)
+
+
+def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_maker: Any) -> None:
+    large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
+    small = as_tiff(phantom_maker((16, 32, 32), seed=2).image)
+    with serve(eager(bands_repository, limits={"waiting": 0})) as running, ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(running.segment, large)
+        until(lambda: running.runtime.queue.running is not None, 20)
+        began = time.monotonic()
+        refused = running.segment(small)
+        assert time.monotonic() - began < 2
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:queue-full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert busy.result().status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_upload_limit_holds_with_and_without_a_stated_length(
+    bands_repository: Path, phantom: Any, chunked: bool
+) -> None:
+    stack = as_tiff(phantom.image)
+    with serve(eager(bands_repository, limits={"upload_bytes": 100_000}), wait=False) as running:
+        body = (stack[i : i + 4096] for i in range(0, len(stack), 4096)) if chunked else stack
+        response = running.client.post("/segment", content=body, headers={"Content-Type": "image/tiff"})
+        assert (response.status_code, response.json()["type"]) == (413, "urn:stackseg:problem:too-large")
+        assert running.leftovers() == []
+
+
+def test_decoded_limit_holds_for_a_compressed_volume(bands_repository: Path) -> None:
+    bomb = as_tiff(np.zeros((64, 512, 512), np.uint8), compression="zlib", imagej=False, metadata={"axes": "ZYX"})
+    assert len(bomb) < 1_000_000
+    with serve(eager(bands_repository, limits={"decoded_bytes": 1_000_000})) as running:
+        response = running.segment(bomb)
+        assert (response.status_code, response.json()["type"]) == (413, "urn:stackseg:problem:too-large")
+
+
+def test_broken_model_keeps_readiness_off_and_the_others_working(
+    write_model: Any, bands_content: dict[str, Any], tmp_path: Path, phantom: Any
+) -> None:
+    write_model(bands_content)
+    broken = write_model({**bands_content, "name": "broken"})
+    broken.weights_path.write_bytes(b"other weights")
+    with serve(eager(tmp_path / "models")) as running:
+        assert running.client.get("/health/live").status_code == 200
+        ready = running.client.get("/health/ready")
+        assert ready.status_code == 503
+        assert "broken" in ready.json()["detail"]
+        assert running.segment(as_tiff(phantom.image), model="bands").status_code == 200
+        failed = running.segment(as_tiff(phantom.image), model="broken")
+        assert (failed.status_code, failed.json()["type"]) == (500, "urn:stackseg:problem:broken-model")
+        assert running.client.get("/models/broken").json()["state"] == "failed"
+
+
+def test_state_endpoints(live: Live) -> None:
+    for prefix in ("", "/v1", "/v2"):
+        assert live.client.get(f"{prefix}/health/live").status_code == 200
+        assert live.client.get(f"{prefix}/health/ready").status_code == 200
+    assert live.client.get("/health").json()["models"] == {"bands": "ready"}
+    hardware = live.client.get("/gpu").json()
+    assert hardware["cpu"]["cores"] >= 1
+    assert hardware["models"]["bands"]["engine"] == "eager"
+    model = live.client.get("/models/bands").json()
+    assert (model["state"], model["engine"]["precision"], model["input"]["roi_size"]) == ("ready", "fp32", [16, 32, 32])
+    assert live.client.get("/models").json()["default"] == "bands"
+    assert b"stackseg_requests_total" in live.client.get("/metrics").content
+
+
+def test_openapi_names_every_endpoint_and_error(live: Live) -> None:
+    document = live.client.get("/openapi.json").json()
+    expected = {"/segment", "/inspect", "/models", "/models/{name}", "/health", "/health/live", "/health/ready", "/gpu"}
+    assert expected <= document["paths"].keys()
+    segment = document["paths"]["/segment"]["post"]
+    assert {"200", "404", "413", "415", "422", "500", "503", "504", "507"} <= segment["responses"].keys()
+    assert "image/tiff" in segment["requestBody"]["content"]
+    names = {parameter["name"] for parameter in segment["parameters"]}
+    assert names == {"model", "channel", "time", "axes", "voxel_size", "sw_batch_size", "overlap", "output"}
+    assert "#/components/schemas/Problem" in json.dumps(segment["responses"]["422"])
+
+
+@needs_data
+@pytest.mark.parametrize("name", REAL)
+def test_real_volume_comes_back_labelled_with_shape_and_voxel_size(name: str, bundled: Live, live: Live) -> None:
+    path = DATA / "real" / name / "image.tif"
+    server = live if name in LARGE else bundled
+    parameters = {"channel": 0} if name == "single_nucleus_confocal_vs_widefield" else {}
+    inspected = server.client.post(
+        "/inspect", content=path.read_bytes(), params=parameters, headers={"Content-Type": "image/tiff"}
+    ).json()
+    response = server.segment(path.read_bytes(), **parameters)
+    assert response.status_code == 200, response.text
+    answer = Answer(response.content)
+    with tifffile.TiffFile(path) as file:
+        stored = dict(zip(file.series[0].axes.replace("Q", "Z"), file.series[0].shape, strict=True))
+    assert answer.pixels.shape == tuple(stored[axis] for axis in "ZYX")
+    size = inspected["file"]["voxel_size"]
+    assert answer.voxel_size == (pytest.approx(tuple(size.values())) if size else None)
+    assert answer.units == {"µm"}
+    if server is bundled:
+        assert int(response.headers["x-stackseg-objects"]) == answer.pixels.max()
+
+
+@needs_data
+def test_hostile_files_never_harm_the_service(live: Live, phantom: Any) -> None:
+    assert len(HOSTILE) > 100
+    wrong = {}
+    for path in HOSTILE:
+        response = live.segment(path.read_bytes())
+        if not (400 <= response.status_code < 500 or response.status_code == 200):
+            wrong[path.name] = response.status_code
+        elif response.status_code != 200 and "type" not in response.json():
+            wrong[path.name] = "no problem document"
+    assert wrong == {}
+    assert live.leftovers() == []
+    assert live.segment(as_tiff(phantom.image)).status_code == 200
+
+
+def test_command_line_serves_until_it_is_told_to_stop(bands_repository: Path, phantom: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    config.write_text(
+        f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {scratch}}}\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    (tmp_path / "stack.tif").write_bytes(as_tiff(phantom.image))
+    try:
+        until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 60)
+        done = _curl(
+            "--data-binary", f"@{tmp_path / 'stack.tif'}", "-H", "Content-Type: image/tiff",
+            f"{address}/segment", "-o", str(tmp_path / "labels.tif"),
+        )  # fmt: skip
+        assert done.returncode == 0
+        assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(30)
+    assert status in (0, -signal.SIGTERM), (tmp_path / "log").read_text()
+    assert list(scratch.iterdir()) == []
+
+
+def _curl(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["curl", "-sS", *arguments], capture_output=True, check=False)
