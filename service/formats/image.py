@@ -109,7 +109,7 @@ def find(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredI
     image = _described(tiff, structure)
     if image.doubt and not trust:
         image = replace(_plain(tiff, structure), container=image.container)
-    _check_alike(image, structure)
+    _check_alike([page.offset for page in image.pages], structure)
     _check_decodable(image.page)
     return replace(image, notes=(*image.notes, *metadata.remarks(image.page)))
 
@@ -120,7 +120,7 @@ def _described(tiff: TiffFile, structure: Structure) -> StoredImage:
         return _from_tifffile(tiff, structure, "mmstack")
     if tiff.is_ome:
         try:
-            return _from_ome(tiff, ome.parse(description, len(structure.offsets)))
+            return _from_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
         except ome.Unclear as error:
             return replace(_plain(tiff, structure), container="OME-TIFF", doubt=str(error))
     if "<OME" in description[:2000]:
@@ -131,9 +131,9 @@ def _described(tiff: TiffFile, structure: Structure) -> StoredImage:
     return _plain(tiff, structure)
 
 
-def _from_ome(tiff: TiffFile, images: Sequence[ome.OmeImage]) -> StoredImage:
+def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
     image = _largest(images, [math.prod(image.shape) * image.size_y * image.size_x for image in images])
-    pages = _frames(tiff, image.pages)
+    pages = _frames(tiff, structure, image.pages)
     page = _speaker(pages)
     held = dict(zip(page.axes, page.shape, strict=True))
     stated = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
@@ -154,6 +154,8 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
     container = metadata.CONTAINERS[kind]
     stated = metadata.stated_planes(tiff, kind)
     _check_complete(tiff, structure, stated, container)
+    if kind == "imagej":
+        _check_alike(structure.offsets, structure)
     every = [series for series in tiff.series if math.prod(series.shape)]
     doubt = f"its metadata ({container}) contradict its pages"
     if not every or every[0].kind != kind:
@@ -178,7 +180,7 @@ def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:
     groups: dict[bytes, list[int]] = {}
     for index, offset in enumerate(structure.offsets):
         groups.setdefault(structure.layouts[offset], []).append(index)
-    every = [_frames(tiff, indices) for indices in groups.values()]
+    every = [_frames(tiff, structure, indices) for indices in groups.values()]
     full = [pages for pages in every if not (_speaker(pages).is_reduced or _speaker(pages).is_mask)]
     every = full or every
     pages = _largest(every, [len(pages) * _area(_speaker(pages)) for pages in every])
@@ -207,7 +209,8 @@ def _area(page: TiffPage) -> int:
     return math.prod(n for axis, n in zip(page.axes, page.shape, strict=True) if axis != "S")
 
 
-def _frames(tiff: TiffFile, indices: Sequence[int]) -> tuple[Page, ...]:
+def _frames(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
+    _check_alike([structure.offsets[index] for index in indices], structure)
     tiff.pages.useframes = True
     tiff.pages.set_keyframe(indices[0])
     return tuple(tiff.pages[index] for index in indices)
@@ -233,11 +236,11 @@ def _check_complete(tiff: TiffFile, structure: Structure, stated: int, container
         )
 
 
-def _check_alike(image: StoredImage, structure: Structure) -> None:
+def _check_alike(offsets: Sequence[int], structure: Structure) -> None:
     """One page must speak for all: tifffile takes that for granted."""
-    layout = structure.layouts.get(image.page.offset)
-    for index, page in enumerate(image.pages):
-        if structure.layouts.get(page.offset, layout) != layout:
+    layout = structure.layouts.get(offsets[0])
+    for index, offset in enumerate(offsets):
+        if structure.layouts.get(offset, layout) != layout:
             raise BadFile(
                 f"Plane {index} is not of the size, type or compression of the first. Save the stack with planes of one"
                 " kind."

@@ -154,9 +154,9 @@ def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int |
 
 
 def _inner(image: StoredImage, layout: Layout) -> int:
-    """How many of the layout's last dimensions lie within one page (all of them where the image is `whole`)."""
+    """How many of the layout's last dimensions lie within one page, all of them where the image is `whole`."""
     size = math.prod(layout.shape) if image.whole else image.page.size
-    for inner in range(len(layout.shape) + 1):
+    for inner in range(len(layout.shape), -1, -1):
         if math.prod(layout.shape[len(layout.shape) - inner :]) == size:
             return inner
     raise BadFile("The axes of the stack run across the borders of its pages, which is not supported.")

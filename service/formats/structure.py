@@ -47,11 +47,11 @@ class Flavour:
     offset: struct.Struct
 
 
-def scan(stream: BinaryIO) -> Structure:
+def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     """Walk the chain of page directories of a classic or Big TIFF, of either byte order.
 
     Raises UnsupportedMedia where the file is no TIFF, BadFile where the chain leaves the file or bites its tail, and
-    TooLarge for more than `MAX_PAGES` pages.
+    TooLarge for more than `max_pages` pages.
     """
     size = stream.seek(0, os.SEEK_END)
     flavour, offset = header(stream)
@@ -60,8 +60,8 @@ def scan(stream: BinaryIO) -> Structure:
     while offset:
         if offset in layouts:
             raise BadFile("The file's chain of pages runs in a circle. Save it again with another program.")
-        if len(offsets) == MAX_PAGES:
-            raise TooLarge(f"The file has more than {MAX_PAGES} pages.")
+        if len(offsets) == max_pages:
+            raise TooLarge(f"The file has more than {max_pages} pages. Send a part of it.")
         layouts[offset], following = _directory(stream, flavour, offset, len(offsets), size)
         offsets.append(offset)
         offset = following
@@ -104,17 +104,19 @@ def _directory(stream: BinaryIO, flavour: Flavour, offset: int, index: int, size
     data = stream.read(length + flavour.offset.size)
     if len(data) < length + flavour.offset.size:
         raise cut
-    return _layout(stream, flavour, data[:length], size), flavour.offset.unpack(data[length:])[0]
-
-
-def _layout(stream: BinaryIO, flavour: Flavour, entries: bytes, size: int) -> bytes:
     parts = []
-    for tag, kind, count, value in flavour.entry.iter_unpack(entries):
+    for tag, kind, number, value in flavour.entry.iter_unpack(data[:length]):
+        long = number * _TYPE_SIZES.get(kind, 0)
+        if long > len(value) and flavour.offset.unpack(value)[0] + long > size:
+            raise BadFile(f"The file is cut short: tag {tag} of page {index} lies beyond its end. Copy it again.")
         if tag in _LAYOUT_TAGS:
-            length = count * _TYPE_SIZES.get(kind, 1)
-            place = flavour.offset.unpack(value)[0]
-            if len(value) < length <= _LONGEST_VALUE and place < size:
-                stream.seek(place)
-                value = stream.read(length)  # noqa: PLW2901 - the entry holds only the place of so long a value
-            parts.append(struct.pack("=HHQ", tag, kind, count) + value)
-    return b"".join(sorted(parts))
+            parts.append(struct.pack("=HHQ", tag, kind, number) + _value(stream, flavour, value, long))
+    return b"".join(sorted(parts)), flavour.offset.unpack(data[length:])[0]
+
+
+def _value(stream: BinaryIO, flavour: Flavour, value: bytes, length: int) -> bytes:
+    """The value itself, where the entry holds only its place."""
+    if not len(value) < length <= _LONGEST_VALUE:
+        return value
+    stream.seek(flavour.offset.unpack(value)[0])
+    return stream.read(length)

@@ -184,11 +184,11 @@ def _names(found: StoredImage, layout: Layout) -> tuple[str, ...]:
     return tuple(f"{name} {sample}".strip() for name in outer for sample in inner)
 
 
-def write(segmentation: Segmentation, path: Path) -> None:
+def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None) -> None:
     """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
 
-    One page per plane, Deflate at its fastest level and no predictor, which every reader opens; BigTIFF only where a
-    classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a
+    One page per plane, Deflate at its fastest level and no predictor, which every reader opens; BigTIFF, unless
+    chosen, only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a
     second description for ImageJ's own reader, which knows no OME-XML.
     """
     planes = segmentation.pixels.ndim == 3
@@ -206,8 +206,10 @@ def write(segmentation: Segmentation, path: Path) -> None:
             metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
         resolution = (1e4 / segmentation.voxel_size.x, 1e4 / segmentation.voxel_size.y)
     partial = path.with_name(f".{path.name}.part")
+    if bigtiff is None:
+        bigtiff = segmentation.pixels.nbytes > _CLASSIC_BYTES
     try:
-        with TiffWriter(partial, ome=True, bigtiff=segmentation.pixels.nbytes > _CLASSIC_BYTES) as writer:
+        with TiffWriter(partial, ome=True, bigtiff=bigtiff) as writer:
             writer.write(
                 segmentation.pixels,
                 photometric="minisblack",

@@ -1,0 +1,143 @@
+"""Axes: what a file says, what a caller overrides, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import AmbiguousAxes, BadFile, BadParameter
+from service.formats import axes
+from service.formats.axes import Layout
+from service.volume import Selection
+
+NAMES = ("DAPI", "GFP", "gfp", "")
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape", "expected"),
+    [
+        ("ZYX", (5, 6, 7), "ZYX"),
+        ("TZCYXS", (1, 5, 1, 6, 7, 1), "ZYX"),
+        ("TZCYXS", (2, 5, 3, 6, 7, 1), "TZCYX"),
+        ("YX", (6, 7), "YX"),
+        ("YX", (1, 7), "YX"),
+        ("YXT", (6, 7, 4), "YXT"),
+        ("IYX", (5, 6, 7), "ZYX"),
+        ("QYX", (5, 6, 7), "ZYX"),
+        ("QQYX", (1, 5, 6, 7), "ZYX"),
+        ("MPZCYX", (1, 1, 5, 2, 6, 7), "ZCYX"),
+    ],
+)
+def test_axes_of_the_file_are_used(stored: str, shape: tuple[int, ...], expected: str) -> None:
+    layout = axes.understand(stored, shape, None)
+
+    assert layout.axes == expected
+    assert bool(layout.notes) == any(letter in stored for letter in "QI")
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape"),
+    [
+        ("QQYX", (2, 5, 6, 7)),
+        ("IYXS", (5, 6, 7, 3)),
+        ("TRYX", (5, 2, 6, 7)),
+        ("QCYX", (5, 2, 6, 7)),
+        ("ZX", (5, 6)),
+        ("ZZYX", (2, 5, 6, 7)),
+    ],
+)
+def test_what_the_file_leaves_open_is_refused_with_the_way_out(stored: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(AmbiguousAxes, match=r"axes=") as caught:
+        axes.understand(stored, shape, None)
+
+    assert " x ".join(map(str, shape)) in str(caught.value)
+
+
+def test_a_doubted_description_is_refused_for_stacks_and_noted_for_planes() -> None:
+    with pytest.raises(AmbiguousAxes, match=r"because of rain.*axes="):
+        axes.understand("IYX", (5, 6, 7), None, "because of rain")
+
+    assert "because of rain" in axes.understand("YX", (6, 7), None, "because of rain").notes[0]
+    assert axes.understand("IYX", (5, 6, 7), "TYX", "because of rain").axes == "TYX"
+
+
+@pytest.mark.parametrize("override", ["TYX", "tyx", "CYX", "ZYX", "XYZ"])
+def test_the_override_wins(override: str) -> None:
+    assert axes.understand("ZYX", (5, 6, 7), override) == Layout(override.upper(), (5, 6, 7))
+
+
+def test_the_override_may_name_or_leave_out_dimensions_of_length_one() -> None:
+    stored, shape = "TZCYXS", (1, 5, 2, 6, 7, 1)
+
+    assert axes.understand(stored, shape, "TCYX") == Layout("TCYX", (5, 2, 6, 7))
+    assert axes.understand(stored, shape, "ZTCYXS") == Layout("ZTCYXS", shape)
+
+
+@pytest.mark.parametrize("override", ["", "ZY", "ZYYX", "ZYXQ", "ZZYX", "YX", "CZYX", "TCZYX", "Z Y X", "ÄYX"])
+def test_an_override_that_does_not_fit_names_the_stored_shape_or_the_letters(override: str) -> None:
+    with pytest.raises(BadParameter, match=r"5 x 6 x 7|TZCYXS"):
+        axes.understand("ZYX", (5, 6, 7), override)
+
+
+@given(st.text(max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=6))
+def test_any_override_fits_or_is_a_bad_parameter(override: str, shape: list[int]) -> None:
+    stored = "TZCYXS"[-len(shape) :]
+    try:
+        layout = axes.understand("QQQQYX"[-len(stored) :], shape, override)
+    except BadParameter:
+        return
+    assert len(layout.axes) == len(layout.shape)
+    assert {"Y", "X"} <= set(layout.axes)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (3, 0, 5), (3, 5, 0)])
+def test_nothing_is_not_a_stack(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadFile, match="without pixels"):
+        axes.understand("ZYX", shape, None)
+
+
+def test_channels_and_samples_count_together() -> None:
+    layout = Layout("ZCYXS", (5, 2, 6, 7, 3))
+
+    assert layout.channels == 6
+    assert axes.select(layout, ("",) * 6, Selection()).channels == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("channel", "number"), [(0, 0), (3, 3), ("2", 2), (" 1 ", 1), ("DAPI", 0), ("dapi", 0), ("gfp", 2)]
+)
+def test_a_channel_is_chosen_by_number_or_name(channel: int | str, number: int) -> None:
+    assert axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel)).channels == (number,)
+
+
+@pytest.mark.parametrize("channel", [-1, 4, "4", "RFP", "", "Gfp", "1.0"])
+def test_an_unknown_channel_is_refused_with_what_there_is(channel: int | str) -> None:
+    with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\), 2 \(gfp\), 3|choose one by its number"):
+        axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel))
+
+
+def test_a_channel_named_like_a_number_is_found_by_its_name() -> None:
+    assert axes.select(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection(channel="0")).channels == (2,)
+
+
+def test_one_time_point_needs_no_choice_and_several_do() -> None:
+    assert axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection()).time == 0
+    assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection()).time is None
+    assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=4)).time == 4
+
+
+@pytest.mark.parametrize("time", [-1, 5])
+def test_a_time_point_that_is_not_there_is_refused(time: int) -> None:
+    with pytest.raises(BadParameter, match="time=0 to time=4"):
+        axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=time))
+    with pytest.raises(BadParameter, match="one time point"):
+        axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection(time=5))
+
+
+def test_the_way_out_of_a_time_series_names_both_parameters() -> None:
+    sentence = axes.must_choose_time(Layout("TYX", (5, 6, 7)))
+
+    assert "time=0 to time=4" in sentence
+    assert "axes=ZYX" in sentence
+    assert "axes=" not in axes.must_choose_time(Layout("TZYX", (5, 3, 6, 7)))

@@ -1,0 +1,574 @@
+"""TIFF in, OME-TIFF out: files made here, in every container, codec and order that users have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from service.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
+from service.formats import tiff
+from service.volume import Segmentation, Selection, VoxelSize
+
+LIMIT = 2**28
+ALL = Selection()
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """make(array, **options of tifffile.imwrite) -> path."""
+
+    def write(pixels: NDArray[Any], name: str = "stack.tif", **options: Any) -> Path:
+        path = tmp_path / name
+        options.setdefault("photometric", "minisblack")
+        tifffile.imwrite(path, pixels, **options)
+        return path
+
+    return write
+
+
+def noise(*shape: int, dtype: str = "uint16") -> NDArray[Any]:
+    rng = np.random.default_rng(len(shape))
+    if np.dtype(dtype).kind == "f":
+        return rng.normal(size=shape).astype(dtype)
+    return rng.integers(0, 120, shape).astype(dtype)
+
+
+def pixels(path: Path, selection: Selection = ALL, scratch: Path | None = None) -> NDArray[Any]:
+    return tiff.read(path, selection, LIMIT, scratch).array()
+
+
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"])
+def test_every_type_in_either_byte_order(make: Make, dtype: str, byteorder: str) -> None:
+    stack = noise(3, 9, 11, dtype=dtype)
+    path = make(stack, byteorder=byteorder, metadata={"axes": "ZYX"})
+
+    volume = tiff.read(path, ALL, LIMIT)
+
+    assert volume.dtype == np.dtype(dtype)
+    assert volume.array().dtype.isnative
+    np.testing.assert_array_equal(volume.array()[0], stack)
+    np.testing.assert_array_equal(volume.read(1, 3)[0], stack[1:3])
+
+
+CODECS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tiles": {"tile": (16, 16)},
+    "strips": {"rowsperstrip": 7},
+    "deflate": {"compression": "adobe_deflate"},
+    "deflate and predictor": {"compression": "adobe_deflate", "predictor": True},
+    "lzw": {"compression": "lzw"},
+    "zstd in tiles": {"compression": "zstd", "tile": (16, 16)},
+    "packbits": {"compression": "packbits"},
+    "lzma": {"compression": "lzma"},
+    "jpeg xl": {"compression": "jpegxl"},
+    "lerc": {"compression": "lerc"},
+    "jpeg 2000": {"compression": "jpeg2000", "compressionargs": {"reversible": True}},
+    "big": {"bigtiff": True},
+    "big, deflate, strips": {"bigtiff": True, "compression": "adobe_deflate", "rowsperstrip": 5},
+}
+
+
+@pytest.mark.parametrize("options", CODECS.values(), ids=CODECS.keys())
+@pytest.mark.parametrize("in_file", [False, True])
+def test_every_codec_and_arrangement(make: Make, tmp_path: Path, options: dict[str, Any], in_file: bool) -> None:
+    stack = noise(3, 40, 50)
+    path = make(stack, metadata={"axes": "ZYX"}, **options)
+
+    np.testing.assert_array_equal(pixels(path, scratch=tmp_path if in_file else None)[0], stack)
+
+
+def test_one_bit_pixels_become_zero_and_one(make: Make) -> None:
+    stack = noise(3, 9, 11) > 60
+    path = make(stack, metadata={"axes": "ZYX"})
+
+    assert tiff.inspect(path, ALL, LIMIT).dtype == "bool"
+    assert pixels(path).dtype == np.uint8
+    np.testing.assert_array_equal(pixels(path)[0], stack)
+
+
+def test_complex_pixels_are_refused(make: Make) -> None:
+    with pytest.raises(BadFile, match="complex64"):
+        tiff.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
+
+
+@pytest.mark.parametrize("compression", [None, "adobe_deflate"])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(
+    make: Make, compression: str | None, byteorder: str
+) -> None:
+    stack = noise(2, 4, 3, 9, 11)
+    path = make(
+        stack,
+        imagej=True,
+        byteorder=byteorder,
+        compression=compression,
+        resolution=(4, 5),
+        metadata={"axes": "TZCYX", "spacing": 0.5, "unit": "um"},
+    )
+
+    found = tiff.inspect(path, Selection(time=0), LIMIT)
+
+    assert (found.container, found.axes, found.times, len(found.channels)) == ("ImageJ TIFF", "TZCYX", 2, 3)
+    assert found.shape == (3, 4, 9, 11)
+    assert found.voxel_size == VoxelSize(0.5, 0.2, 0.25)
+    for time in range(2):
+        np.testing.assert_array_equal(pixels(path, Selection(time=time)), stack[time].swapaxes(0, 1))
+        for channel in range(3):
+            one = pixels(path, Selection(time=time, channel=channel))
+            np.testing.assert_array_equal(one, stack[time, :, channel][np.newaxis])
+
+
+def test_several_time_points_are_described_but_read_only_by_choice(make: Make) -> None:
+    path = make(noise(5, 9, 11), metadata={"axes": "TYX"}, ome=True)
+
+    found = tiff.inspect(path, ALL, LIMIT)
+
+    assert (found.shape, found.times) == ((1, 1, 9, 11), 5)
+    assert any("time=0 to time=4" in note and "axes=ZYX" in note for note in found.notes)
+    with pytest.raises(BadParameter, match=r"time=0 to time=4.*axes=ZYX"):
+        tiff.read(path, ALL, LIMIT)
+    assert tiff.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
+
+
+@pytest.mark.parametrize("axes", ["ZYX", "CZYX", "ZCYX", "TCZYX", "TZCYX", "ZTCYX", "CTZYX"])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_ome_in_every_order(make: Make, axes: str, compression: str | None) -> None:
+    lengths = {"T": 2, "C": 3, "Z": 4, "Y": 9, "X": 11}
+    stack = noise(*(lengths[axis] for axis in axes))
+    path = make(stack, "stack.ome.tif", ome=True, metadata={"axes": axes}, compression=compression)
+    here = "".join(axis for axis in "TCZYX" if axis in axes)
+    ordered = np.moveaxis(stack, [axes.index(axis) for axis in here], range(len(here)))
+
+    assert tiff.inspect(path, ALL, LIMIT).axes == axes
+    for time in range(2 if "T" in axes else 1):
+        expected = ordered[time] if "T" in axes else ordered
+        np.testing.assert_array_equal(pixels(path, Selection(time=time)), expected.reshape(-1, 4, 9, 11))
+
+
+def test_channels_by_name(make: Make) -> None:
+    stack = noise(2, 4, 9, 11)
+    path = make(stack, ome=True, metadata={"axes": "CZYX", "Channel": {"Name": ["DAPI", "GFP"]}})
+
+    volume = tiff.read(path, Selection(channel="gfp"), LIMIT)
+
+    assert volume.channels == ("GFP",)
+    np.testing.assert_array_equal(volume.array()[0], stack[1])
+    assert tiff.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
+    with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\)"):
+        tiff.inspect(path, Selection(channel="RFP"), LIMIT)
+
+
+@pytest.mark.parametrize("planar", ["contig", "separate"])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_colours_are_channels(make: Make, planar: str, compression: str | None) -> None:
+    stack = noise(4, 9, 11, 3, dtype="uint8") if planar == "contig" else noise(4, 3, 9, 11, dtype="uint8")
+    axes = "ZYXS" if planar == "contig" else "ZSYX"
+    path = make(stack, photometric="rgb", planarconfig=planar, compression=compression, metadata={"axes": axes})
+    channels = np.moveaxis(stack, axes.index("S"), 0)
+
+    assert tiff.inspect(path, ALL, LIMIT).channels == ("red", "green", "blue")
+    np.testing.assert_array_equal(pixels(path), channels)
+    np.testing.assert_array_equal(pixels(path, Selection(channel="green")), channels[1:2])
+
+
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_colours_of_several_channels_count_through(make: Make, compression: str | None) -> None:
+    stack = noise(2, 4, 9, 11, 3, dtype="uint8")
+    path = make(stack, photometric="rgb", metadata={"axes": "CZYXS"}, compression=compression)
+
+    everything = pixels(path)
+
+    assert everything.shape == (6, 4, 9, 11)
+    np.testing.assert_array_equal(everything[4], stack[1, ..., 1])
+    np.testing.assert_array_equal(pixels(path, Selection(channel=5))[0], stack[1, ..., 2])
+
+
+@pytest.mark.parametrize("options", [{"metadata": None}, {}])
+def test_a_plain_stack_of_grey_pages_is_z_and_says_so(make: Make, options: dict[str, Any]) -> None:
+    stack = noise(5, 9, 11)
+    path = make(stack, **options)
+
+    found = tiff.inspect(path, ALL, LIMIT)
+
+    assert (found.axes, found.shape) == ("ZYX", (1, 5, 9, 11))
+    assert any("taken for z" in note and "axes=" in note for note in found.notes)
+    np.testing.assert_array_equal(pixels(path)[0], stack)
+
+
+def test_four_unnamed_dimensions_are_not_guessed(make: Make) -> None:
+    stack = noise(2, 5, 9, 11)
+    path = make(stack)
+
+    with pytest.raises(AmbiguousAxes, match=r"2 x 5 x 9 x 11.*axes=CZYX"):
+        tiff.inspect(path, ALL, LIMIT)
+    np.testing.assert_array_equal(pixels(path, Selection(axes="CZYX")), stack)
+    np.testing.assert_array_equal(pixels(path, Selection(axes="ZCYX")), stack.swapaxes(0, 1))
+
+
+def test_dimensions_inside_a_page_may_be_anything(make: Make) -> None:
+    stack = noise(9, 11, 4, dtype="uint8")
+    path = make(stack, photometric="rgb", planarconfig="contig", metadata={"axes": "YXZ"}, extrasamples=[0])
+
+    np.testing.assert_array_equal(pixels(path)[0], np.moveaxis(stack, -1, 0))
+    np.testing.assert_array_equal(pixels(path, Selection(axes="YXT", time=2))[0, 0], stack[..., 2])
+
+
+def test_of_several_images_the_largest_is_read(tmp_path: Path) -> None:
+    path, stack = tmp_path / "two.ome.tif", noise(5, 9, 11)
+    with tifffile.TiffWriter(path, ome=True) as writer:
+        writer.write(stack.max(axis=0), photometric="minisblack", metadata={"axes": "YX", "Name": "projection"})
+        writer.write(stack, photometric="minisblack", metadata={"axes": "ZYX", "Name": "volume"})
+
+    assert any("2 images" in note and "'volume'" in note for note in tiff.inspect(path, ALL, LIMIT).notes)
+    np.testing.assert_array_equal(pixels(path)[0], stack)
+
+
+def test_a_pyramid_is_read_at_full_resolution(tmp_path: Path) -> None:
+    path, stack = tmp_path / "pyramid.ome.tif", noise(5, 32, 32)
+    with tifffile.TiffWriter(path, ome=True) as writer:
+        writer.write(stack, photometric="minisblack", subifds=1, tile=(16, 16), metadata={"axes": "ZYX"})
+        writer.write(stack[:, ::2, ::2], photometric="minisblack", subfiletype=1, tile=(16, 16))
+
+    np.testing.assert_array_equal(pixels(path)[0], stack)
+
+
+def test_smaller_copies_among_plain_pages_are_left_out(tmp_path: Path) -> None:
+    path, stack = tmp_path / "thumbnails.tif", noise(3, 32, 32)
+    with tifffile.TiffWriter(path) as writer:
+        for plane in stack:
+            writer.write(plane, photometric="minisblack", metadata=None)
+            for copy in (plane[::2, ::2], plane[::2, 1::2], plane[1::2, 1::2], plane[1::2, ::2]):
+                writer.write(copy, photometric="minisblack", metadata=None, subfiletype=1)
+
+    np.testing.assert_array_equal(pixels(path)[0], stack)
+
+
+def test_the_callers_voxel_size_wins(make: Make) -> None:
+    path = make(noise(5, 9, 11), imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 1, "unit": "um"})
+    wanted = Selection(voxel_size=VoxelSize(3, 2, 1))
+
+    assert tiff.inspect(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert tiff.inspect(path, wanted, LIMIT).voxel_size_from == "the request"
+    assert tiff.read(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert tiff.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
+
+
+@pytest.mark.parametrize(
+    ("unit", "factor"), [("nm", 1e-3), ("mm", 1e3), ("inch", 25400), ("pixel", None), ("reference frame", None)]
+)
+def test_ome_units(make: Make, unit: str, factor: float | None) -> None:
+    sizes = {f"PhysicalSize{axis}": size for axis, size in zip("ZYX", (2.0, 0.5, 0.25), strict=True)}
+    units = {f"PhysicalSize{axis}Unit": unit for axis in "ZYX"}
+    path = make(noise(5, 9, 11), ome=True, metadata={"axes": "ZYX", **sizes, **units})
+
+    found = tiff.inspect(path, ALL, LIMIT)
+
+    if factor is None:
+        assert found.voxel_size is None
+        assert found.voxel_size_from == "not stated"
+    else:
+        assert tuple(found.voxel_size or ()) == pytest.approx((2 * factor, 0.5 * factor, 0.25 * factor))
+
+
+def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    tiff.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
+    assert not list(scratch.iterdir())
+
+    volume = tiff.read(make(noise(5, 9, 11), "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
+    (raw,) = scratch.iterdir()
+    assert raw.stat().st_size == volume.nbytes
+
+
+def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
+    path = make(np.zeros((5, 9, 11), np.uint16))
+
+    tiff.read(path, ALL, LIMIT).array()[:] = 7
+
+    assert not pixels(path).any()
+
+
+@pytest.mark.parametrize("limit", [1, 2 * 5 * 9 * 11 - 1])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_more_than_the_limit_is_refused_before_decoding(make: Make, limit: int, compression: str | None) -> None:
+    path = make(noise(5, 9, 11), compression=compression)
+
+    for use in (tiff.inspect, tiff.read):
+        with pytest.raises(TooLarge, match="990 bytes"):
+            use(path, ALL, limit)
+    assert tiff.read(path, ALL, 990).nbytes == 990
+
+
+def test_only_the_selection_counts_against_the_limit(make: Make) -> None:
+    path = make(noise(2, 5, 9, 11), metadata={"axes": "CZYX"})
+
+    assert tiff.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "imagej": {"imagej": True, "metadata": {"axes": "ZCYX"}},
+    "imagej, deflate": {"imagej": True, "metadata": {"axes": "ZCYX"}, "compression": "zlib"},
+    "ome": {"ome": True, "metadata": {"axes": "ZCYX"}},
+    "ome, deflate": {"ome": True, "metadata": {"axes": "ZCYX"}, "compression": "zlib"},
+    "tifffile": {"metadata": {"axes": "ZCYX"}},
+    "tifffile, one page": {"metadata": {"axes": "ZCYX"}, "truncate": True},
+    "big, tiles": {"metadata": {"axes": "ZCYX"}, "bigtiff": True, "tile": (16, 16)},
+}
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS.keys())
+def test_a_stack_cut_anywhere_is_refused_and_never_read_as_less(make: Make, options: dict[str, Any]) -> None:
+    path = make(noise(5, 2, 9, 11), **options)
+    whole = path.read_bytes()
+    np.testing.assert_array_equal(pixels(path), noise(5, 2, 9, 11).swapaxes(0, 1))
+
+    for end in sorted({*range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}):
+        path.write_bytes(whole[:end])
+        try:
+            found = tiff.read(path, ALL, LIMIT).array()
+        except RequestError:
+            continue
+        np.testing.assert_array_equal(found, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
+
+
+def test_half_an_imagej_stack_is_not_a_plane(make: Make) -> None:
+    path = make(noise(6, 32, 32), imagej=True, metadata={"axes": "ZYX"})
+    os.truncate(path, path.stat().st_size // 2)
+
+    with pytest.raises(BadFile, match="cut short"):
+        tiff.inspect(path, ALL, LIMIT)
+
+
+@pytest.mark.parametrize("slices", [2, 9])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int, compression: str | None) -> None:
+    path = make(noise(6, 8, 8), metadata=None, description=f"ImageJ=1.54f\nslices={slices}\n", compression=compression)
+
+    if slices > 6:
+        with pytest.raises(BadFile, match="promise 9 planes, but the file holds 6"):
+            tiff.inspect(path, Selection(axes="ZYX"), LIMIT)
+    else:
+        with pytest.raises(AmbiguousAxes, match=r"contradict.*axes="):
+            tiff.inspect(path, ALL, LIMIT)
+        np.testing.assert_array_equal(pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
+
+
+def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.tif"
+    description = "ImageJ=1.54f\nimages=2\nslices=2\n"
+    with tifffile.TiffWriter(path) as writer:
+        writer.write(noise(8, 8), photometric="minisblack", metadata=None, description=description)
+        writer.write(noise(8, 16), photometric="minisblack", metadata=None)
+
+    with pytest.raises(BadFile, match="Plane 1 is not of the size"):
+        tiff.inspect(path, ALL, LIMIT)
+
+
+def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = make(noise(5, 64, 64), compression="zlib", metadata={"axes": "ZYX"})
+    with tifffile.TiffFile(path) as file:
+        place = file.pages[3].dataoffsets[0]
+    data = bytearray(path.read_bytes())
+    data[place : place + 40] = bytes(40)
+    path.write_bytes(data)
+
+    with pytest.raises(BadFile, match="decoding its pixels failed"):
+        tiff.read(path, ALL, LIMIT, scratch)
+    assert not list(scratch.iterdir())
+
+
+def test_pixels_that_are_not_numbers_are_read_as_they_are(make: Make) -> None:
+    assert np.isnan(pixels(make(np.full((3, 9, 11), np.nan, np.float32)))).all()
+
+
+OPENED: list[str] = []
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in {"open", "os.listdir", "os.scandir", "glob.glob", "socket.connect"}:
+        OPENED.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="session")
+def _audited() -> None:
+    sys.addaudithook(_note_opened)
+
+
+@pytest.fixture
+def opened(_audited: None) -> Iterator[list[str]]:
+    """Every file that is opened and every folder that is listed while the test runs."""
+    OPENED.clear()
+    yield OPENED
+    OPENED.clear()
+
+
+def naming_another_file(path: Path, other: str) -> None:
+    """An OME-TIFF of three planes whose XML says that the second one is in another file."""
+    planes = "".join(
+        f'<TiffData IFD="{index}" FirstZ="{index}" PlaneCount="1">'
+        f'<UUID FileName="{name}">urn:uuid:{number}</UUID></TiffData>'
+        for index, (name, number) in enumerate([(path.name, 1), (other, 2), (path.name, 1)])
+    )
+    xml = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:1"><Image ID="Image:0"><Pixels'
+        ' ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" SizeX="11" SizeY="9" SizeZ="3" SizeC="1" SizeT="1">'
+        f"{planes}</Pixels></Image></OME>"
+    )
+    tifffile.imwrite(path, noise(3, 9, 11), photometric="minisblack", metadata=None, description=xml)
+
+
+@pytest.mark.parametrize("other", ["secret.tif", "../secret.tif", "{folder}/secret.tif"])
+def test_a_file_that_the_xml_names_is_never_opened(tmp_path: Path, opened: list[str], other: str) -> None:
+    folder = tmp_path / "request"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        tifffile.imwrite(place / "secret.tif", np.full((3, 9, 11), 999, np.uint16), photometric="minisblack")
+    path = folder / "evil.ome.tif"
+    naming_another_file(path, other.format(folder=folder))
+    assert (tifffile.imread(path) == 999).any(), "tifffile itself follows the name"
+    opened.clear()
+
+    with pytest.raises(AmbiguousAxes, match=r"several files.*axes="):
+        tiff.inspect(path, ALL, LIMIT)
+    stack = pixels(path, Selection(axes="ZYX"))
+
+    np.testing.assert_array_equal(stack[0], noise(3, 9, 11))
+    assert not any("secret" in name for name in opened)
+    assert {name for name in opened if str(tmp_path) in name} == {str(path)}
+
+
+@pytest.mark.parametrize("kind", ["labels", "classes"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_labels_come_back_as_they_were(tmp_path: Path, kind: Any, dtype: str) -> None:
+    labels = noise(5, 70, 90, dtype=dtype)
+    path = tmp_path / "labels.ome.tif"
+
+    tiff.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
+
+    found = tiff.inspect(path, ALL, LIMIT)
+    assert (found.container, found.axes, found.stored_shape) == ("OME-TIFF", "ZYX", (5, 70, 90))
+    assert (found.dtype, found.channels, found.notes) == (dtype, (kind,), ())
+    assert found.voxel_size == VoxelSize(0.5, 0.2, 0.1)
+    np.testing.assert_array_equal(pixels(path)[0], labels)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["labels.ome.tif"]
+
+
+def test_probabilities_keep_the_names_of_their_classes(tmp_path: Path) -> None:
+    scores = noise(3, 5, 70, 90, dtype="float32")
+    path, names = tmp_path / "scores.ome.tif", ("background", 'nuclei <&> "µ"', "edge\0s")
+
+    tiff.write(Segmentation(scores, "probabilities", None, names=names), path)
+
+    found = tiff.inspect(path, ALL, LIMIT)
+    assert (found.axes, found.dtype, found.voxel_size) == ("CZYX", "float32", None)
+    assert found.channels == ("background", 'nuclei <&> "µ"', "edges")
+    np.testing.assert_array_equal(pixels(path), scores)
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_other_readers_see_the_same(tmp_path: Path, bigtiff: bool) -> None:
+    scores, path = noise(2, 5, 70, 90, dtype="float32"), tmp_path / "scores.ome.tif"
+    segmentation = Segmentation(scores, "probabilities", VoxelSize(0.5, 0.2, 0.1), names=("a", "b"))
+
+    tiff.write(segmentation, path, bigtiff=bigtiff)
+
+    with tifffile.TiffFile(path) as file:
+        assert file.is_bigtiff == bigtiff
+        assert file.series[0].kind == "ome"
+        assert file.series[0].axes == "CZYX"
+        np.testing.assert_array_equal(file.asarray(), scores)
+        assert file.pages.first.tags["ResolutionUnit"].value == tifffile.RESUNIT.CENTIMETER
+        assert file.pages.first.get_resolution("micrometer") == pytest.approx((10, 5))
+        imagej = file.imagej_metadata or {}
+        assert (imagej["slices"], imagej["channels"], imagej["unit"]) == (5, 2, "cm")
+        assert imagej["spacing"] == pytest.approx(0.5e-4)
+    with tifffile.TiffFile(path, is_ome=False) as file:
+        assert file.series[0].kind == "imagej"
+        assert file.series[0].axes == "CZYX"
+        np.testing.assert_array_equal(file.asarray(), scores)
+
+
+def test_labels_are_compressed(tmp_path: Path) -> None:
+    labels = np.repeat(np.arange(8, dtype=np.uint16), 64 * 64 * 4).reshape(-1, 64, 64)
+    path = tmp_path / "labels.ome.tif"
+
+    tiff.write(Segmentation(labels, "labels"), path)
+
+    assert path.stat().st_size < labels.nbytes / 4
+
+
+def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "labels.ome.tif"
+    path.write_bytes(b"old")
+
+    with pytest.raises(tifffile.OmeXmlError):
+        tiff.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
+
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("labels.ome.tif", b"old")]
+
+
+size = st.floats(1e-4, 1e4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40)),
+    voxel_size=st.none() | st.builds(VoxelSize, size, size, size),
+    dtype=st.sampled_from(["uint8", "uint16", "uint32"]),
+    channels=st.none() | st.lists(st.text(max_size=12), min_size=2, max_size=4),
+)
+def test_whatever_is_written_is_read_the_same(
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    voxel_size: VoxelSize | None,
+    dtype: str,
+    channels: list[str] | None,
+) -> None:
+    path = tmp_path / "any.ome.tif"
+    if channels is None:
+        array = noise(*shape, dtype=dtype)
+        segmentation = Segmentation(array, "labels", voxel_size)
+    else:
+        array = noise(len(channels), *shape, dtype="float32")
+        segmentation = Segmentation(array, "probabilities", voxel_size, names=tuple(channels))
+
+    tiff.write(segmentation, path)
+    volume = tiff.read(path, ALL, LIMIT)
+
+    assert volume.shape == (array.shape if array.ndim == 4 else (1, *array.shape))
+    assert volume.dtype == array.dtype
+    assert volume.voxel_size == voxel_size
+    np.testing.assert_array_equal(volume.array().reshape(array.shape), array)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), writer=st.sampled_from(sorted(WRITERS)))
+def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.DataObject, writer: str) -> None:
+    path = tmp_path / "damaged.tif"
+    tifffile.imwrite(path, noise(3, 2, 20, 20), photometric="minisblack", **WRITERS[writer])
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, min(len(content), 2000) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+
+    with contextlib.suppress(RequestError):
+        assert tiff.inspect(path, ALL, LIMIT).shape == tiff.read(path, Selection(time=0), LIMIT).array().shape
