@@ -74,7 +74,7 @@ def estimate(spec: ModelSpec, volume: Volume, plan: Plan, window_bytes: int, *, 
 
 
 def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Bytes of float32 that the layers take for one input of `shape`: about five of the largest outputs live at once."""
+    """Bytes of float32 that layers take for one input of `shape`: about five of the largest outputs live at once."""
     sizes: list[int] = []
 
     def note(_module: nn.Module, _inputs: object, output: object) -> None:

@@ -1,0 +1,226 @@
+"""The service against the plain script, side by side in one run: same stack, same weights, same windows.
+
+python benchmarks/end_to_end.py [--repeats 3] [--threads N] [--plain-batch 1] [--json FILE]
+
+Each repeat runs `benchmarks/plain.py` in a process of its own, then posts the same file to a real server. The script's
+seconds go from reading the file to its labels on disk; imports, loading and a first forward do not count. The service's
+go from opening the connection to the last byte of the labels on the client's disk, on a server that is up.
+CPU seconds are those of the script, and of the server with its child processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+import torch
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 300
+
+
+def synthetic_nuclei(shape: tuple[int, int, int], seed: int = 0) -> NDArray[np.uint16]:
+    """Blurred ellipsoids on a jittered lattice, background, shot and read noise: [Z, Y, X]."""
+    rng = np.random.default_rng(seed)
+    light = np.full(shape, 0.08, np.float32)
+    pitch = np.array((14, 22, 22))
+    for cell in np.ndindex(*(np.array(shape) // pitch)):
+        centre = (np.array(cell) + 0.5 + rng.uniform(-0.2, 0.2, 3)) * pitch
+        radii = np.array((5.0, 8.0, 8.0)) * rng.uniform(0.7, 1.1)
+        low = np.maximum(centre - radii - 1, 0).astype(int)
+        high = np.minimum(centre + radii + 2, shape).astype(int)
+        box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+        grid = np.ogrid[box]
+        inside = sum(((g - c) / r) ** 2 for g, c, r in zip(grid, centre, radii, strict=True)) < 1
+        light[box][inside] = rng.lognormal(0, 0.3)
+    light = gaussian_filter(light, (1.5, 1.0, 1.0))
+    counts = rng.poisson(light * 80) + rng.normal(0, 1.5, shape)
+    return (counts * 40 + 300).clip(0, 65535).astype(np.uint16)
+
+
+@contextmanager
+def server(model: Path, threads: int, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`python -m service serve` with only this model, ready; yields the process and its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "STACKSEG_MODELS__FOLDER": str(model.resolve().parent),
+        "STACKSEG_MODELS__SERVE": json.dumps([model.name]),
+        "STACKSEG_DEVICE__THREADS": str(threads),
+    }
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service", "serve", "--port", str(port)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _wait_until_ready(process, port, folder / "server.log")
+            yield process, port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if _get(port, "/health/ready")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"The server did not become ready:\n{log.read_text()}")
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]:
+    """Post a file as `curl --data-binary` does, and save the answer: total seconds, and the server's own stages."""
+    began = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
+    with stack.open("rb") as body, result.open("wb") as answer:
+        headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
+        connection.request("POST", f"/segment?overlap={overlap}", body, headers)
+        response = connection.getresponse()
+        while chunk := response.read(1 << 20):
+            answer.write(chunk)
+    connection.close()
+    total = time.perf_counter() - began
+    if response.status != 200:
+        raise SystemExit(f"The server answered {response.status}: {result.read_text()}")
+    stages = {}
+    for entry in response.headers["Server-Timing"].split(", "):
+        name, _, duration = entry.partition(";dur=")
+        stages[name] = float(duration) / 1000
+    stages["transfer and rest"] = total - stages.pop("total")
+    return {"total": total, "stages": stages, "objects": int(response.headers["X-StackSeg-Objects"])}
+
+
+def plain(options: argparse.Namespace, stack: Path, result: Path) -> dict[str, Any]:
+    """One run of the plain script."""
+    command = [sys.executable, "benchmarks/plain.py", str(stack), str(result), "--model", str(options.model)]
+    command += ["--sw-batch-size", str(options.plain_batch), "--overlap", str(options.overlap)]
+    command += ["--threads", str(options.threads)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)}
+    output = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
+    measured["total"] = sum(measured["stages"].values())
+    return measured
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and its descendants so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return own + sum(cpu_seconds(int(child)) for file in children for child in file.read_text().split())
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All repeats, interleaved; one post that is not counted makes the server's buffers warm."""
+    stack = options.stack or folder / "stack.tif"
+    if options.stack is None:
+        image = synthetic_nuclei(tuple(options.shape))
+        tifffile.imwrite(
+            stack, image, imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 0.5, "unit": "um"}
+        )
+    runs: dict[str, list[dict[str, Any]]] = {"plain": [], "service": []}
+    with server(options.model, options.threads, folder) as (process, port):
+        post(port, stack, folder / "service.tif", options.overlap)
+        for repeat in range(options.repeats):
+            runs["plain"].append(plain(options, stack, folder / "plain.tif"))
+            before = cpu_seconds(process.pid)
+            measured = post(port, stack, folder / "service.tif", options.overlap)
+            runs["service"].append(measured | {"cpu": cpu_seconds(process.pid) - before})
+            for name, results in runs.items():
+                print(f"repeat {repeat + 1}: {name} {results[-1]['total']:.2f} s", file=sys.stderr)
+        engine = json.loads(_get(port, f"/models/{options.model.name}")[1])
+    return {"runs": runs, "engine": engine.get("engine", engine), "load": os.getloadavg()[1]}
+
+
+def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Print the tables; returns the numbers in them."""
+    print(f"\n{_machine(options.threads)}; torch {torch.__version__}; load average {measured['load']:.1f}")
+    print(f"model {options.model.name}, overlap {options.overlap}, plain script sw_batch_size {options.plain_batch}")
+    print(f"engine: {json.dumps(measured['engine'])}\n")
+    medians: dict[str, dict[str, float]] = {}
+    for name, runs in measured["runs"].items():
+        stages = list(runs[0]["stages"])
+        columns = {stage: [run["stages"].get(stage, 0.0) for run in runs] for stage in stages}
+        columns |= {"total": [run["total"] for run in runs], "cpu": [run["cpu"] for run in runs]}
+        medians[name] = {stage: statistics.median(values) for stage, values in columns.items()}
+        print(f"| {name} ({runs[-1]['objects']} objects) | median s | min | max |\n|---|---|---|---|")
+        for stage, values in columns.items():
+            print(f"| {stage} | {medians[name][stage]:.2f} | {min(values):.2f} | {max(values):.2f} |")
+        print()
+    ratios = _ratios(measured["runs"])
+    for name, values in ratios.items():
+        print(f"{name}: {statistics.median(values):.2f} (from {min(values):.2f} to {max(values):.2f})")
+    return {"medians": medians, "ratios": ratios, "threads": options.threads, **measured}
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Plain over service, one ratio per repeat."""
+    ratios: dict[str, list[float]] = {"ratio": [], "ratio with our decoder in the plain script": [], "CPU ratio": []}
+    for script, service in zip(runs["plain"], runs["service"], strict=True):
+        with_ours = script["total"] - script["stages"]["decode"] + script["decode_by_stackseg"]
+        ratios["ratio"].append(script["total"] / service["total"])
+        ratios["ratio with our decoder in the plain script"].append(with_ours / service["total"])
+        ratios["CPU ratio"].append(script["cpu"] / service["cpu"])
+    return ratios
+
+
+def _machine(threads: int) -> str:
+    names = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    return f"{next(names, platform.machine()).partition(': ')[2]}, {threads} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei")
+    parser.add_argument("--stack", type=Path, help="a TIFF of your own instead of synthetic nuclei")
+    parser.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="for both sides")
+    parser.add_argument("--plain-batch", type=int, default=1, help="sw_batch_size of the plain script")
+    parser.add_argument("--overlap", type=float, default=0.25, help="for both sides")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
+        numbers = report(measure(options, Path(folder)), options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(numbers, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

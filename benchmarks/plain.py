@@ -1,0 +1,104 @@
+"""The script that a user would write without StackSeg: tifffile, MONAI, eager FP32, scikit-image, tifffile.
+
+python benchmarks/plain.py IN.tif OUT.tif [--model models/nuclei] [--sw-batch-size 1] [--overlap 0.25]
+
+Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects. Importing, loading the weights and
+a first forward are not counted, as they are not for a server that is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import tifffile
+import torch
+from monai.inferers.utils import sliding_window_inference
+from skimage.feature import peak_local_max
+from skimage.segmentation import watershed
+
+from service.networks import load
+from service.postprocess import make_decoder
+from service.repository import Instances, PercentileNormalisation, read_spec
+
+Seconds = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", type=Path, default=Path("models/nuclei"))
+    parser.add_argument("--sw-batch-size", type=int, default=1)
+    parser.add_argument("--overlap", type=float, default=0.25)
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    spec = read_spec(options.model)
+    normalisation = spec.input.normalisation
+    assert isinstance(spec.decoding, Instances), "this script decodes instances"
+    assert isinstance(normalisation, PercentileNormalisation), "this script normalises by percentiles"
+    network = load(spec)
+    with torch.inference_mode():
+        network(torch.zeros(1, 1, *spec.input.roi_size))
+
+    seconds: Seconds = {}
+    cpu_began, began = _cpu(), time.perf_counter()
+
+    def lap(stage: str) -> None:
+        nonlocal began
+        now = time.perf_counter()
+        seconds[stage], began = now - began, now
+
+    image = tifffile.imread(options.input)
+    lap("read")
+
+    low, high = np.percentile(image, (normalisation.low, normalisation.high))
+    image = ((image - low) / (high - low)).astype(np.float32)
+    lap("normalise")
+
+    with torch.inference_mode():
+        scores = sliding_window_inference(
+            torch.from_numpy(image)[None, None],
+            spec.input.roi_size,
+            options.sw_batch_size,
+            network,
+            overlap=options.overlap,
+            mode="gaussian",
+        )
+    lap("windows")
+
+    probability = torch.sigmoid(scores[0]).numpy()
+    foreground = probability[spec.outputs.index(spec.decoding.foreground)] > spec.decoding.threshold
+    distance = probability[spec.outputs.index(spec.decoding.distance)] * foreground
+    markers = np.zeros(distance.shape, np.int32)
+    peaks = peak_local_max(distance, min_distance=3, threshold_abs=spec.decoding.persistence, exclude_border=False)
+    markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
+    labels = watershed(-distance, markers, mask=foreground)
+    lap("decode")
+
+    tifffile.imwrite(options.output, labels.astype(np.uint16), compression="zlib", metadata={"axes": "ZYX"})
+    lap("write")
+    cpu = _cpu() - cpu_began
+
+    began = time.perf_counter()
+    with torch.inference_mode():
+        decoder = make_decoder(spec, labels.shape, "labels", None)
+        decoder.add(0, scores)
+        decoder.finish()
+    ours = time.perf_counter() - began
+    print(json.dumps({"stages": seconds, "cpu": cpu, "objects": int(labels.max()), "decode_by_stackseg": ours}))
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    main()
