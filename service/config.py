@@ -142,7 +142,7 @@ def read_settings(path: Path | None = None, environment: Mapping[str, str] | Non
     values = _read_file(path) if path is not None else {}
     _override(values, os.environ if environment is None else environment)
     try:
-        return Settings(**values)
+        return Settings.model_validate(values)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"The configuration is not understood: {faults}") from error

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from service.errors import BrokenModel
 from service.repository import Architecture, ModelSpec
 
-
 Network = Callable[[Tensor], Tensor]
 """What an engine makes of a module and windows are run through: [B, C, z, y, x] -> [B, K, z, y, x], one fixed shape."""
 
@@ -119,7 +118,7 @@ def build(architecture: Architecture) -> nn.Module:
         raise BrokenModel(f"There is no architecture {architecture.name!r}; known are {', '.join(ARCHITECTURES)}.")
     try:
         return constructor(**architecture.arguments)
-    except (TypeError, ValueError, IndexError, AssertionError) as error:
+    except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:
         raise BrokenModel(f"{architecture.name} does not take the arguments in the model file: {error}") from error
 
 
@@ -133,10 +132,17 @@ def load(spec: ModelSpec) -> nn.Module:
         state: dict[str, Any] = load_file(spec.weights_path)
         network.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {spec.architecture.name}: {error}") from error
+        name = spec.architecture.name
+        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {name}: {_first_faults(error)}") from error
     network = network.eval().requires_grad_(requires_grad=False).float()
     _check_shapes(network, spec)
     return network
+
+
+def _first_faults(error: Exception) -> str:
+    """torch lists every tensor that differs, on a line of its own below a headline; two lines tell the story."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
 @torch.inference_mode()
@@ -145,7 +151,7 @@ def _check_shapes(network: nn.Module, spec: ModelSpec) -> None:
     expected = (1, len(spec.outputs), *spec.input.roi_size)
     try:
         scores = network(torch.zeros(shape))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, ArithmeticError) as error:
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
     if tuple(scores.shape) != expected:
         raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")

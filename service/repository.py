@@ -159,7 +159,7 @@ class ModelSpec(_Frozen):
             raise ValueError("input.channel_names: one name per channel is needed")
         files = [self.weights.file, *([self.sample.input, self.sample.expected] if self.sample else [])]
         for file in files:
-            if Path(file).name != file:
+            if Path(file).name != file or file in {"", ".."}:
                 raise ValueError(f"{file!r} must be a plain file name inside the model folder")
         return self
 
@@ -174,7 +174,7 @@ def read_spec(folder: Path) -> ModelSpec:
     if not isinstance(content, dict):
         raise BrokenModel(f"{path}: a mapping of keys is expected at the top level")
     try:
-        spec = ModelSpec(**{**content, "folder": folder})
+        spec = ModelSpec.model_validate({**content, "folder": folder})
     except ValidationError as error:
         raise BrokenModel(f"{path}: {describe(error)}") from error
     _check_weights(spec)

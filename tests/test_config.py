@@ -1,0 +1,179 @@
+"""Settings: the file, the environment above it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from service.config import PREFIX, Settings, read_settings
+from service.errors import ConfigError
+
+KEYS = [(section, key) for section, keys in Settings().model_dump().items() for key in keys]
+
+
+def variable(section: str, key: str) -> str:
+    return f"{PREFIX}{section}__{key}".upper()
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def test_without_file_and_variables_the_defaults_hold() -> None:
+    assert read_settings(None, {}) == Settings()
+
+
+def test_environment_of_the_process_counts_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACKSEG_SERVER__PORT", "8123")
+    assert read_settings().server.port == 8123
+    assert read_settings(None, {}).server.port == Settings().server.port
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS)
+def test_every_key_is_read_from_file_and_environment(section: str, key: str, tmp_path: Path) -> None:
+    default = Settings().model_dump(mode="json")[section][key]
+    assert read_settings(write(tmp_path, {section: {key: default}}), {}) == Settings()
+    assert read_settings(None, {variable(section, key): yaml.safe_dump(default)}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "key", "value"),
+    [
+        ("cuda:1", "device", "name", "cuda:1"),
+        ("[nuclei, bands]", "models", "serve", ("nuclei", "bands")),
+        ("0", "limits", "waiting", 0),
+        ("0.5", "windows", "overlap", 0.5),
+        ("false", "engine", "channels_last", False),
+        ("/var/cache/stackseg", "engine", "cache_folder", Path("/var/cache/stackseg")),
+        ("null", "server", "scratch_folder", None),
+        ("warning", "logging", "level", "warning"),
+    ],
+)
+def test_variables_are_read_as_yaml(text: str, section: str, key: str, value: Any) -> None:
+    settings = read_settings(None, {variable(section, key): text})
+    assert getattr(getattr(settings, section), key) == value
+
+
+def test_variable_overrides_one_key_and_leaves_its_neighbours(tmp_path: Path) -> None:
+    path = write(tmp_path, {"windows": {"overlap": 0.5, "sw_batch_size": 8}, "server": {"port": 9000}})
+    settings = read_settings(path, {"STACKSEG_WINDOWS__OVERLAP": "0.125"})
+    assert (settings.windows.overlap, settings.windows.sw_batch_size, settings.server.port) == (0.125, 8, 9000)
+
+
+def test_other_variables_are_none_of_our_business() -> None:
+    assert read_settings(None, {"WINDOWS__OVERLAP": "2", "PATH": "/bin", "MYSTACKSEG_DEVICE__NAME": "?"}) == Settings()
+
+
+@given(st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZ_", max_size=30))
+def test_misspelt_variable_is_refused_by_name(rest: str) -> None:
+    name = PREFIX + rest
+    if name in {variable(*key) for key in KEYS}:
+        return
+    with pytest.raises(ConfigError, match=f"^{name}: there is no such setting"):
+        read_settings(None, {name: "1"})
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS)
+def test_misspelt_key_is_refused_by_name(section: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}x: "):
+        read_settings(write(tmp_path, {section: {key + "x": 1}}), {})
+
+
+@pytest.mark.parametrize("content", [{"windos": {}}, {1: {}}, {"windows": {2: 3}}, {True: {"overlap": 0.5}}])
+def test_unknown_sections_and_keys_that_are_no_words_are_refused(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The configuration is not understood: "):
+        read_settings(write(tmp_path, content), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("windows.overlap", "1.0"),
+        ("windows.overlap", "-0.1"),
+        ("windows.overlap", ".nan"),
+        ("windows.sigma", "0"),
+        ("windows.sw_batch_size", "0"),
+        ("windows.sw_batch_size", "2.5"),
+        ("windows.blending", "triangle"),
+        ("device.name", "gpu"),
+        ("device.name", "cuda:"),
+        ("engine.precision", "int8"),
+        ("limits.upload_bytes", "4 GB"),
+        ("limits.waiting", "-1"),
+        ("server.port", "65536"),
+        ("server.port", ""),
+        ("logging.level", "loud"),
+    ],
+)
+def test_impossible_value_is_refused_with_its_key(name: str, text: str) -> None:
+    section, key = name.split(".")
+    with pytest.raises(ConfigError, match=rf"not understood: {section}\.{key}: "):
+        read_settings(None, {variable(section, key): text})
+
+
+def test_every_fault_is_told_at_once() -> None:
+    environment = {"STACKSEG_WINDOWS__OVERLAP": "7", "STACKSEG_SERVER__PORT": "-1", "STACKSEG_DEVICE__NAME": "tpu"}
+    with pytest.raises(ConfigError) as caught:
+        read_settings(None, environment)
+    for name in ("windows.overlap", "server.port", "device.name"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sw_batch_size", "overlap"])
+def test_defaults_of_requests_stay_within_their_own_limits(key: str) -> None:
+    beyond = {"sw_batch_size": "33", "overlap": "0.8"}[key]
+    with pytest.raises(ConfigError, match=rf"windows\.{key} exceeds limits\.{key}"):
+        read_settings(None, {variable("windows", key): beyond})
+    assert read_settings(None, {variable("windows", key): beyond, variable("limits", key): beyond})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("windows: [1, 2]", "expected sections"),
+        ("- windows", "expected sections"),
+        ("just words", "expected sections"),
+        ("windows: {overlap: 0.5", "cannot be read as YAML"),
+        ("windows: !!python/object:os.system {}", "cannot be read as YAML"),
+    ],
+)
+def test_file_that_holds_no_sections_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"settings\.yaml: {reason}"):
+        read_settings(path, {})
+
+
+def test_missing_and_undecodable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        read_settings(tmp_path / "nowhere.yaml", {})
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("logging: {level: caf\xe9}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml: cannot be read"):
+        read_settings(latin, {})
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "windows:\n"])
+def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert read_settings(path, {}) == Settings()
+
+
+def test_unreadable_variable_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^STACKSEG_MODELS__SERVE: the value is not valid YAML"):
+        read_settings(None, {"STACKSEG_MODELS__SERVE": "[nuclei"})
+
+
+def test_settings_cannot_change_later() -> None:
+    settings = Settings()
+    with pytest.raises(ValidationError):
+        settings.windows.overlap = 0.5  # type: ignore[misc]

@@ -1,0 +1,87 @@
+"""The error tree: what the docstring draws is what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from service import errors
+from service.errors import NotReady, OutOfMemory, QueueFull, StackSegError
+
+DRAWN = re.compile(
+    r"^(?P<indent>(?:\|   |    )*)(?:[|`]-- )?(?P<name>[A-Z]\w+)(?: {2,}(?P<meaning>\S.*))?$", re.MULTILINE
+)
+
+
+def drawn() -> Iterator[tuple[str, str, str | None]]:
+    """(name, name of its base, meaning) for each line of the drawing."""
+    assert errors.__doc__ is not None
+    above: list[str] = []
+    tree = errors.__doc__.split("\n\n")[1]
+    for line in tree.splitlines():
+        match = DRAWN.match(line)
+        assert match is not None, line
+        depth = 0 if not above else len(match["indent"]) // 4 + 1
+        above = [*above[:depth], match["name"]]
+        yield match["name"], above[depth - 1] if depth else "Exception", match["meaning"]
+
+
+def descendants(cls: type[StackSegError]) -> list[type[StackSegError]]:
+    return [cls, *(below for child in cls.__subclasses__() for below in descendants(child))]
+
+
+CLASSES = descendants(StackSegError)
+
+
+def test_drawing_shows_every_class_under_its_base() -> None:
+    assert [(name, base) for name, base, _ in drawn()] == [(cls.__name__, cls.__bases__[0].__name__) for cls in CLASSES]
+
+
+def test_every_drawn_class_but_the_root_has_a_meaning() -> None:
+    assert [name for name, _, meaning in drawn() if not meaning] == ["StackSegError"]
+
+
+def test_no_class_of_the_tree_lives_elsewhere() -> None:
+    assert {cls.__module__ for cls in CLASSES} == {errors.__name__}
+
+
+def test_slugs_are_distinct_and_belong_to_their_class() -> None:
+    assert len({cls.slug for cls in CLASSES}) == len(CLASSES)
+    for cls in CLASSES:
+        assert "slug" in vars(cls), cls
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cls.slug)
+
+
+def test_slugs_are_a_promise_to_clients() -> None:
+    assert {cls.slug for cls in CLASSES if not cls.__subclasses__()} == {
+        "bad-file",
+        "ambiguous-axes",
+        "bad-parameter",
+        "unsupported-media",
+        "too-large",
+        "unknown-model",
+        "queue-full",
+        "not-ready",
+        "timed-out",
+        "out-of-storage",
+        "out-of-memory",
+        "broken-model",
+        "non-finite-scores",
+        "configuration",
+        "cancelled",
+    }
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_class_says_what_happened(cls: type[StackSegError]) -> None:
+    assert cls.__doc__ is not None
+    assert cls.__doc__.strip().endswith(".")
+
+
+def test_errors_carry_what_the_answer_needs() -> None:
+    full = QueueFull("Sixteen requests are waiting.", retry_after=7)
+    assert (str(full), full.retry_after) == ("Sixteen requests are waiting.", 7)
+    assert NotReady("Warming up.").retry_after > 0
+    assert OutOfMemory("The volume needs 9 GiB.", needed_bytes=9 * 2**30).needed_bytes == 9 * 2**30

@@ -1,0 +1,79 @@
+"""Volumes, voxel sizes and label types."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import BadParameter
+from service.volume import Description, Options, Segmentation, Selection, Volume, VoxelSize, label_dtype
+
+PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+impossible = st.one_of(st.floats(max_value=0), st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@given(positive, positive, positive)
+def test_voxel_size_is_z_y_x(z: float, y: float, x: float) -> None:
+    size = VoxelSize(z, y, x)
+    assert tuple(size) == (size.z, size.y, size.x) == (z, y, x)
+
+
+@given(impossible, st.sampled_from("zyx"))
+def test_impossible_voxel_size_is_refused_with_its_axis(size: float, axis: str) -> None:
+    with pytest.raises(BadParameter, match=rf"along {axis} must be a positive number of micrometres, not"):
+        VoxelSize(**({"z": 1.0, "y": 1.0, "x": 1.0} | {axis: size}))
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_slab_is_the_plane_range_of_every_channel(z0: int, z1: int) -> None:
+    slab = Volume.from_array(PIXELS).read(z0, z1)
+    np.testing.assert_array_equal(slab, PIXELS[:, z0:z1])
+    assert slab.dtype == PIXELS.dtype
+
+
+def test_volume_knows_its_size_without_reading() -> None:
+    def read(z0: int, z1: int) -> np.ndarray:
+        raise AssertionError(f"planes {z0} to {z1} were read")
+
+    volume = Volume((2, 300, 4000, 5000), np.dtype(np.uint16), read)
+    assert volume.voxels == 300 * 4000 * 5000
+    assert volume.nbytes == 2 * 300 * 4000 * 5000 * 2
+
+
+def test_volume_from_array_copies_nothing() -> None:
+    volume = Volume.from_array(PIXELS, VoxelSize(2.0, 0.5, 0.5), ("nuclei", "membranes"))
+    assert volume.shape == PIXELS.shape
+    assert volume.channels == ("nuclei", "membranes")
+    assert np.shares_memory(volume.array(), PIXELS)
+
+
+def test_channels_without_names_have_empty_ones() -> None:
+    assert Volume.from_array(PIXELS).channels == ("", "")
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_label_dtype_is_the_smallest_that_numbers_every_object(count: int) -> None:
+    dtype = label_dtype(count)
+    assert np.array([count]).astype(dtype)[0] == count
+    assert dtype == (np.uint16 if count <= 65_535 else np.uint32)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
+def test_label_dtype_at_the_border(count: int, expected: type[np.unsignedinteger]) -> None:
+    assert label_dtype(count) == expected
+
+
+@pytest.mark.parametrize("noun", [VoxelSize, Selection, Volume, Segmentation, Description, Options])
+def test_nouns_are_frozen(noun: type) -> None:
+    assert noun.__dataclass_params__.frozen
+
+
+def test_options_leave_every_choice_to_the_operator() -> None:
+    assert {field.default for field in dataclasses.fields(Options)} == {None}
