@@ -43,7 +43,7 @@ lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, co
 	$(BIN)/deptry .
 	$(BIN)/shellcheck .ci/run scripts/*.sh
 	$(BIN)/hadolint docker/Dockerfile
-	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
 
 .PHONY: format
 format: $(STAMP)dev ## let ruff rewrite what it can

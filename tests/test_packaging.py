@@ -1,0 +1,169 @@
+"""What surrounds the code: presets, pins, make targets, container files, links between documents."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.config import Settings, read_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def leaves(sections: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    return {(section, key): value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins() -> dict[str, set[str]]:
+    """Project -> pinned versions, one for each range of Python versions that needs its own."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        match = re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)( ; .+)?", line)
+        assert match is not None, line
+        found.setdefault(match[1], set()).add(match[2])
+    return found
+
+
+def declared() -> set[str]:
+    extras = [name for extra in PROJECT["optional-dependencies"].values() for name in extra]
+    names = {normalised(re.split(r"[<>=!~\[ ]", line)[0]) for line in [*PROJECT["dependencies"], *extras]}
+    return names - {PROJECT["name"]}
+
+
+def test_default_preset_states_every_key_with_its_default() -> None:
+    assert leaves(read_yaml(ROOT / "configs" / "default.yaml")) == leaves(Settings().model_dump(mode="json"))
+    assert read_settings(ROOT / "configs" / "default.yaml", {}) == Settings()
+
+
+def test_default_preset_explains_every_key() -> None:
+    text = (ROOT / "configs" / "default.yaml").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("  ") and " # " not in line] == []
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_preset_says_only_what_differs(path: Path) -> None:
+    chosen = leaves(read_settings(path, {}).model_dump(mode="json"))
+    defaults = leaves(Settings().model_dump(mode="json"))
+    if path.stem != "default":
+        assert leaves(read_yaml(path)) == {key: value for key, value in chosen.items() if value != defaults[key]}
+
+
+def test_every_declared_dependency_is_pinned_and_installed_as_pinned() -> None:
+    pinned = pins()
+    assert declared() <= pinned.keys()
+    for name in sorted(declared()):
+        installed = version(name).partition("+")[0]
+        assert installed in pinned[name], f"{name} {installed} is installed, {pinned[name]} pinned"
+
+
+def test_command_is_installed() -> None:
+    (command,) = entry_points(group="console_scripts", name="stackseg")
+    assert command.load().__module__ == "service.__main__"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_help_lists_every_target() -> None:
+    targets = re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = subprocess.run(["make", "--no-print-directory", "-C", ROOT, "help"], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in shown.splitlines()] == targets
+
+
+def set_up(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/setup.sh as if `folder` were a clone, with nothing but the system's own commands."""
+    (folder / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "setup.sh", folder / "scripts")
+    environment = {"PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_setup_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
+    done = set_up(tmp_path, "run", PYTHON="/bin/false")
+    assert done.returncode != 0
+    assert "StackSeg needs Python 3.11, 3.12 or 3.13; none of '/bin/false' is one" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_knows_its_sets_of_dependencies(tmp_path: Path) -> None:
+    done = set_up(tmp_path, "everything")
+    assert done.returncode == 2
+    assert "choose run, demo or dev" in done.stderr
+
+
+def test_context_lets_in_what_the_image_copies_and_no_more() -> None:
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    sources = [source for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for source in line.split()]
+    assert {source.partition("/")[0] for source in sources} == set(allowed)
+    for source in sources:
+        assert "${VARIANT}" in source or (ROOT / source).exists()
+
+
+@pytest.mark.parametrize(("file", "variant"), [("compose.yaml", "gpu"), ("compose.cpu.yaml", "cpu")])
+def test_compose_builds_a_variant_that_exists(file: str, variant: str) -> None:
+    service = read_yaml(ROOT / "docker" / file)["services"]["stackseg"]
+    assert service["build"]["args"]["VARIANT"] == variant
+    assert (ROOT / "configs" / f"{variant}.yaml").exists()
+    assert f":{PROJECT['version']}" in service["image"]
+
+
+def test_gpu_is_reserved_and_asked_for() -> None:
+    reserved = read_yaml(ROOT / "docker" / "compose.yaml")["services"]["stackseg"]["deploy"]["resources"][
+        "reservations"
+    ]
+    assert reserved["devices"] == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+    assert read_settings(ROOT / "configs" / "gpu.yaml", {}).device.name == "cuda"
+
+
+def test_image_and_compose_agree_with_the_settings() -> None:
+    variables = dict(re.findall(r"^\s*(?:ENV )?(STACKSEG_\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
+    server = read_settings(None, variables).server
+    service = read_yaml(ROOT / "docker" / "compose.cpu.yaml")["services"]["stackseg"]
+    assert server.host == "0.0.0.0"
+    assert f"EXPOSE {server.port}" in DOCKERFILE
+    assert service["ports"] == [f"127.0.0.1:{server.port}:{server.port}"]
+    assert float(service["stop_grace_period"].removesuffix("s")) > server.drain_seconds
+    assert str(server.scratch_folder) in DOCKERFILE.split("VOLUME ")[1]
+
+
+def test_image_does_not_run_as_root() -> None:
+    user = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert len(user) == 1
+    assert "0" not in user[0]
+
+
+def test_newest_entry_of_the_changelog_is_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == PROJECT["version"] == version("stackseg")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_settings_that_documents_name_exist(path: Path) -> None:
+    sections = "|".join(Settings.model_fields)
+    named = set(re.findall(rf"`({sections})\.(\w+)`", path.read_text(encoding="utf-8")))
+    assert named <= leaves(Settings().model_dump()).keys()
