@@ -84,7 +84,9 @@ def test_command_is_installed() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_help_lists_every_target() -> None:
     targets = re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    shown = subprocess.run(["make", "--no-print-directory", "-C", ROOT, "help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "-C", ROOT, "help"], capture_output=True, text=True, check=True
+    ).stdout
     assert [line.split()[0] for line in shown.splitlines()] == targets
 
 
