@@ -15,6 +15,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
@@ -76,8 +77,10 @@ def show(axes: Axes, picture: Array, title: str, extent: tuple[float, float]) ->
 
 def scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
     length = max(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(width / 4, 1))
-    axes.add_patch(Rectangle((width * 0.04, height * 0.95), length, height * 0.012, color="white"))
-    axes.text(width * 0.04, height * 0.935, f"{length} {unit}", color="white", fontsize=8, va="bottom")
+    edge = [patheffects.withStroke(linewidth=2.5, foreground="black")]
+    axes.add_patch(Rectangle((width * 0.04, height * 0.95), length, height * 0.012, color="white", path_effects=edge))
+    text = axes.text(width * 0.04, height * 0.935, f"{length} {unit}", color="white", fontsize=8, va="bottom")
+    text.set_path_effects(edge)
 
 
 def draw(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, title: str) -> None:
