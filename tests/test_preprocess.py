@@ -1,0 +1,201 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from service.errors import BadParameter
+from service.preprocess import FARTHEST, normalise, on_grid, percentiles, prepare, resampled_size, working_size
+from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
+from service.volume import Segmentation, Volume, VoxelSize
+
+PERCENTILE = PercentileNormalisation(kind="percentile")
+DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [
+    f"float{bits}" for bits in (16, 32, 64)
+]
+
+
+def normalised(pixels, normalisation=PERCENTILE):
+    out = np.full(pixels.shape, np.nan, np.float32)
+    normalise(pixels, normalisation, out)
+    return out
+
+
+def spec_of(bands, **changes):
+    return bands.model_copy(update={"input": bands.input.model_copy(update=changes)})
+
+
+def some_pixels(dtype, shape=(3, 7, 11)):
+    return np.random.default_rng(0).uniform(0, 120, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("low", "high"), [(0, 100), (1, 99.8), (33.3, 50)])
+def test_percentiles_are_those_of_numpy(dtype, low, high):
+    pixels = some_pixels(dtype)
+    if np.dtype(dtype).kind == "i":
+        pixels -= 60
+    expected = np.percentile(pixels.astype(np.float64), (low, high))
+    np.testing.assert_allclose(percentiles(pixels, low, high), expected, rtol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    arrays(st.sampled_from([np.uint8, np.int8, np.uint16, np.int16]), st.tuples(*[st.integers(1, 5)] * 3)),
+    st.floats(0, 50),
+    st.floats(50, 100),
+)
+def test_histogram_percentiles_are_those_of_numpy_at_any_rank(pixels, low, high):
+    np.testing.assert_allclose(
+        percentiles(pixels, low, high), np.percentile(pixels.astype(np.float64), (low, high)), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_percentile_normalisation_of_every_dtype(dtype):
+    pixels = some_pixels(dtype)
+    low, high = np.percentile(pixels.astype(np.float64), (1, 99.8))
+    expected = (pixels.astype(np.float64) - low) / (high - low)
+    np.testing.assert_allclose(normalised(pixels), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("offset", [2**24 + 1, 2**31 - 200])
+def test_integers_beyond_float32_keep_their_differences(offset):
+    pixels = (np.arange(100, dtype=np.uint32) + offset).reshape(1, 10, 10)
+    normalisation = RangeNormalisation(kind="range", low=offset, high=offset + 1)
+    np.testing.assert_array_equal(normalised(pixels, normalisation).ravel(), np.arange(100))
+
+
+def test_clipping():
+    values = normalised(some_pixels("uint16"), PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    assert values.min() == 0
+    assert values.max() == 1
+
+
+def test_zscore_and_range():
+    pixels = some_pixels("uint16")
+    scaled = normalised(pixels, ZScoreNormalisation(kind="zscore"))
+    assert abs(scaled.mean()) < 1e-6
+    assert scaled.std() == pytest.approx(1, abs=1e-5)
+    scaled = normalised(pixels, RangeNormalisation(kind="range", low=100, high=300))
+    np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "float64"])
+def test_constant_volumes_become_zeros(normalisation, dtype):
+    assert not normalised(np.full((2, 3, 4), 7, dtype), normalisation).any()
+
+
+def test_few_bright_pixels_on_a_flat_background_do_not_vanish():
+    pixels = np.zeros((4, 50, 50), np.uint16)
+    pixels[2, 3, 4] = 1000
+    values = normalised(pixels)
+    assert values[2, 3, 4] == 1
+    assert np.count_nonzero(values) == 1
+
+
+@pytest.mark.parametrize("normalisation", [PERCENTILE, ZScoreNormalisation(kind="zscore")])
+@pytest.mark.parametrize("extreme", [3e38, 1e300])
+def test_extreme_pixels_stay_finite(normalisation, extreme):
+    pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
+    pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
+    values = normalised(pixels, normalisation)
+    assert np.isfinite(values).all()
+    assert np.abs(values).max() <= FARTHEST
+
+
+def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
+    pixels = some_pixels("float32")[None]
+    clean = pixels.copy()
+    pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
+    lowest = pixels[np.isfinite(pixels)].min()
+    clean[0, 0, 0, :4] = lowest
+    got = prepare(Volume.from_array(pixels), bands)
+    np.testing.assert_array_equal(got.image.numpy(), prepare(Volume.from_array(clean), bands).image.numpy())
+    assert got.notes == ("4 NaN or infinite pixels were taken for the lowest finite intensity.",)
+
+
+def test_a_volume_of_nan_becomes_zeros(bands):
+    spec = spec_of(bands, normalisation=PERCENTILE)
+    got = prepare(Volume.from_array(np.full((1, 2, 3, 4), np.nan, np.float32)), spec)
+    assert not got.image.any()
+
+
+def test_channels_are_normalised_each_on_its_own(bands):
+    pixels = np.stack([some_pixels("uint16"), 7 * some_pixels("uint16") + 100])
+    got = prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
+    assert got.image.shape == (1, 2, 3, 7, 11)
+    np.testing.assert_allclose(got.image[0, 0], got.image[0, 1], atol=1e-5)
+
+
+def test_read_only_pixels_and_the_volume_are_left_alone(bands):
+    pixels = some_pixels("uint16")[None]
+    pixels.flags.writeable = False
+    image, notes = prepare(Volume.from_array(pixels), bands)
+    assert image.is_contiguous()
+    assert image.dtype.itemsize == 4
+    assert notes == ()
+
+
+def test_resampling_only_where_both_voxel_sizes_are_known(bands):
+    pixels = some_pixels("uint16", (4, 6, 8))[None]
+    spec = spec_of(bands, voxel_size=(1.0, 0.5, 0.5))
+    assert working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
+    assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
+    image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
+    assert image.shape == (1, 1, 8, 6, 4)
+    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels for the model's voxel size.",)
+
+
+def test_resampled_sizes():
+    one = VoxelSize(1, 1, 1)
+    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), one) == (10, 10, 10)
+    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), one) == (1, 1, 20)
+
+
+@pytest.mark.parametrize("have", [VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-9)])
+def test_absurd_voxel_sizes_are_refused(have):
+    with pytest.raises(BadParameter, match="voxel_size="):
+        resampled_size((10, 10, 10), have, VoxelSize(1, 1, 1))
+
+
+def test_on_grid_leaves_what_fits():
+    segmentation = Segmentation(np.ones((2, 3, 4), np.uint16), "labels", count=1)
+    assert on_grid(segmentation, (2, 3, 4)) is segmentation
+
+
+def test_labels_come_back_by_nearest_voxel_and_gapless():
+    labels = np.zeros((4, 4, 4), np.uint16)
+    labels[:, :, 2:] = 5
+    labels[0, 0, 0] = 2
+    got = on_grid(Segmentation(labels, "labels", VoxelSize(1, 1, 1), count=5), (2, 8, 4))
+    assert got.pixels.dtype == np.uint16
+    assert got.count == 1
+    assert got.voxel_size == VoxelSize(1, 1, 1)
+    np.testing.assert_array_equal(got.pixels, np.broadcast_to([0, 0, 1, 1], (2, 8, 4)))
+
+
+def test_labels_without_background_stay_without():
+    got = on_grid(Segmentation(np.full((2, 2, 2), 3, np.uint16), "labels", count=3), (1, 1, 5))
+    assert got.pixels.tolist() == [[[1, 1, 1, 1, 1]]]
+    assert got.count == 1
+
+
+def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():
+    labels = np.random.default_rng(0).integers(0, 9, (3, 4, 5)).astype(np.uint16)
+    labels[0, 0, :] = np.arange(5)
+    labels[0, 1, :4] = np.arange(5, 9)
+    large = on_grid(Segmentation(labels, "labels", count=8), (9, 4, 15))
+    small = on_grid(large, (3, 4, 5))
+    np.testing.assert_array_equal(small.pixels, labels)
+    assert small.count == 8
+
+
+def test_classes_and_probabilities_come_back():
+    classes = np.array([[[0, 0, 2, 2]]], np.uint8)
+    assert on_grid(Segmentation(classes, "classes"), (1, 1, 2)).pixels.tolist() == [[[0, 2]]]
+    probabilities = np.array([0, 0, 1, 1], np.float32).reshape(1, 1, 1, 4)
+    got = on_grid(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, np.broadcast_to([0, 1], (1, 2, 1, 2)))
