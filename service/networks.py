@@ -140,7 +140,7 @@ def load(spec: ModelSpec) -> nn.Module:
 
 
 def _first_faults(error: Exception) -> str:
-    """torch lists every tensor that differs, on a line of its own below a headline; two lines tell the story."""
+    """The head of a message in which torch gives every tensor that differs a line of its own, below a headline."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 

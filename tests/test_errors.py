@@ -10,9 +10,7 @@ import pytest
 from service import errors
 from service.errors import NotReady, OutOfMemory, QueueFull, StackSegError
 
-DRAWN = re.compile(
-    r"^(?P<indent>(?:\|   |    )*)(?:[|`]-- )?(?P<name>[A-Z]\w+)(?: {2,}(?P<meaning>\S.*))?$", re.MULTILINE
-)
+DRAWN = re.compile(r"(?P<indent>(?:\|   |    )*)(?:[|`]-- )?(?P<name>[A-Z]\w+)(?: {2,}(?P<meaning>\S.*))?")
 
 
 def drawn() -> Iterator[tuple[str, str, str | None]]:
@@ -21,7 +19,7 @@ def drawn() -> Iterator[tuple[str, str, str | None]]:
     above: list[str] = []
     tree = errors.__doc__.split("\n\n")[1]
     for line in tree.splitlines():
-        match = DRAWN.match(line)
+        match = DRAWN.fullmatch(line)
         assert match is not None, line
         depth = 0 if not above else len(match["indent"]) // 4 + 1
         above = [*above[:depth], match["name"]]

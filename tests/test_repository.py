@@ -102,7 +102,7 @@ def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
     "key", ["verison", "weights.sha1", "input.roi", "input.normalisation.percentiles", "decoding.treshold", "code"]
 )
 def test_misspelt_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
-    with pytest.raises(BrokenModel, match=rf"model\.yaml: .*{key.split('.')[-1]}: Extra inputs"):
+    with pytest.raises(BrokenModel, match=rf"model\.yaml: .*{key.rpartition('.')[2]}: Extra inputs"):
         read_spec(write_folder(tmp_path, changed(key, 1)))
 
 
