@@ -128,6 +128,7 @@ class _Child:
         if self._closed:
             raise NotReady("The service is stopping.")
         if self._process.poll() is not None:
+            self._forget()
             self._process, self._ready = self._start(), False
         if not self._ready:
             self._receive(STARTUP_SECONDS)

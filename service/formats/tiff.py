@@ -187,9 +187,9 @@ def _names(found: StoredImage, layout: Layout) -> tuple[str, ...]:
 def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None) -> None:
     """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
 
-    One page per plane, Deflate at its fastest level and no predictor, which every reader opens; BigTIFF, unless
-    chosen, only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a
-    second description for ImageJ's own reader, which knows no OME-XML.
+    One page per plane, Deflate at its fastest level and no predictor, which every reader opens. BigTIFF, unless chosen,
+    only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution
+    tags, and to a second description for ImageJ's own reader, which knows no OME-XML.
     """
     planes = segmentation.pixels.ndim == 3
     names = segmentation.kind if planes else [_printable(name) for name in segmentation.names]

@@ -1,0 +1,151 @@
+"""Public files of every kind: each is understood as tifffile understands it, or refused for a reason.
+
+The files lie beside the repository and are not part of it; `pixel_sha256` in the manifest is the hash of the whole
+stored array, so that reading every channel of every time point and putting them back in order must give it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from service.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
+from service.formats import tiff
+from service.volume import Description, Selection, VoxelSize
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+LIMIT = 2**30
+MISSING = "the folder of public test files, ../shared/data, is not there"
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=MISSING)
+
+
+def manifest(folder: str) -> list[dict[str, Any]]:
+    path = DATA / folder / "manifest.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def files(entries: list[dict[str, Any]]) -> pytest.MarkDecorator:
+    parameters = entries or [pytest.param({}, marks=pytest.mark.skip(MISSING))]
+    return pytest.mark.parametrize("entry", parameters, ids=[entry["file"] for entry in entries] or ["none"])
+
+
+REFUSED: dict[str, type[RequestError]] = {
+    "codecs/BigTIFFSubIFD8.tif": AmbiguousAxes,
+    "codecs/off_l16.tif": BadFile,
+    "codecs/subsubifds.tif": AmbiguousAxes,
+    "derived/dtype_complex64.tif": BadFile,
+    "ome/181003_multi_pos_time_course_1_MMStack.ome.tif": AmbiguousAxes,
+    "ome/multifile_companion/multifile.companion.ome": UnsupportedMedia,
+    "stacks/plantseg_rgb_3D_c_raw_CZYX_as_QQYX.tif": AmbiguousAxes,
+    "stacks/shapes_tiled_multi.tif": AmbiguousAxes,
+}
+
+
+def sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))).hexdigest()
+
+
+def stored_array(path: Path, found: Description) -> NDArray[Any]:
+    """Everything in the file, read part by part, in the order in which it is stored."""
+    parts = [tiff.read(path, Selection(time=time), LIMIT).array() for time in range(found.times)]
+    lengths = dict(zip(found.axes, found.stored_shape, strict=True))
+    letters = "TCSZYX"
+    order = [axis for axis in letters if axis not in found.axes] + list(found.axes)
+    array = np.stack(parts).reshape([lengths.get(axis, 1) for axis in letters])
+    array = array.transpose([letters.index(axis) for axis in order])
+    return array.reshape(found.stored_shape)
+
+
+@files(manifest("formats"))
+def test_every_format_is_understood_or_refused_for_a_reason(entry: dict[str, Any]) -> None:
+    path = DATA / "formats" / entry["file"]
+    if entry["file"] in REFUSED:
+        with pytest.raises(REFUSED[entry["file"]]) as caught:
+            tiff.inspect(path, Selection(), LIMIT)
+        assert "axes=" in str(caught.value) or not isinstance(caught.value, AmbiguousAxes)
+        return
+
+    found = tiff.inspect(path, Selection(), LIMIT)
+
+    assert entry["reads"] == "ok"
+    assert found.axes == entry["axes"].replace("Q", "Z").replace("I", "Z")
+    assert list(found.stored_shape) == entry["shape"]
+    assert found.dtype == entry["dtype"]
+    assert sha256(stored_array(path, found)) == entry["pixel_sha256"]
+
+
+@files([entry for entry in manifest("formats") if "logical_zyx_sha256" in entry])
+def test_the_same_volume_comes_out_of_every_container(entry: dict[str, Any], tmp_path: Path) -> None:
+    path = DATA / "formats" / entry["file"]
+
+    volume = tiff.read(path, Selection(channel=0, time=0), LIMIT, tmp_path)
+
+    assert volume.shape[0] == 1
+    assert sha256(volume.array()[0]) == entry["logical_zyx_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "voxel_size"),
+    [
+        ("arabidopsis_lateral_root_nuclei", "ZYX", None),
+        ("arabidopsis_ovule_nuclei_1135", "ZYX", (0.2837, 0.1268, 0.1268)),
+        ("celegans_membrane_t046", "ZYX", (0.43, 0.18, 0.18)),
+        ("drosophila_nuclear_envelope", "ZYX", None),
+        ("fluorescent_beads_imagexpress", "ZYX", (5.0, 1.3668, 1.3668)),
+        ("mesospim_brain_nuclei_c5", "ZYX", None),
+        ("mouse_brain_s2p_large", "ZYX", (5.0, 2.0, 2.0)),
+        ("mouse_embryo_8cell", "ZYX", None),
+        ("single_nucleus_confocal_vs_widefield", "ZCYX", (0.4994, 0.5119, 0.5119)),
+        ("synthetic_nuclei_stardist", "ZYX", None),
+    ],
+)
+def test_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
+    (entry,) = (entry for entry in manifest("real") if entry["name"] == name)
+
+    found = tiff.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)
+
+    assert found.axes == axes
+    assert list(found.stored_shape) == entry["shape"]
+    assert found.dtype == entry["dtype"]
+    assert (found.voxel_size and tuple(found.voxel_size)) == (voxel_size and pytest.approx(voxel_size, abs=5e-5))
+
+
+@pytest.mark.parametrize(
+    ("file", "voxel_size", "note"),
+    [
+        ("derived/ome_zyx.ome.tif", VoxelSize(1.744, 0.8, 0.8), ""),
+        ("derived/imagej_zyx_be.tif", VoxelSize(1.744, 0.8, 0.8), ""),
+        ("imagej/xyz_8bit__mitotic_plate_badZcalibrated.tif", None, "y 0.0851964 um, x 0.0851964 um"),
+        ("ome/cells-2t.ome.tif", VoxelSize(1.0, 0.25, 0.25), ""),
+        ("ome/time-series.ome.tif", None, "time=0 to time=6"),
+        ("vendor/test.lsm", None, "1e-19 m along z"),
+        ("stacks/mri.tif", None, "colour palette"),
+    ],
+)
+def test_voxel_sizes_and_notes(file: str, voxel_size: VoxelSize | None, note: str) -> None:
+    found = tiff.inspect(DATA / "formats" / file, Selection(), LIMIT)
+
+    assert found.voxel_size == voxel_size
+    assert note in " ".join(found.notes)
+
+
+def test_a_time_series_of_planes_is_no_stack() -> None:
+    path = DATA / "formats" / "ome" / "time-series.ome.tif"
+
+    with pytest.raises(RequestError, match=r"time=.*axes=ZYX"):
+        tiff.read(path, Selection(), LIMIT)
+    assert tiff.read(path, Selection(time=6), LIMIT).shape == (1, 1, 167, 439)
+
+
+def test_a_part_of_a_set_of_files_is_a_plane_and_says_so() -> None:
+    found = tiff.inspect(DATA / "formats" / "ome" / "multifile_companion" / "multifile-Z3.ome.tiff", Selection(), LIMIT)
+
+    assert found.shape == (1, 1, 24, 18)
+    assert "never opened" in found.notes[0]

@@ -1,0 +1,255 @@
+"""Reading in child processes: the same answers, and nothing that a file does harms the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+
+from service.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
+from service.formats import child, tiff
+from service.formats.sandbox import Reader
+from service.volume import Selection, VoxelSize
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "hostile"
+LIMIT = 2**28
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT) as reader:
+        yield reader
+
+
+@pytest.fixture
+def stack() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 60_000, (2, 6, 40, 50)).astype(np.uint16)
+
+
+def write(path: Path, stack: np.ndarray, **options: Any) -> Path:
+    metadata = {"axes": "CZYX", "PhysicalSizeZ": 2.0, "PhysicalSizeY": 0.5, "PhysicalSizeX": 0.5}
+    tifffile.imwrite(path, stack, photometric="minisblack", ome=True, metadata=metadata, **options)
+    return path
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(number) for number in (task / "children").read_text(encoding="ascii").split()}
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"byteorder": ">"}, {"compression": "zlib"}])
+def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarray, options: dict[str, Any]) -> None:
+    path = write(tmp_path / "stack.ome.tif", stack, **options)
+
+    for selection in (Selection(), Selection(channel=1, voxel_size=VoxelSize(3, 2, 1)), Selection(axes="ZCYX")):
+        here, there = tiff.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
+        assert reader.inspect(path, selection) == tiff.inspect(path, selection, LIMIT)
+        for field in ("shape", "dtype", "voxel_size", "channels"):
+            assert getattr(there, field) == getattr(here, field)
+        np.testing.assert_array_equal(there.array(), here.array())
+
+
+def test_the_volume_outlives_a_deleted_folder(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack, compression="zlib")
+
+    volume = reader.read(path, Selection(), tmp_path)
+    for entry in tmp_path.iterdir():
+        entry.unlink()
+
+    np.testing.assert_array_equal(volume.array(), stack)
+
+
+def test_errors_keep_their_kind_and_their_words(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    unnamed, text, cut = tmp_path / "unnamed.tif", tmp_path / "text.tif", write(tmp_path / "cut.tif", stack)
+    tifffile.imwrite(unnamed, stack, photometric="minisblack")
+    text.write_text("no TIFF", encoding="ascii")
+    os.truncate(cut, 10_000)
+
+    for path, selection, kind, words in (
+        (unnamed, Selection(), AmbiguousAxes, "axes=CZYX"),
+        (unnamed, Selection(axes="ZYX"), BadParameter, "2 x 6 x 40 x 50"),
+        (text, Selection(), UnsupportedMedia, "Send a TIFF"),
+        (cut, Selection(), BadFile, "cut short"),
+    ):
+        with pytest.raises(kind, match=words):
+            reader.inspect(path, selection)
+        with pytest.raises(kind, match=words):
+            reader.read(path, selection, tmp_path)
+
+
+def test_a_missing_file_is_the_callers_own_mistake(reader: Reader, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        reader.inspect(tmp_path / "nothing.tif", Selection())
+
+
+def test_warm_children_answer_fast(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    reader.inspect(path, Selection())
+
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        reader.inspect(path, Selection())
+        times.append(time.perf_counter() - start)
+
+    assert min(times) < 0.05
+
+
+def test_a_killed_child_is_replaced(tmp_path: Path, stack: np.ndarray) -> None:
+    path, before = write(tmp_path / "stack.tif", stack), children()
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=1) as reader:
+        for _ in range(3):
+            assert reader.inspect(path, Selection()).stored_shape == stack.shape
+            (number,) = children() - before
+            os.kill(number, signal.SIGSEGV)
+            os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_child_that_dies_at_work_is_a_bad_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, before = tmp_path / "slow.tif", children()
+    tifffile.imwrite(path, np.zeros((10_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(path, Selection())
+        (number,) = children() - before
+        assassin = threading.Timer(0.05, os.kill, (number, signal.SIGSEGV))
+        assassin.start()
+        with pytest.raises(BadFile, match="crashed"):
+            reader.inspect(path, Selection())
+        assert reader.inspect(path, Selection()).shape == (1, 10_000, 1, 1)
+    assert "ended with status -11" in caplog.text
+
+
+def test_taking_too_long_is_too_large_and_does_no_lasting_harm(tmp_path: Path, stack: np.ndarray) -> None:
+    slow, quick = tmp_path / "slow.tif", write(tmp_path / "quick.tif", stack)
+    tifffile.imwrite(slow, np.zeros((30_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=0.3, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(quick, Selection())
+        start = time.perf_counter()
+        with pytest.raises(TooLarge, match=r"more than 0\.3 seconds"):
+            reader.inspect(slow, Selection())
+        assert time.perf_counter() - start < 5
+        assert reader.inspect(quick, Selection()).stored_shape == stack.shape
+
+
+def test_memory_is_limited(tmp_path: Path, stack: np.ndarray) -> None:
+    bomb, modest = tmp_path / "bomb.tif", write(tmp_path / "modest.tif", stack, compression="zlib")
+    tifffile.imwrite(bomb, np.zeros((16_000, 16_000), np.uint8), compression="zlib", rowsperstrip=16_000)
+    assert bomb.stat().st_size < 2**20
+    with Reader(memory_bytes=2**27, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        with pytest.raises(TooLarge, match="memory"):
+            reader.read(bomb, Selection(), tmp_path)
+        np.testing.assert_array_equal(reader.read(modest, Selection(), tmp_path).array(), stack)
+        with pytest.raises(TooLarge, match=r"decodes to 0\.26 GB"):
+            tiff.read(bomb, Selection(), 2**27)
+
+
+def test_a_strip_that_unpacks_to_more_than_it_should_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.tif"
+    zeros = np.zeros((16_000, 16_000), np.uint8)
+    tifffile.imwrite(path, zeros, compression="zlib", rowsperstrip=16_000, metadata=None)
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        for name in ("ImageLength", "RowsPerStrip"):
+            file.pages.first.tags[name].overwrite(16)
+    with (
+        Reader(memory_bytes=2**27, seconds=10, decoded_bytes=LIMIT, processes=1) as reader,
+        pytest.raises((BadFile, TooLarge), match=r"[Dd]ecoding its pixels"),
+    ):
+        reader.read(path, Selection(), tmp_path)
+
+
+def test_many_callers_at_once_each_get_their_own(reader: Reader, tmp_path: Path) -> None:
+    paths = []
+    for number in range(8):
+        path = tmp_path / f"{number}.tif"
+        tifffile.imwrite(
+            path,
+            np.full((3, 20, 20), number, np.uint8),
+            photometric="minisblack",
+            metadata={"axes": "ZYX"},
+            compression="zlib",
+        )
+        paths.append(path)
+
+    with ThreadPoolExecutor(8) as pool:
+        volumes = list(pool.map(lambda path: reader.read(path, Selection(), tmp_path), paths * 3))
+
+    assert [int(volume.array().max()) for volume in volumes] == list(range(8)) * 3
+    assert all((volume.array() == volume.array().flat[0]).all() for volume in volumes)
+
+
+def test_closing_ends_the_children_and_later_calls(tmp_path: Path, stack: np.ndarray) -> None:
+    path, before = write(tmp_path / "stack.tif", stack), children()
+    reader = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT)
+    reader.inspect(path, Selection())
+
+    reader.close()
+    reader.close()
+
+    assert children() == before
+    with pytest.raises(NotReady):
+        reader.inspect(path, Selection())
+
+
+def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
+    code = "import sys, service.formats.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    lonely = [sys.executable, "-m", child.__name__, str(2**29), str(LIMIT), "10"]
+    ended = subprocess.run(lonely, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, b"{}\n")
+
+
+def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    request = {
+        "call": "extract",
+        "path": str(path),
+        "scratch": str(tmp_path),
+        "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
+    }
+    good = child.answer(request, LIMIT)["result"]
+
+    class Lying(Reader):
+        def _ask(self, *_: object) -> dict[str, Any]:
+            return self.lie
+
+    for lie in (
+        {"offset": 10**6},
+        {"shape": [2, 6, 4000, 50]},
+        {"shape": [10**6] * 4, "strides": [0] * 4},
+        {"dtype": "|O"},
+    ):
+        reader = Lying(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0)
+        reader.lie = good | lie
+        with pytest.raises(BadFile):
+            reader.read(path, Selection(), tmp_path)
+
+
+HOSTILE = json.loads((DATA / "manifest.json").read_text(encoding="utf-8")) if DATA.is_dir() else []
+
+
+@pytest.mark.skipif(not HOSTILE, reason="the folder of public test files, ../shared/data, is not there")
+@pytest.mark.parametrize("entry", HOSTILE or [None], ids=[entry["file"] for entry in HOSTILE] or ["none"])
+def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, entry: dict[str, Any]) -> None:
+    path, start = DATA / entry["file"], time.perf_counter()
+
+    with contextlib.suppress(RequestError):
+        volume = reader.read(path, Selection(time=0), tmp_path)
+        assert volume.array().nbytes == volume.nbytes <= LIMIT
+    assert time.perf_counter() - start < 11
