@@ -1,4 +1,8 @@
-"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`."""
+"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`.
+
+`serve` and `segment` import what they need when they run: torch and MONAI take seconds, and neither `--help` nor
+`models` nor a misspelt option should have to wait for them.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,18 @@ import argparse
 import ipaddress
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 
-import uvicorn
-from fastapi import FastAPI
 from pydantic import ValidationError
 
-from service.app import create_app
 from service.config import Settings, read_settings
-from service.errors import BadParameter, StackSegError, UnknownModel
-from service.formats import tiff
-from service.metrics import Stages
+from service.errors import BadParameter, ConfigError, StackSegError, UnknownModel
 from service.repository import ModelSpec, read_repository
-from service.schemas import Query
-from service.segmenter import Segmenter
 
 log = logging.getLogger("service")
 
@@ -33,7 +30,7 @@ PARAMETERS = ("model", "channel", "time", "axes", "voxel_size", "output", "sw_ba
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 refused or failed, 2 not understood (raised by argparse)."""
+    """Run a command; returns the exit status: 0 done, 1 refused or failed, 2 not understood."""
     options = parser().parse_args(arguments)
     try:
         settings = read_settings(options.config)
@@ -41,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             level=settings.logging.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
         )
         status: int = options.run(options, settings)
-    except StackSegError as error:
+    except (StackSegError, OSError) as error:
         sys.stderr.write(f"stackseg: {error}\n")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return status
 
 
@@ -74,45 +71,32 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server that stops being ready as soon as it is told to end."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT: finish what runs within the grace time, accept nothing new."""
-        app = self.config.app
-        if isinstance(app, FastAPI) and hasattr(app.state, "runtime"):
-            app.state.runtime.drain()
-        super().handle_exit(sig, frame)
-
-
 def run_serve(options: argparse.Namespace, settings: Settings) -> int:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends it. Raises ConfigError for an address or a folder that cannot be used."""
+    from service.app import serve  # noqa: PLC0415
+
     host = options.host or settings.server.host
-    port = settings.server.port if options.port is None else options.port
-    if _is_public(host):
-        log.warning("listening on %s without authentication: anyone who reaches this port can use the service", host)
-    config = uvicorn.Config(
-        create_app(settings),
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(settings.server.drain_seconds),
-    )
-    server = Server(config)
-    server.run()
-    return 0 if server.started else 1
+    if is_public(host):
+        log.warning("%s is a public address and there is no authentication: whoever reaches it may use it", host)
+    if not serve(settings, host, settings.server.port if options.port is None else options.port):
+        # A thread that compiles or computes in native code cannot be ended, and the interpreter would wait or crash.
+        logging.shutdown()
+        os._exit(0)
+    return 0
 
 
 def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
+    from service.formats import tiff  # noqa: PLC0415
+    from service.metrics import Stages  # noqa: PLC0415
+    from service.schemas import Query, explain  # noqa: PLC0415
+    from service.segmenter import Segmenter  # noqa: PLC0415
+
     given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
     try:
         query = Query.model_validate(given)
     except ValidationError as error:
-        faults = "; ".join(f"--{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
-        raise BadParameter(faults.replace("_", "-")) from error
+        raise BadParameter(explain(error.errors())) from error
     spec = _choose(settings, query.model)
     stages = Stages()
     with tempfile.TemporaryDirectory(prefix="stackseg-") as scratch:
@@ -153,7 +137,8 @@ def _choose(settings: Settings, name: str | None) -> ModelSpec:
     return specs[wanted]
 
 
-def _is_public(host: str) -> bool:
+def is_public(host: str) -> bool:
+    """Whether other machines may reach a service that listens on this address."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:

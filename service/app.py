@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import signal
+import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -20,9 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
 from service.config import Settings
+from service.errors import ConfigError
 from service.routes import gpu, health, inspect, models, segment
 from service.runtime import Runtime
-from service.schemas import Problem
+from service.schemas import Problem, explain
 
 log = logging.getLogger("service.access")
 
@@ -51,7 +58,7 @@ Handler = Callable[[Request, Exception], Response]
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The service as an ASGI application; its runtime starts and stops with the lifespan."""
+    """The service as an ASGI application; its runtime starts and stops with the lifespan. Raises ConfigError."""
     app = FastAPI(
         title="StackSeg",
         version=version("stackseg"),
@@ -59,7 +66,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=_lifespan,
         responses=_problem_responses(),
     )
-    app.state.settings = settings
+    app.state.runtime = Runtime(settings)
     for module in (segment, inspect, models, health, gpu):
         app.include_router(module.router)
     app.add_api_route("/", lambda: RedirectResponse("/docs"), include_in_schema=False)
@@ -73,13 +80,63 @@ def create_app(settings: Settings) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    runtime = Runtime(app.state.settings)
-    app.state.runtime = runtime
+    runtime: Runtime = app.state.runtime
     runtime.start()
     try:
         yield
     finally:
-        runtime.stop()
+        await asyncio.to_thread(runtime.stop)
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that stops being ready as soon as it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT: finish what was begun within the time to drain, accept nothing new."""
+        self._runtime.drain()
+        super().handle_exit(sig, frame)
+
+
+def serve(settings: Settings, host: str, port: int) -> bool:
+    """Serve until a signal ends it; prints the address. False if a thread would not end. Raises ConfigError."""
+    app = create_app(settings)
+    runtime: Runtime = app.state.runtime
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        # The runtime ends requests itself, with an answer; this is for those that then still hang.
+        timeout_graceful_shutdown=round(settings.server.drain_seconds) + 5,
+    )
+    # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    with listen(host, port) as listener:
+        sys.stdout.write(f"StackSeg listens on {address_of(listener)}\n")
+        sys.stdout.flush()
+        Server(config, runtime).run(sockets=[listener])
+    return runtime.ended
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"Cannot listen on {host}, port {port}: {error}.") from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """The address to type into a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def status_of(error: errors.StackSegError) -> int:
@@ -114,8 +171,7 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 def _answer_validation(request: Request, error: Exception) -> Response:
     faults = error.errors() if isinstance(error, RequestValidationError) else []
-    detail = "; ".join(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in faults)
-    return problem(request, 422, errors.BadParameter.slug, f"A parameter is not understood: {detail}")
+    return problem(request, 422, errors.BadParameter.slug, explain(faults))
 
 
 def _answer_http(request: Request, error: Exception) -> Response:

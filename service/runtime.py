@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from service import repository
+from service import hardware, repository
 from service.config import Settings
-from service.errors import BrokenModel, ModelError, NotReady, StackSegError, UnknownModel
+from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage, StackSegError, UnknownModel
 from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job, JobQueue
@@ -25,7 +31,9 @@ from service.worker import Worker
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
+READERS = 2
 JOIN_SECONDS = 10.0
+FOLDER_PREFIX = "stackseg-"
 
 State = Literal["loading", "ready", "failed"]
 
@@ -43,24 +51,28 @@ class ModelState(NamedTuple):
 
 
 class Runtime:
-    """Owns the threads and child processes. `start` returns at once, models become ready one after the other."""
+    """Owns the threads and child processes. `start` returns at once, models become ready one after the other.
 
-    def __init__(self, settings: Settings) -> None:
+    `load` makes a segmenter of a model; it is called in the worker's thread. Raises ConfigError for a device or a
+    folder that is not there.
+    """
+
+    def __init__(self, settings: Settings, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter) -> None:
+        hardware.choose_device(settings.device.name)
         self.settings = settings
         self.metrics = Metrics()
         self.queue = JobQueue(settings.limits.waiting)
-        self.scratch = Path(tempfile.mkdtemp(prefix="stackseg-", dir=settings.server.scratch_folder))
+        self.scratch = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.readers = ThreadPoolExecutor(READERS, "read")
+        self._make_segmenter = load
         self._started = time.monotonic()
-        self._reader = Reader(
-            memory_bytes=READER_BYTES,
-            seconds=settings.limits.read_seconds,
-            decoded_bytes=settings.limits.decoded_bytes,
-        )
+        self._reader: Reader
         self._models: dict[str, ModelState] = {}
         self._problem: str | None = None
         self._lock = threading.Lock()
         self._worker = Worker("device", self.queue.take)
         self._draining = False
+        self._patience: threading.Timer | None = None
 
     @property
     def uptime_seconds(self) -> float:
@@ -68,26 +80,62 @@ class Runtime:
 
     def start(self) -> None:
         """Read the model repository and let the worker load and warm up every model."""
+        sweep(self.scratch.parent)
+        self._hold = _make_held_folder(self.scratch)
+        self._reader = Reader(
+            memory_bytes=READER_BYTES,
+            seconds=self.settings.limits.read_seconds,
+            decoded_bytes=self.settings.limits.decoded_bytes,
+            processes=READERS,
+        )
         self.metrics.watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
+        self.metrics.watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
         for state in self._read_models():
             self._models[state.name] = state
             if state.spec is not None:
-                self.queue.put(Job(f"load {state.name}", self._load(state.spec)))
+                self.queue.put(self._load(state.spec))
         self._worker.start()
 
     def drain(self) -> None:
-        """Stop being ready; what runs or waits still finishes."""
+        """Stop being ready. What was begun may still finish, but not take longer than server.drain_seconds."""
+        if self._draining:
+            return
         self._draining = True
+        self._patience = threading.Timer(self.settings.server.drain_seconds, self._give_up)
+        self._patience.daemon = True
+        self._patience.start()
 
     def stop(self) -> None:
         """Give up what still runs, end threads and child processes, delete what is left on disk."""
-        self.drain()
-        self.queue.close()
-        self.queue.cancel_all()
+        self._draining = True
+        if self._patience is not None:
+            self._patience.cancel()
+        self._give_up()
         if not self._worker.join(JOIN_SECONDS):
             log.warning("the worker is still busy after %s s; leaving it behind", JOIN_SECONDS)
         self._reader.close()
+        self.readers.shutdown()
         shutil.rmtree(self.scratch, ignore_errors=True)
+        os.close(self._hold)
+
+    def _give_up(self) -> None:
+        self.queue.close()
+        self.queue.cancel_all()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the worker has ended."""
+        return not self._worker.alive
+
+    def make_folder(self) -> Path:
+        """A new folder for one request."""
+        return Path(tempfile.mkdtemp(dir=self.scratch))
+
+    def admit(self) -> None:
+        """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
+        if self._draining:
+            raise NotReady("The service is stopping; send the request again when it is back.")
+        self.queue.check()
 
     @property
     def models(self) -> tuple[ModelState, ...]:
@@ -119,8 +167,6 @@ class Runtime:
 
     def segmenter(self, name: str | None) -> Segmenter:
         """The ready model of that name. Raises UnknownModel, NotReady, BrokenModel."""
-        if self._draining:
-            raise NotReady("The service is stopping; send the request again when it is back.")
         model = self.model(name)
         if model.state == "failed":
             raise BrokenModel(f"The model {model.name} cannot be served; its operator finds the reason in the log.")
@@ -169,27 +215,84 @@ class Runtime:
             return ModelState(folder.name, "failed", problem=str(error))
         return ModelState(spec.name, "loading", spec)
 
-    def _load(self, spec: ModelSpec) -> Callable[[Job[None]], None]:
-        def work(_job: Job[None]) -> None:
-            self._put(self._warm(spec))
+    def _load(self, spec: ModelSpec) -> Job[Segmenter]:
+        """The job that loads a model; however it ends, the model's state tells."""
 
-        return work
-
-    def _warm(self, spec: ModelSpec) -> ModelState:
-        began = time.perf_counter()
-        try:
-            segmenter = Segmenter(spec, self.settings)
+        def work(_job: Job[Segmenter]) -> Segmenter:
+            segmenter = self._make_segmenter(spec, self.settings)
             segmenter.warm_up()
-        except (StackSegError, RuntimeError, MemoryError, OSError) as error:
-            log.exception("%s cannot be served", spec.identifier)
-            problem = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-            return ModelState(spec.name, "failed", spec, problem=problem)
-        report = segmenter.report()
-        seconds = time.perf_counter() - began
-        log.info("%s ready on %s after %.1f s: %s, %s", spec.identifier, report.device, seconds, report.engine,
-                 report.precision)  # fmt: skip
-        return ModelState(spec.name, "ready", spec, segmenter)
+            return segmenter
 
-    def _put(self, model: ModelState) -> None:
-        with self._lock:
-            self._models[model.name] = model
+        def note(future: Future[Segmenter]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            state = _ready(spec, future.result()) if error is None else _failed(spec, error)
+            with self._lock:
+                self._models[spec.name] = state
+
+        job: Job[Segmenter] = Job(f"load {spec.name}", work)
+        job.future.add_done_callback(note)
+        return job
+
+
+def _ready(spec: ModelSpec, segmenter: Segmenter) -> ModelState:
+    report = segmenter.report()
+    how = f"{report.engine}, {report.precision}, {report.device}, warm-up {report.warm_up_seconds:.1f} s"
+    log.info("%s is ready: %s", spec.identifier, how)
+    return ModelState(spec.name, "ready", spec, segmenter)
+
+
+def _failed(spec: ModelSpec, error: BaseException) -> ModelState:
+    problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
+    log.error("%s cannot be served: %s", spec.identifier, problem)
+    return ModelState(spec.name, "failed", spec, problem=problem)
+
+
+@contextmanager
+def storage() -> Iterator[None]:
+    """A full disk is nobody's fault: OSError -> OutOfStorage; any other OSError passes through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
+
+
+def sweep(parent: Path) -> None:
+    """Delete the folders of services that were killed: those whose lock nobody holds."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(hold).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(hold)
+
+
+def _make_held_folder(folder: Path) -> int:
+    """Make a folder that `sweep` spares as long as the returned descriptor is open."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(hold, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return hold
+        os.close(hold)
+
+
+def _scratch_parent(settings: Settings) -> Path:
+    parent = settings.server.scratch_folder or Path(tempfile.gettempdir())
+    if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
+        raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process may write to.")
+    return parent

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from service.errors import BadParameter
 from service.hardware import CpuStatus, GpuStatus
@@ -44,7 +45,8 @@ class Query(BaseModel):
 
     model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
     channel: Annotated[
-        str | None, Field(description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"])
+        str | None,
+        Field(max_length=256, description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"]),
     ] = None
     time: Annotated[int | None, Field(ge=0, description="Time point to segment, from 0.")] = None
     axes: Annotated[
@@ -68,6 +70,12 @@ class Query(BaseModel):
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
     ] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_blanks(cls, given: Any) -> Any:
+        """A browser sends the fields of a form that were left empty."""
+        return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
+
     @field_validator("voxel_size")
     @classmethod
     def _three_lengths(cls, text: str | None) -> str | None:
@@ -84,6 +92,18 @@ class Query(BaseModel):
     @property
     def options(self) -> Options:
         return Options(self.output, self.sw_batch_size, self.overlap)
+
+
+def explain(faults: Iterable[Mapping[str, Any]]) -> str:
+    """What pydantic found wrong with parameters, in sentences that name them."""
+    sentences = []
+    for fault in faults:
+        name = str(fault["loc"][-1]) if fault["loc"] else "parameters"
+        if fault["type"] == "extra_forbidden":
+            sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
+        else:
+            sentences.append(f"{name}: {fault['msg']}.")
+    return " ".join(sentences)
 
 
 def _voxel_size(text: str) -> VoxelSize:

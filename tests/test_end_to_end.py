@@ -113,7 +113,7 @@ def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:
     assert seen["file"]["axes"] == "ZYX"
     assert seen["file"]["shape"] == [1, *phantom.image.shape]
     assert seen["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
-    assert seen["estimate"]["windows"] == 2 * 3 * 4
+    assert seen["estimate"]["windows"] == 2 * 3 * 3
     assert seen["problem"] is None
     assert live.leftovers() == []
 
@@ -162,11 +162,11 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(request.encode() + large)
-        until(lambda: live.runtime.queue.running is not None, 20)
+        until(lambda: (job := live.runtime.queue.running) is not None and job.progress.total > 0, 60)
         job = live.runtime.queue.running
     assert job is not None
     until(lambda: job.state == "cancelled", 10)
-    assert 0 <= job.progress.done < job.progress.total
+    assert job.progress.done < job.progress.total
     until(lambda: live.leftovers() == [], 10)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=2).image)).status_code == 200
 
@@ -300,16 +300,13 @@ def test_command_line_serves_until_it_is_told_to_stop(bands_repository: Path, ph
     config.write_text(
         f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {scratch}}}\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
+    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=log)
-    address = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    address = process.stdout.readline().split()[-1]
     (tmp_path / "stack.tif").write_bytes(as_tiff(phantom.image))
     try:
-        until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 60)
+        until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 180)
         done = _curl(
             "--data-binary", f"@{tmp_path / 'stack.tif'}", "-H", "Content-Type: image/tiff",
             f"{address}/segment", "-o", str(tmp_path / "labels.tif"),
@@ -318,8 +315,9 @@ def test_command_line_serves_until_it_is_told_to_stop(bands_repository: Path, ph
         assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
     finally:
         process.send_signal(signal.SIGTERM)
-        status = process.wait(30)
-    assert status in (0, -signal.SIGTERM), (tmp_path / "log").read_text()
+        status = process.wait(60)
+        process.stdout.close()
+    assert status == 0, (tmp_path / "log").read_text()
     assert list(scratch.iterdir()) == []
 
 

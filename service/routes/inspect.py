@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated
+from functools import partial
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi import Query as QueryParameters
 
 from service.errors import RequestError
-from service.planning import make_plan
-from service.routes.requests import BODY, RuntimeDependency, with_fields, work_folder
+from service.routes.requests import (
+    BODY,
+    AdmittedQuery,
+    RuntimeDependency,
+    time_limit,
+    while_connected,
+    with_fields,
+    work_folder,
+)
+from service.routes.threads import in_thread
 from service.routes.uploads import receive
-from service.schemas import Inspection, Query
+from service.schemas import Inspection
 from service.volume import Array, Description, Volume
 
 router = APIRouter(tags=["segmentation"])
 
 
 @router.post("/inspect", openapi_extra=BODY)
-async def inspect(
-    request: Request, runtime: RuntimeDependency, query: Annotated[Query, QueryParameters()]
-) -> Inspection:
+async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
     """Say what was understood of a file (axes, voxel size, channels), what segmenting it would do and take.
 
     The same body and parameters as `/segment`; no pixel is decoded and the device is not used.
     """
-    async with work_folder(runtime) as folder:
-        upload = await receive(request, folder, runtime.settings.limits.upload_bytes)
+    limits = runtime.settings.limits
+    async with work_folder(runtime) as folder, time_limit(limits.request_seconds):
+        upload = await receive(request, folder, limits.upload_bytes)
         query = with_fields(query, upload.fields)
         segmenter = runtime.segmenter(query.model)
-        file = await asyncio.to_thread(runtime.inspect, upload.path, query.selection)
+        look = partial(runtime.inspect, upload.path, query.selection)
+        file = await while_connected(request, in_thread(look, runtime.readers))
     spec = segmenter.spec
     output, estimate, problem = query.output, None, None
     try:
-        output = make_plan(spec, runtime.settings, query.options).output
+        output = segmenter.output(query.options)
         estimate = segmenter.estimate(_hollow(file), query.options)
     except RequestError as error:
         problem = str(error)

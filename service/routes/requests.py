@@ -1,23 +1,24 @@
-"""What `/segment` and `/inspect` share: a folder per request, its parameters, and work that ends with the client."""
+"""What `/segment` and `/inspect` share: admission, a folder per request, time and the client's patience."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from fastapi import Query as QueryParameters
 from pydantic import ValidationError
 
 from service.errors import BadParameter, Cancelled, TimedOut
-from service.jobs import Job
-from service.routes.uploads import translated
-from service.runtime import Runtime
-from service.schemas import Query
+from service.routes.threads import in_thread
+from service.routes.uploads import is_multipart
+from service.runtime import Runtime, storage
+from service.schemas import Query, explain
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ BODY: dict[str, Any] = {
 }
 
 
-def _runtime(request: Request) -> Runtime:
+async def _runtime(request: Request) -> Runtime:
     runtime: Runtime = request.app.state.runtime
     return runtime
 
@@ -47,51 +48,70 @@ def _runtime(request: Request) -> Runtime:
 RuntimeDependency = Annotated[Runtime, Depends(_runtime)]
 
 
+async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotated[Query, QueryParameters()]) -> Query:
+    """The parameters, if the request stands a chance: whatever is wrong already is said before the body is received."""
+    for name in request.query_params:
+        if len(request.query_params.getlist(name)) > 1:
+            raise BadParameter(f"The parameter {name} is given twice.")
+    runtime.admit()
+    if not is_multipart(request):
+        runtime.segmenter(query.model).output(query.options)
+    return query
+
+
+AdmittedQuery = Annotated[Query, Depends(_admitted)]
+
+
 @asynccontextmanager
 async def work_folder(runtime: Runtime) -> AsyncIterator[Path]:
     """A folder for one request, deleted with everything in it at the end. A full disk raises OutOfStorage."""
+    with storage():
+        folder = runtime.make_folder()
+        try:
+            yield folder
+        finally:
+            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Cancels the block after `seconds`, which then raises TimedOut."""
     try:
-        folder = Path(tempfile.mkdtemp(dir=runtime.scratch))
-    except OSError as error:
-        raise translated(error) from error
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        message = f"The request was not finished within {seconds:g} s; send a smaller part of the volume."
+        raise TimedOut(message) from None
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises; it is cancelled, and Cancelled raised, when the client hangs up.
+
+    To be called once the body was received. Never returns before `work` has ended.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        yield folder
-    except OSError as error:
-        raise translated(error) from error
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("The client hung up.")
+        return working.result()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def with_fields(query: Query, fields: dict[str, str]) -> Query:
-    """The parameters of the query string, and those of a form where the query is silent. Raises BadParameter."""
+    """The parameters of the query string together with those of a form. Raises BadParameter."""
     if not fields:
         return query
+    given = query.model_dump(exclude_unset=True)
+    if twice := sorted(given.keys() & fields.keys()):
+        raise BadParameter(f"The parameter {twice[0]} is given twice, in the address and in the form.")
     try:
-        return Query.model_validate({**fields, **query.model_dump(exclude_unset=True)})
+        return Query.model_validate({**fields, **given})
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise BadParameter(f"The form's fields are not understood: {faults}") from error
-
-
-async def outcome(request: Request, job: Job[T], seconds: float) -> T:
-    """The job's result. Raises what the job raised, Cancelled when the client hangs up, TimedOut after `seconds`.
-
-    In both cases the job is cancelled: it stops before its next batch of windows.
-    """
-    work = asyncio.wrap_future(job.future)
-    gone = asyncio.ensure_future(_disconnected(request))
-    racers: set[asyncio.Future[Any]] = {work, gone}
-    try:
-        await asyncio.wait(racers, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        if gone.done():
-            raise Cancelled("the client hung up")
-        raise TimedOut(f"The request was not finished within {seconds:g} s; send a smaller part of the volume.")
-    finally:
-        job.cancel()
-        gone.cancel()
-        work.cancel()
+        raise BadParameter(explain(error.errors())) from error
 
 
 async def _disconnected(request: Request) -> None:

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import AsyncExitStack
-from pathlib import Path, PurePath
-from typing import Annotated, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi import Query as QueryParameters
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from service.errors import Cancelled, NotReady
+from service.jobs import Job
 from service.metrics import Stages
-from service.routes.requests import BODY, RuntimeDependency, outcome, with_fields, work_folder
-from service.routes.uploads import receive
+from service.routes.requests import (
+    BODY,
+    AdmittedQuery,
+    RuntimeDependency,
+    time_limit,
+    while_connected,
+    with_fields,
+    work_folder,
+)
+from service.routes.threads import in_thread
+from service.routes.uploads import Upload, receive
 from service.runtime import Runtime
 from service.schemas import Query
-from service.segmenter import Result, Segmenter
-from service.volume import Volume
+from service.segmenter import Result
+from service.volume import VoxelSize
 
 router = APIRouter(tags=["segmentation"])
+
+NOTE_LETTERS = 2000
 
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
@@ -35,6 +49,10 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "X-StackSeg-Objects": {
                 "description": "Number of objects; only with output=labels",
                 "schema": {"type": "integer", "example": 87},
+            },
+            "X-StackSeg-Voxel-Size": {
+                "description": "Z,Y,X in micrometres; only where it is known",
+                "schema": {"type": "string", "example": "0.5,0.2,0.2"},
             },
             "X-StackSeg-Note": {
                 "description": "What a user should know about this result",
@@ -52,71 +70,108 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 class LabelResponse(FileResponse):
     """Streams the result and then, however that ended, lets go of everything the request held."""
 
-    def __init__(self, path: Path, held: AsyncExitStack, **options: Any) -> None:
+    chunk_size = 2**20
+
+    def __init__(self, path: Path, **options: Any) -> None:
         super().__init__(path, **options)
-        self._held = held
+        self.held = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self.held:
             await super().__call__(scope, receive, send)
 
 
 @router.post("/segment", response_class=FileResponse, responses=ANSWER, openapi_extra=BODY)
-async def segment(
-    request: Request, runtime: RuntimeDependency, query: Annotated[Query, QueryParameters()]
-) -> LabelResponse:
+async def segment(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> LabelResponse:
     """Segment a 3D stack.
 
     Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`. Axes and voxel size are
     taken from the file; what it does not say can be stated, and what is ambiguous is refused rather than guessed.
     """
-    runtime.queue.check()
-    stages = Stages()
+    stages, limits = Stages(), runtime.settings.limits
     async with AsyncExitStack() as stack:
         folder = await stack.enter_async_context(work_folder(runtime))
-        with stages.measure("receive"):
-            upload = await receive(request, folder, runtime.settings.limits.upload_bytes)
-        query = with_fields(query, upload.fields)
-        segmenter = runtime.segmenter(query.model)
-        with stages.measure("read"):
-            volume = await asyncio.to_thread(runtime.read, upload.path, query.selection, folder)
-        result = await _segmented(request, runtime, segmenter, volume, query, stages)
-        path = folder / "labels.ome.tif"
-        with stages.measure("write"):
-            await asyncio.to_thread(runtime.write, result.segmentation, path)
-        count = result.segmentation.count
-        runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
-        headers = _headers(segmenter, result, stages)
-        return LabelResponse(
-            path, stack.pop_all(), media_type="image/tiff", headers=headers, filename=_answer_name(upload.name, result)
-        )
+        async with time_limit(limits.request_seconds):
+            with stages.measure("receive"):
+                upload = await receive(request, folder, limits.upload_bytes)
+            query = with_fields(query, upload.fields)
+            response = await while_connected(request, _answer(runtime, query, upload, stages))
+        response.held = stack.pop_all()
+        return response
 
 
-async def _segmented(  # noqa: PLR0913, PLR0917 - the stages of one request, told in one place
-    request: Request, runtime: Runtime, segmenter: Segmenter, volume: Volume, query: Query, stages: Stages
-) -> Result:
-    """Let the worker segment the volume, and add the times of waiting and of each stage."""
-    job = runtime.submit(segmenter, volume, query.options)
-    result = await outcome(request, job, runtime.settings.limits.request_seconds)
+async def _answer(runtime: Runtime, query: Query, upload: Upload, stages: Stages) -> LabelResponse:
+    """Everything after the upload: read, wait for the device, segment, write."""
+    segmenter, folder = runtime.segmenter(query.model), upload.path.parent
+    segmenter.output(query.options)
+    with stages.measure("read"):
+        read = partial(runtime.read, upload.path, query.selection, folder)
+        volume = await in_thread(read, runtime.readers)
+    result = await _finished(runtime.submit(segmenter, volume, query.options), stages)
+    path = folder / "labels.ome.tif"
+    with stages.measure("write"):
+        await in_thread(partial(runtime.write, result.segmentation, path))
+    count = result.segmentation.count
+    runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
+    return LabelResponse(
+        path,
+        media_type="image/tiff",
+        headers=headers_of(segmenter.spec.identifier, result, stages),
+        filename=answer_name(upload.name, result.segmentation.kind),
+    )
+
+
+async def _finished(job: Job[Result], stages: Stages) -> Result:
+    """The job's result; adds the times of waiting and of each stage. The job is cancelled when the caller is."""
+    stopped = NotReady("The service stopped before the request was finished; send it again.")
+    try:
+        result = await asyncio.wrap_future(job.future)
+    except Cancelled:
+        raise stopped from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise stopped from None
+    finally:
+        job.cancel()
     stages.add("queue", job.seconds_waited)
     stages.update(result.seconds)
     return result
 
 
-def _headers(segmenter: Segmenter, result: Result, stages: Stages) -> dict[str, str]:
+def headers_of(model: str, result: Result, stages: Stages) -> dict[str, str]:
+    """What the answer says beside the pixels."""
     seconds = {**stages.seconds, "total": stages.total}
     headers = {
-        "X-StackSeg-Model": segmenter.spec.identifier,
+        "Cache-Control": "no-store",
+        "X-StackSeg-Model": model,
         "Server-Timing": ", ".join(f"{name};dur={1000 * value:.1f}" for name, value in seconds.items()),
     }
     if result.segmentation.count is not None:
         headers["X-StackSeg-Objects"] = str(result.segmentation.count)
+    if result.segmentation.voxel_size is not None:
+        headers["X-StackSeg-Voxel-Size"] = written(result.segmentation.voxel_size)
     if result.notes:
-        headers["X-StackSeg-Note"] = " ".join(result.notes).encode("ascii", "replace").decode()
+        headers["X-StackSeg-Note"] = in_ascii(" ".join(result.notes))[:NOTE_LETTERS]
     return headers
 
 
-def _answer_name(name: str, result: Result) -> str:
+def written(size: VoxelSize) -> str:
+    """As the parameter `voxel_size` takes it."""
+    return ",".join(f"{edge:.10g}" for edge in size)
+
+
+def in_ascii(text: str) -> str:
+    """Without what a header cannot carry: control characters, and letters beyond ASCII."""
+    return (
+        "".join(letter if letter.isprintable() else " " for letter in text.replace("µ", "u"))
+        .encode("ascii", "replace")
+        .decode()
+    )
+
+
+def answer_name(name: str, kind: str) -> str:
     """`embryo.ome.tif` -> `embryo_labels.ome.tif`; for the client's convenience only."""
-    stem = PurePath(name or "stack").name.split(".")[0] or "stack"
-    return f"{stem}_{result.segmentation.kind}.ome.tif"
+    stem = re.sub(r"(\.ome)?\.tiff?$", "", name, flags=re.IGNORECASE) or "stack"
+    return f"{stem}_{kind}.ome.tif"

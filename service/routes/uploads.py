@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO, Protocol
 
-from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from service.errors import BadParameter, Cancelled, OutOfStorage, TooLarge, UnsupportedMedia
+from service.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
+from service.routes.forms import FORM_BYTES, Form
+from service.routes.threads import in_thread
 
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
-
+MULTIPART = "multipart/form-data"
 RAW_TYPES = frozenset(
     {
         "",
@@ -31,9 +27,7 @@ RAW_TYPES = frozenset(
     }
 )
 # Large enough that handing a block to a thread costs nothing, small enough that memory does not matter.
-BLOCK_BYTES = 4 * 2**20
-FIELD_BYTES = 4096
-FIELDS = 32
+BLOCK_BYTES = 2 * 2**20
 
 
 class Upload:
@@ -45,160 +39,103 @@ class Upload:
         self.fields: dict[str, str] = {}
         self.received = 0
         self._limit = limit_bytes
-        self._pending = bytearray()
+        self._pending: list[bytes | memoryview] = []
+        self._pending_bytes = 0
 
-    def take(self, data: bytes) -> None:
-        """Add bytes of the file. Raises TooLarge."""
+    def take(self, data: bytes | memoryview) -> None:
+        """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
         self.received += len(data)
         if self.received > self._limit:
             raise too_large(self._limit)
-        self._pending += data
+        self._pending.append(data)
+        self._pending_bytes += len(data)
 
     async def flush(self, file: BinaryIO, least: int = 1) -> None:
-        """Write what is pending, in a thread, if it is at least so many bytes. Raises OutOfStorage."""
-        if len(self._pending) >= least:
-            block, self._pending = self._pending, bytearray()
-            with_space = asyncio.to_thread(file.write, block)
-            try:
-                await with_space
-            except OSError as error:
-                raise translated(error) from error
+        """Write what is pending, in a thread, if it is at least so many bytes."""
+        if self._pending_bytes >= least:
+            blocks, self._pending, self._pending_bytes = self._pending, [], 0
+            await in_thread(partial(file.writelines, blocks))
 
 
-def too_large(limit_bytes: int) -> TooLarge:
-    return TooLarge(f"The upload exceeds the limit of {limit_bytes:,} bytes; crop it, or compress it as TIFF deflate.")
+class Feed(Protocol):
+    """What the body goes through on its way into an `Upload`."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the body."""
+
+    def finish(self) -> None:
+        """The body has ended."""
 
 
-def translated(error: OSError) -> Exception:
-    """A full disk is nobody's fault; anything else is a fault of ours and stays as it is."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfStorage("The disk for uploads is full; try again later.")
-    return error
+class Raw:
+    """A body that is the file."""
+
+    def __init__(self, upload: Upload) -> None:
+        self.feed = upload.take
+
+    def finish(self) -> None:
+        """Nothing follows the file."""
+
+
+def is_multipart(request: Request) -> bool:
+    return _media_type(request) == MULTIPART
 
 
 async def receive(request: Request, folder: Path, limit_bytes: int) -> Upload:
     """Write the posted file into `folder`.
 
-    Raises UnsupportedMedia, TooLarge, BadParameter for a broken or empty body, OutOfStorage, and Cancelled when the
-    client goes away before it has sent everything.
+    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form or an empty body, and Cancelled when the client
+    goes away before it has sent everything.
     """
     upload = Upload(folder / "upload.tif", limit_bytes)
-    content_type, options = parse_options_header(request.headers.get("content-type", ""))
-    kind = content_type.decode("latin-1").lower()
+    body = _feed_for(request, upload)
     _check_length(request, limit_bytes)
-    if kind == "multipart/form-data":
-        feed = _multipart(upload, options.get(b"boundary"))
-    elif kind in RAW_TYPES:
-        feed = upload.take
-        upload.name = _plain_name(request.headers.get("x-filename", ""))
-    else:
-        raise UnsupportedMedia(f"A body of type {kind} is not read; send the TIFF itself as image/tiff.")
-    with upload.path.open("wb", buffering=0) as file:
-        async with _connected():
+    with upload.path.open("wb") as file:
+        try:
             async for chunk in request.stream():
-                feed(chunk)
+                body.feed(chunk)
                 await upload.flush(file, BLOCK_BYTES)
-        feed(b"")
+        except ClientDisconnect:
+            raise Cancelled("The client went away while sending.") from None
+        body.finish()
         await upload.flush(file)
     if upload.received == 0:
         raise BadParameter("The request carries no file: send the TIFF as the body, or as the form field 'file'.")
     return upload
 
 
-@asynccontextmanager
-async def _connected() -> AsyncIterator[None]:
-    try:
-        yield
-    except ClientDisconnect:
-        raise Cancelled("the client went away while sending") from None
+def too_large(limit_bytes: int) -> TooLarge:
+    return TooLarge(f"The upload exceeds the limit of {limit_bytes:,} bytes; crop it, or compress it as TIFF deflate.")
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _feed_for(request: Request, upload: Upload) -> Feed:
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send the TIFF itself, compressed or not.")
+    kind = _media_type(request)
+    if kind == MULTIPART:
+        _, options = parse_options_header(request.headers["content-type"])
+        form = Form(options.get(b"boundary", b""), upload.take, upload.fields)
+        form.named = lambda name: setattr(upload, "name", plain_name(name))
+        return form
+    if kind in RAW_TYPES:
+        upload.name = plain_name(request.headers.get("x-filename", ""))
+        return Raw(upload)
+    raise UnsupportedMedia(f"A body of type {kind} is not read; send the TIFF itself with Content-Type: image/tiff.")
 
 
 def _check_length(request: Request, limit_bytes: int) -> None:
-    """Refuse before the body is read where its length is stated; a multipart form is allowed its frame."""
+    """Refuse before the body is read where its length is stated; a form is allowed its frame and its fields."""
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > limit_bytes + FIELDS * FIELD_BYTES:
+    allowed = limit_bytes + (FORM_BYTES if is_multipart(request) else 0)
+    if stated.isdecimal() and int(stated) > allowed:
         raise too_large(limit_bytes)
 
 
-def _multipart(upload: Upload, boundary: bytes | None) -> Callable[[bytes], None]:
-    if not boundary:
-        raise BadParameter("The multipart form states no boundary.")
-    form = _Form(upload)
-    parser = MultipartParser(boundary, form.callbacks())
-
-    def feed(chunk: bytes) -> None:
-        try:
-            if chunk:
-                parser.write(chunk)
-            else:
-                parser.finalize()
-                form.check_complete()
-        except MultipartParseError as error:
-            raise BadParameter(f"The multipart form is broken: {error}") from error
-
-    return feed
-
-
-class _Form:
-    """Sorts the parts of a form: `file` goes to disk while it arrives, everything else is a short text."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-        self._header, self._value = bytearray(), bytearray()
-        self._name = ""
-        self._text = bytearray()
-        self._files = 0
-        self._ended = False
-
-    def callbacks(self) -> MultipartCallbacks:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._end_header,
-            "on_part_data": self._data,
-            "on_part_end": self._end,
-            "on_end": self._finish,
-        }
-
-    def check_complete(self) -> None:
-        if not self._ended:
-            raise BadParameter("The multipart form is cut short: its closing boundary is missing.")
-
-    def _begin(self) -> None:
-        self._name = ""
-        self._text = bytearray()
-
-    def _end_header(self) -> None:
-        if bytes(self._header).lower() == b"content-disposition":
-            _, options = parse_options_header(bytes(self._value))
-            self._name = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._name == "file":
-                self._files += 1
-                self._upload.name = _plain_name(options.get(b"filename", b"").decode("utf-8", "replace"))
-        self._header.clear()
-        self._value.clear()
-        if self._files > 1:
-            raise BadParameter("The form carries more than one file; post one stack per request.")
-
-    def _data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == "file":
-            self._upload.take(data[start:end])
-            return
-        self._text += data[start:end]
-        if len(self._text) > FIELD_BYTES:
-            raise BadParameter(f"The form field {self._name[:40]!r} is too long; the stack goes into the field 'file'.")
-
-    def _end(self) -> None:
-        if self._name != "file":
-            self._upload.fields[self._name] = self._text.decode("utf-8", "replace")
-            if len(self._upload.fields) > FIELDS:
-                raise BadParameter(f"The form has more than {FIELDS} fields.")
-
-    def _finish(self) -> None:
-        self._ended = True
-
-
-def _plain_name(name: str) -> str:
-    """The last part of a file name that a client sent, for messages and for naming the answer; never opened."""
+def plain_name(name: str) -> str:
+    """The last part of a file name that a client sent, for naming the answer; never opened."""
     return "".join(c for c in PurePath(name.replace("\\", "/")).name if c.isprintable())[:200]

@@ -1,0 +1,29 @@
+"""Blocking work off the event loop, such that nothing it uses is taken away before it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# For what touches the disk: writing uploads and results, deleting folders.
+_FILES = ThreadPoolExecutor(8, "files")
+
+
+async def in_thread(work: Callable[[], T], executor: Executor = _FILES) -> T:
+    """What `work` returns or raises.
+
+    When the caller is cancelled, work that has not begun never will; work that has begun is waited for, since it may
+    still read or write the request's folder.
+    """
+    future = executor.submit(work)
+    waiting = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        if not future.cancel():
+            await asyncio.wait([waiting])
+        raise
