@@ -82,19 +82,19 @@ def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
     return frozenset(dtypes)
 
 
-def gpus() -> tuple[GpuStatus, ...]:
-    """Every NVIDIA GPU of the host; empty without a driver."""
+def gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
+    """Every NVIDIA GPU of the host; empty without a driver. `nvml` is the driver's library, as pynvml presents it."""
     try:
-        pynvml.nvmlInit()
+        nvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
     try:
-        driver = _ask(pynvml.nvmlSystemGetDriverVersion)
-        return tuple(_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
+        driver = _ask(nvml.nvmlSystemGetDriverVersion)
+        return tuple(_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError:
         return ()
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
 def cpu() -> CpuStatus:
@@ -135,22 +135,22 @@ def available_memory(cgroup: Path = CGROUP) -> int | None:
     return in_container if on_host is None else min(on_host, in_container)
 
 
-def _gpu(index: int, driver: str | None) -> GpuStatus:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    utilisation = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    utilisation = _ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuStatus(
         index=index,
-        name=_ask(pynvml.nvmlDeviceGetName, handle) or "unknown",
+        name=_ask(nvml.nvmlDeviceGetName, handle) or "unknown",
         driver=driver,
         compute_capability=".".join(map(str, capability)) if capability else None,
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
-        reserved_bytes=_reserved(_ask(pynvml.nvmlDeviceGetUUID, handle)),
+        reserved_bytes=_reserved(_ask(nvml.nvmlDeviceGetUUID, handle)),
         utilisation_percent=int(utilisation.gpu) if utilisation else None,
-        temperature_celsius=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        temperature_celsius=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=milliwatts / 1000 if milliwatts is not None else None,
     )
 

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from service import hardware
+from service.errors import ConfigError
+
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
+def test_without_a_gpu_the_cpu_is_chosen(name: str) -> None:
+    assert hardware.choose_device(name) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
+@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device.name is {name}.*cpu or auto"):
+        hardware.choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fastest"),
+    [
+        ((6, 1), {torch.float32}),
+        ((7, 0), {torch.float32, torch.float16}),
+        ((7, 5), {torch.float32, torch.float16}),
+        ((8, 0), {torch.float32, torch.float16, torch.bfloat16}),
+        ((9, 0), {torch.float32, torch.float16, torch.bfloat16}),
+    ],
+)
+def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, int], fastest: set[torch.dtype]) -> None:
+    assert hardware.cuda_precisions(capability) == fastest
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
+def test_the_cpu_computes_bf16_where_its_flags_say_so() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    native = hardware.native_precisions(torch.device("cpu"))
+    assert torch.float32 in native
+    assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
+
+
+def test_cpu_describes_this_machine() -> None:
+    cpu = hardware.cpu()
+    assert cpu.name
+    assert 1 <= cpu.cores <= (os.cpu_count() or 1)
+    if cpu.memory_total is not None and cpu.memory_available is not None:
+        assert 0 < cpu.memory_available <= cpu.memory_total
+    assert set(cpu.features) <= set(hardware.FEATURES)
+    assert hardware.device_name(torch.device("cpu")) == cpu.name
+
+
+@pytest.mark.parametrize(
+    ("content", "most"),
+    [("150000 100000", 2), ("50000 100000", 1), ("10000000 100000", 10**6), ("max 100000", 10**6), ("", 10**6)],
+)
+def test_cores_respect_a_containers_share(tmp_path: Path, content: str, most: int) -> None:
+    (tmp_path / "cpu.max").write_text(content)
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert hardware.usable_cores(tmp_path) == min(mine, most)
+
+
+def test_memory_respects_a_containers_limit(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\nactive_file 100000\n")
+    assert hardware.available_memory(tmp_path) == 400000
+
+
+def test_without_a_limit_the_hosts_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    host = hardware.available_memory(tmp_path / "missing")
+    available = hardware.available_memory(tmp_path)
+    assert (available is None) == (host is None)
+    if available is not None and host is not None:
+        assert abs(available - host) < 2**30
+
+
+@pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
+def test_without_a_driver_there_are_no_gpus() -> None:
+    assert hardware.gpus() == ()
+
+
+ANSWERS: dict[str, Any] = {
+    "SystemGetDriverVersion": "580.65",
+    "DeviceGetCount": 2,
+    "DeviceGetMemoryInfo": SimpleNamespace(total=80, used=30),
+    "DeviceGetCudaComputeCapability": (9, 0),
+    "DeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=7),
+    "DeviceGetTemperature": 41,
+    "DeviceGetPowerUsage": 123456,
+}
+
+
+class FakeDriver:
+    """NVML with two GPUs; the questions named in `unsupported` raise what NVML raises for old or virtual GPUs."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, *unsupported: str) -> None:
+        self.unsupported = unsupported
+        self.open = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._answer(name.removeprefix("nvml"), *arguments)
+
+    def _answer(self, question: str, *arguments: Any) -> Any:
+        if question in self.unsupported:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        match question:
+            case "Init":
+                self.open += 1
+            case "Shutdown":
+                self.open -= 1
+            case "DeviceGetHandleByIndex":
+                return arguments[0]
+            case "DeviceGetName" | "DeviceGetUUID":
+                return f"Fake {arguments[0]}"
+        return ANSWERS.get(question)
+
+
+def test_gpus_are_described_by_the_driver() -> None:
+    driver = FakeDriver()
+    first, second = hardware.gpus(driver)
+    assert second == hardware.GpuStatus(
+        index=1,
+        name="Fake 1",
+        driver="580.65",
+        compute_capability="9.0",
+        memory_total=80,
+        memory_used=30,
+        reserved_bytes=0,
+        utilisation_percent=0,
+        temperature_celsius=41,
+        power_watts=123.456,
+    )
+    assert first.name == "Fake 0"
+    assert driver.open == 0
+
+
+def test_what_a_gpu_does_not_support_is_none() -> None:
+    driver = FakeDriver(
+        "SystemGetDriverVersion",
+        "DeviceGetName",
+        "DeviceGetUUID",
+        "DeviceGetMemoryInfo",
+        "DeviceGetCudaComputeCapability",
+        "DeviceGetUtilizationRates",
+        "DeviceGetTemperature",
+        "DeviceGetPowerUsage",
+    )
+    assert hardware.gpus(driver)[0] == hardware.GpuStatus(0, "unknown", None, None, None, None, 0, None, None, None)
+
+
+@pytest.mark.parametrize("driver", [FakeDriver("Init"), FakeDriver("DeviceGetCount")], ids=["start", "count"])
+def test_a_driver_that_fails_means_no_gpus(driver: FakeDriver) -> None:
+    assert hardware.gpus(driver) == ()
+    assert driver.open == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU")
+def test_a_real_gpu_reports_what_this_process_holds() -> None:
+    held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    assert max(status.reserved_bytes for status in hardware.gpus()) >= held.numel()
+    assert hardware.choose_device("auto").type == "cuda"
