@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_edt, label
+from skimage.feature import peak_local_max
+from skimage.segmentation import watershed
+from torch import Tensor
+
+from service.postprocess import decode_instances, make_decoder
+from service.repository import Instances, ModelSpec
+from service.training.evaluate import score
+from service.volume import OutputKind, Segmentation, VoxelSize
+
+Array = NDArray[Any]
+
+
+def landscape(heights: Array) -> Tensor:
+    """Heights [Z, Y, X] with -inf as background -> the padded tensor that the decoder works on."""
+    return torch.from_numpy(np.pad(heights.astype(np.float32), 1, constant_values=-np.inf))
+
+
+def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0) -> tuple[Array, int]:
+    return decode_instances(landscape(heights), persistence, minimum_size)
+
+
+def line(*heights: float) -> Array:
+    return np.array(heights, np.float32).reshape(1, 1, -1)
+
+
+def balls(*spheres: tuple[int, int, int, int], size: tuple[int, int, int] = (24, 40, 40)) -> NDArray[np.bool_]:
+    """Union of spheres (z, y, x, radius)."""
+    z, y, x = np.ogrid[tuple(slice(edge) for edge in size)]
+    inside = np.zeros(size, bool)
+    for cz, cy, cx, radius in spheres:
+        inside |= (z - cz) ** 2 + (y - cy) ** 2 + (x - cx) ** 2 <= radius**2
+    return inside
+
+
+def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    assert isinstance(spec.decoding, Instances)
+    return spec.model_copy(update={"decoding": spec.decoding.model_copy(update=changes)})
+
+
+def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels") -> Segmentation:
+    """Decode scores [1, K, Z, Y, X], handed over in slabs that begin at `cuts`."""
+    depth, height, width = scores.shape[2:]
+    decoder = make_decoder(spec, (depth, height, width), output, VoxelSize(2, 1, 1))
+    edges = [0, *cuts, depth]
+    for low, high in itertools.pairwise(edges):
+        decoder.add(low, scores[:, :, low:high])
+    return decoder.finish()
+
+
+def smooth_scores(seed: int, size: tuple[int, int, int] = (13, 16, 17)) -> Tensor:
+    """Scores [1, 2, Z, Y, X] with blobs, so that objects cross every possible seam."""
+    noise = torch.randn((1, 2, *size), generator=torch.Generator().manual_seed(seed))
+    return 8 * torch.nn.functional.avg_pool3d(noise, 3, stride=1, padding=1)
+
+
+def test_touching_balls_are_cut_like_the_watershed_of_scikit_image() -> None:
+    inside = balls((12, 12, 12, 9), (12, 24, 22, 9), (11, 10, 30, 6))
+    distance = distance_transform_edt(inside)
+    peaks = peak_local_max(distance, min_distance=4, labels=inside.astype(int), exclude_border=False)
+    markers = np.zeros(inside.shape, int)
+    markers[tuple(peaks.T)] = range(1, len(peaks) + 1)
+    expected = watershed(-distance, markers, mask=inside, connectivity=3)
+    labels, count = decode(np.where(inside, distance, -np.inf), persistence=1.0)
+    agreement = score(expected, labels)
+    assert count == 3
+    assert (agreement.f1_strict, agreement.splits, agreement.merges) == (1.0, 0, 0)
+    assert agreement.iou > 0.97
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_separate_objects_are_the_connected_components(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inside = rng.random((9, 14, 15)) < 0.12
+    expected, count = label(inside, np.ones((3, 3, 3)))
+    labels, found = decode(np.where(inside, rng.random(inside.shape), -np.inf), persistence=10.0)
+    assert found == count
+    assert score(expected, labels).iou == 1.0
+
+
+def test_labels_count_from_one_without_gaps() -> None:
+    heights = np.where(balls((5, 5, 5, 3), (5, 15, 15, 2), (15, 30, 30, 4)), 1.0, -np.inf)
+    labels, count = decode(heights, minimum_size=40)
+    assert count == 2
+    assert np.unique(labels).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("persistence", "objects"), [(0.0, 2), (0.04, 2), (0.06, 1), (0.5, 1)])
+def test_a_second_peak_counts_only_when_it_rises_above_the_pass_by_the_persistence(
+    persistence: float, objects: int
+) -> None:
+    assert decode(line(0.2, 1.0, 0.75, 0.8, 0.1), persistence)[1] == objects
+
+
+def test_a_shallow_peak_joins_the_side_with_the_higher_pass() -> None:
+    labels, count = decode(line(1.0, 0.5, 0.6, 0.2, 1.0), persistence=0.2)
+    assert count == 2
+    assert labels[0, 0, 2] == labels[0, 0, 0] != labels[0, 0, 4]
+
+
+def test_shallow_peaks_join_in_a_chain() -> None:
+    labels, count = decode(line(0.9, 0.85, 0.95, 0.88, 1.0, 0.3, 0.9), persistence=0.2)
+    assert count == 2
+    assert np.unique(labels[0, 0, :5]).size == 1
+
+
+@pytest.mark.parametrize("persistence", [0.0, 0.1])
+def test_a_plateau_is_one_object(persistence: float) -> None:
+    labels, count = decode(np.where(balls((12, 20, 20, 8)), 0.5, -np.inf), persistence)
+    assert count == 1
+    assert np.array_equal(labels > 0, balls((12, 20, 20, 8)))
+
+
+def test_a_single_voxel_is_an_object_even_in_a_corner_of_the_volume() -> None:
+    heights = np.full((4, 5, 6), -np.inf)
+    heights[0, 0, 0] = heights[3, 4, 5] = 0.1
+    labels, count = decode(heights, minimum_size=1)
+    assert count == 2
+    assert np.count_nonzero(labels) == 2
+    assert decode(heights, minimum_size=2)[1] == 0
+
+
+def test_opposite_edges_of_the_volume_do_not_touch() -> None:
+    heights = np.full((3, 4, 5), -np.inf)
+    heights[:, :, 0] = heights[:, :, -1] = 1.0
+    assert decode(heights)[1] == 2
+
+
+def test_objects_below_the_minimum_size_vanish() -> None:
+    heights = np.where(balls((6, 6, 6, 2), (12, 25, 25, 5)), 1.0, -np.inf)
+    small = np.count_nonzero(balls((6, 6, 6, 2)))
+    assert decode(heights, minimum_size=small)[1] == 2
+    labels, count = decode(heights, minimum_size=small + 1)
+    assert count == 1
+    assert labels[6, 6, 6] == 0
+
+
+@pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
+def test_labels_are_wide_enough_for_their_number(edge: int, dtype: type[np.unsignedinteger[Any]]) -> None:
+    heights = np.full((edge, edge, edge), -np.inf)
+    heights[::2, ::2, ::2] = 1.0
+    labels, count = decode(heights)
+    assert count == (edge // 2) ** 3 == labels.max()
+    assert labels.dtype == dtype
+
+
+def test_without_foreground_there_are_no_objects(random_nuclei: ModelSpec) -> None:
+    result = run(random_nuclei, torch.full((1, 2, 4, 5, 6), -3.0))
+    assert result.count == 0
+    assert result.pixels.dtype == np.uint16
+    assert not result.pixels.any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), cuts=st.sets(st.integers(1, 12)))
+def test_labels_do_not_depend_on_where_slabs_are_cut(seed: int, cuts: set[int], random_nuclei: ModelSpec) -> None:
+    scores = smooth_scores(seed)
+    whole = run(random_nuclei, scores)
+    assert whole.count
+    assert np.array_equal(run(random_nuclei, scores, tuple(sorted(cuts))).pixels, whole.pixels)
+
+
+def test_an_object_across_a_seam_stays_one(random_nuclei: ModelSpec) -> None:
+    inside = balls((12, 20, 20, 9))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    result = run(random_nuclei, scores, cuts=(12,))
+    assert result.count == 1
+    assert np.array_equal(result.pixels > 0, inside)
+    assert (result.kind, result.voxel_size) == ("labels", VoxelSize(2, 1, 1))
+
+
+@pytest.mark.parametrize(("threshold", "voxels"), [(0.5, 2), (0.8, 1), (0.05, 3)])
+def test_the_threshold_is_a_probability(random_nuclei: ModelSpec, threshold: float, voxels: int) -> None:
+    scores = torch.zeros(1, 2, 1, 1, 5)
+    scores[0, 0, 0, 0] = torch.tensor([-9.0, -1.5, 0.5, 3.0, -9.0])
+    spec = with_decoding(random_nuclei, threshold=threshold, minimum_size=0)
+    assert np.count_nonzero(run(spec, scores).pixels) == voxels
+    assert np.count_nonzero(run(spec, scores, output="classes").pixels) == voxels
+
+
+def test_the_activation_applies_before_persistence_is_judged(random_nuclei: ModelSpec) -> None:
+    """Far up the sigmoid a deep valley of logits is a shallow one of distances."""
+    scores = torch.full((1, 2, 1, 1, 3), 5.0)
+    scores[0, 1, 0, 0] = torch.tensor([9.0, 5.0, 9.0])
+    plain = with_decoding(random_nuclei, persistence=0.1, minimum_size=0)
+    assert run(plain, scores).count == 2
+    assert run(plain.model_copy(update={"activation": "sigmoid"}), scores).count == 1
+
+
+def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
+    scores = smooth_scores(1)
+    raw = run(random_nuclei, scores, (3, 7), "probabilities")
+    assert np.array_equal(raw.pixels, scores[0].numpy())
+    assert raw.names == ("foreground", "distance")
+    three = torch.cat([scores, scores[:, :1] - 1], dim=1)
+    soft = run(bands, three, (5,), "probabilities")
+    np.testing.assert_allclose(soft.pixels.sum(axis=0), 1, rtol=1e-5)
+
+
+def test_classes_are_the_highest_scores(bands: ModelSpec) -> None:
+    scores = torch.randn(1, 3, 6, 7, 8, generator=torch.Generator().manual_seed(0))
+    result = run(bands, scores, (2, 4), "classes")
+    assert result.pixels.dtype == np.uint8
+    assert np.array_equal(result.pixels, scores[0].numpy().argmax(axis=0))
+    assert result.names == ("background", "dim", "bright")
