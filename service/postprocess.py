@@ -134,11 +134,15 @@ class InstanceDecoder:
         inside = scores[0, self._foreground] > self._threshold
         target = self._landscape[1 + z0 : 1 + z0 + planes, 1:-1, 1:-1]
         distance = scores[0, self._distance]
-        target.copy_((torch.sigmoid(distance) if self._squash else distance).masked_fill(~inside, -math.inf))
+        target.copy_(distance.masked_fill(~inside, -math.inf))
 
     def finish(self) -> Segmentation:
         if self._landscape is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
+        if self._squash:
+            # At once, not slab by slab: the last bit of a vectorised sigmoid depends on where a row of memory begins.
+            background = self._landscape == -math.inf
+            self._landscape.sigmoid_().masked_fill_(background, -math.inf)
         labels, count = decode_instances(self._landscape, self._decoding.persistence, self._decoding.minimum_size)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
 
