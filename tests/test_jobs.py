@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from service.errors import BadFile, NotReady, QueueFull
+from service.jobs import Job, JobQueue, Progress
+
+
+def done(_job: Job[int]) -> int:
+    return 7
+
+
+def test_job_gives_its_result_and_its_times() -> None:
+    def work(job: Job[int]) -> int:
+        job.advance(1, 3)
+        time.sleep(0.02)
+        return 7
+
+    job = Job("answer", work)
+    assert (job.state, job.seconds_run) == ("waiting", 0.0)
+    job.run()
+    assert (job.state, job.future.result(), job.progress) == ("done", 7, Progress(1, 3))
+    assert job.seconds_run >= 0.02
+    ran, waited = job.seconds_run, job.seconds_waited
+    time.sleep(0.01)
+    assert (job.seconds_run, job.seconds_waited) == (ran, waited)
+
+
+def test_job_that_fails_raises_for_whoever_waits() -> None:
+    def work(_job: Job[int]) -> int:
+        raise BadFile("cut short")
+
+    job = Job("broken", work)
+    with pytest.raises(BadFile) as caught:
+        job.run()
+    job.fail(caught.value)
+    assert job.state == "failed"
+    with pytest.raises(BadFile, match="cut short"):
+        job.future.result()
+
+
+def test_job_cancelled_while_it_waits_never_runs() -> None:
+    ran = []
+    job = Job("late", ran.append)
+    job.cancel()
+    job.run()
+    assert (job.state, ran) == ("cancelled", [])
+
+
+def test_job_cancelled_while_it_runs_is_told() -> None:
+    def work(job: Job[bool]) -> bool:
+        job.cancel()
+        return job.cancelled()
+
+    job = Job("told", work)
+    job.run()
+    assert job.future.result() is True
+
+
+def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
+    queue = JobQueue(limit=4)
+    jobs = [Job(str(number), done) for number in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert queue.waiting == 3
+    assert [queue.take() for _ in jobs] == jobs
+    assert (queue.waiting, queue.running) == (0, jobs[-1])
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
+    queue = JobQueue(limit)
+    queue.offer(Job("runs", done))
+    queue.take()
+    for _ in range(limit):
+        queue.offer(Job("waits", done))
+    with pytest.raises(QueueFull):
+        queue.offer(Job("too many", done))
+    with pytest.raises(QueueFull):
+        queue.check()
+    assert queue.waiting == limit
+
+
+def test_finished_job_makes_room() -> None:
+    queue = JobQueue(0)
+    first = Job("first", done)
+    queue.offer(first)
+    assert queue.take() is first
+    first.run()
+    assert queue.running is None
+    queue.offer(Job("second", done))
+
+
+def test_cancelled_job_makes_room_at_once() -> None:
+    queue = JobQueue(1)
+    queue.offer(Job("runs", done))
+    queue.take()
+    waiting = Job("waits", done)
+    queue.offer(waiting)
+    waiting.cancel()
+    assert queue.waiting == 0
+    queue.offer(Job("next", done))
+
+
+def test_own_work_is_never_refused() -> None:
+    queue = JobQueue(0)
+    for _ in range(3):
+        queue.put(Job("load", done))
+    assert queue.waiting == 3
+
+
+def test_retry_after_follows_the_recent_durations() -> None:
+    queue = JobQueue(0)
+
+    def offered(seconds: float) -> Job[None]:
+        job = Job("timed", lambda _job: time.sleep(seconds))
+        queue.offer(job)
+        assert queue.take() is job
+        return job
+
+    unknown = offered(0)
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    assert full.value.retry_after == 5
+    unknown.run()
+    offered(1.2).run()
+    offered(1.3).run()
+    offered(0)
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    assert full.value.retry_after == 2
+
+
+def test_closed_queue_refuses_but_gives_away_what_waits() -> None:
+    queue = JobQueue(4)
+    waiting = Job("waits", done)
+    queue.offer(waiting)
+    queue.close()
+    with pytest.raises(NotReady):
+        queue.offer(Job("late", done))
+    assert queue.take() is waiting
+    assert queue.take() is None
+
+
+def test_take_waits_for_the_next_job() -> None:
+    queue, taken = JobQueue(4), []
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    job = Job("late", done)
+    queue.offer(job)
+    thread.join(10)
+    assert taken == [job]
+
+
+def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
+    queue = JobQueue(4)
+    running, waiting = Job("runs", done), Job("waits", done)
+    queue.offer(running)
+    queue.offer(waiting)
+    queue.take()
+    assert running.future.set_running_or_notify_cancel()
+    queue.cancel_all()
+    assert running.cancelled()
+    assert waiting.state == "cancelled"
+    assert queue.waiting == 0

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from service.metrics import Metrics, Stages
+
+
+def test_stages_add_up_in_the_order_in_which_they_happened() -> None:
+    stages = Stages()
+    with stages.measure("read"):
+        time.sleep(0.01)
+    stages.update({"windows": 2.0, "decode": 0.5})
+    stages.add("windows", 1.0)
+    assert list(stages.seconds) == ["read", "windows", "decode"]
+    assert stages.seconds["windows"] == 3.0
+    assert 0.01 <= stages.seconds["read"] <= stages.total
+
+
+def test_stage_that_fails_is_timed_all_the_same() -> None:
+    stages = Stages()
+    with pytest.raises(ValueError, match="broken"), stages.measure("read"):
+        raise ValueError("broken")
+    assert "read" in stages.seconds
+
+
+def test_exposition_tells_what_was_counted() -> None:
+    metrics = Metrics()
+    waiting = 3
+    metrics.watch("stackseg_waiting", "Requests that wait.", lambda: waiting)
+    metrics.count_request("/segment", 200)
+    metrics.count_segmentation("nuclei", 1000, 12, {"windows": 0.7})
+    metrics.count_segmentation("tissue", 10, None, {"windows": 0.7})
+    lines = metrics.exposition().decode().splitlines()
+    assert 'stackseg_requests_total{route="/segment",status="200"} 1.0' in lines
+    assert 'stackseg_voxels_total{model="nuclei"} 1000.0' in lines
+    assert 'stackseg_objects_total{model="nuclei"} 12.0' in lines
+    assert not any(line.startswith('stackseg_objects_total{model="tissue"}') for line in lines)
+    assert 'stackseg_stage_seconds_bucket{le="0.5",stage="windows"} 0.0' in lines
+    assert 'stackseg_stage_seconds_bucket{le="1.0",stage="windows"} 2.0' in lines
+    assert "stackseg_waiting 3.0" in lines
+
+
+def test_two_runtimes_count_apart() -> None:
+    one, other = Metrics(), Metrics()
+    one.count_request("/segment", 200)
+    assert b"stackseg_requests_total{" not in other.exposition()
