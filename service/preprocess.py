@@ -188,7 +188,7 @@ def _scale(pixels: Array, offset: float, scale: float, out: NDArray[np.float32])
     difference = np.empty(pixels.shape[1:], dtype)
     with np.errstate(over="ignore"):
         for plane, scaled in zip(pixels, out, strict=True):
-            np.subtract(plane, offset, out=difference)
+            np.subtract(plane, offset, out=difference, dtype=dtype)
             np.divide(difference, scale, out=scaled, casting="same_kind")
             np.clip(scaled, -FARTHEST, FARTHEST, out=scaled)
 

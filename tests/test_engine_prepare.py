@@ -1,0 +1,102 @@
+import copy
+
+import pytest
+import torch
+from monai.networks.nets.unet import UNet
+from torch import nn
+
+from service.engine.prepare import fold_batch_norms, prepare
+from service.networks import ShuffleUNet
+
+CPU = torch.device("cpu")
+
+
+def with_statistics(network: nn.Module) -> nn.Module:
+    """Batch norms with running statistics and weights that are not those of initialisation."""
+    generator = torch.Generator().manual_seed(0)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm3d):
+            module.running_mean.uniform_(-1, 1, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+                nn.init.uniform_(module.bias, -1, 1, generator=generator)
+    return network.eval()
+
+
+def norms(network: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm3d) for module in network.modules())
+
+
+@pytest.fixture(scope="module")
+def shuffle_unet() -> nn.Module:
+    torch.manual_seed(0)
+    return with_statistics(ShuffleUNet(1, 2, (4, 6)))
+
+
+@torch.inference_mode()
+def test_folding_keeps_the_scores_and_leaves_no_norm(shuffle_unet):
+    folded = fold_batch_norms(copy.deepcopy(shuffle_unet))
+    x = torch.rand(2, 1, 8, 8, 8)
+    assert norms(shuffle_unet) > 0
+    assert norms(folded) == 0
+    torch.testing.assert_close(folded(x), shuffle_unet(x), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.Conv3d(1, 2, 1), nn.ReLU(), nn.BatchNorm3d(2)),
+        nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2, track_running_stats=False)),
+        nn.Sequential(nn.ConvTranspose3d(1, 2, 1), nn.BatchNorm3d(2)),
+        nn.ModuleDict({"conv": nn.Conv3d(1, 2, 1), "norm": nn.BatchNorm3d(2)}),
+    ],
+)
+def test_norms_that_cannot_be_folded_stay(network):
+    assert norms(fold_batch_norms(network)) == 1
+
+
+@torch.inference_mode()
+def test_norms_without_weights_are_folded():
+    network = with_statistics_without_weights()
+    x = torch.rand(1, 1, 4, 4, 4)
+    expected = network(x)
+    torch.testing.assert_close(fold_batch_norms(network)(x), expected, atol=1e-5, rtol=1e-5)
+    assert norms(network) == 0
+
+
+def with_statistics_without_weights() -> nn.Module:
+    return with_statistics(nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, affine=False)))
+
+
+@torch.inference_mode()
+def test_preparing_leaves_the_network_alone(shuffle_unet):
+    before = {name: tensor.clone() for name, tensor in shuffle_unet.state_dict().items()}
+    prepare(shuffle_unet, CPU, torch.bfloat16, torch.channels_last_3d)
+    after = shuffle_unet.state_dict()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
+def test_prepared_networks_return_the_same_scores_as_float32(shuffle_unet, dtype, tolerance, memory_format):
+    x = torch.rand(2, 1, 8, 8, 8)
+    scores = prepare(shuffle_unet, CPU, dtype, memory_format)(x.to(dtype))
+    assert scores.dtype == torch.float32
+    assert (scores - shuffle_unet(x)).abs().max() < tolerance * shuffle_unet(x).abs().max()
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
+def test_weights_are_converted_and_laid_out(memory_format):
+    network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16), strides=(2,), norm="BATCH")
+    prepared = prepare(network, CPU, torch.bfloat16, memory_format)
+    convolutions = [parameter for parameter in prepared.parameters() if parameter.dim() == 5]
+    assert convolutions
+    assert all(parameter.is_contiguous(memory_format=memory_format) for parameter in convolutions)
+    assert {tensor.dtype for tensor in prepared.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in prepared.parameters())
+    assert not any(module.training for module in prepared.modules())

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from service.config import Limits, Settings, Windows
+from service.errors import BadParameter
+from service.planning import Plan, activation_bytes, estimate, make_plan
+from service.volume import Options, Volume, VoxelSize
+
+SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
+
+
+def volume_of(*size, voxel_size=None):
+    return Volume.from_array(np.zeros((1, *size), np.uint16), voxel_size)
+
+
+def test_what_is_not_asked_for_is_the_operators_choice(bands, random_nuclei):
+    assert make_plan(bands, SETTINGS, Options()) == Plan("classes", 2, 0.25)
+    assert make_plan(random_nuclei, SETTINGS, Options()) == Plan("labels", 2, 0.25)
+
+
+def test_what_is_asked_for_is_taken_up_to_the_limits(random_nuclei):
+    options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
+    assert make_plan(random_nuclei, SETTINGS, options) == Plan("probabilities", 8, 0.5)
+    assert make_plan(random_nuclei, SETTINGS, Options(sw_batch_size=1, overlap=0.0)).overlap == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (Options(sw_batch_size=9), "sw_batch_size must be between 1 and 8"),
+        (Options(sw_batch_size=0), "sw_batch_size"),
+        (Options(overlap=0.51), "overlap must be between 0 and 0.5"),
+        (Options(overlap=-0.1), "overlap"),
+        (Options(overlap=float("nan")), "overlap"),
+    ],
+)
+def test_options_beyond_the_limits_are_refused(bands, options, name):
+    with pytest.raises(BadParameter, match=name):
+        make_plan(bands, SETTINGS, options)
+
+
+def test_a_semantic_model_has_no_objects(bands):
+    with pytest.raises(BadParameter, match="output=classes"):
+        make_plan(bands, SETTINGS, Options(output="labels"))
+
+
+def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
+    plan = Plan("classes", 2, 0.0)
+    assert estimate(bands, volume_of(16, 64, 96), plan, 0, on_host=True).windows == 1 * 2 * 3
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"voxel_size": (1.0, 1.0, 1.0)})})
+    fine = volume_of(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
+    coarse = estimate(spec, fine, plan, 0, on_host=True)
+    assert coarse.working_size == (16, 32, 48)
+    assert coarse.windows == 1 * 1 * 2
+
+
+def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
+    plan = Plan("labels", 2, 0.25)
+    host = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=True)
+    device = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=False)
+    assert host.device_bytes == 0
+    assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
+    assert host.host_bytes > device.host_bytes > 0
+
+
+def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
+    def needed(batch_size, output):
+        return estimate(
+            random_nuclei, volume_of(32, 64, 64), Plan(output, batch_size, 0.25), 10**6, on_host=True
+        ).host_bytes
+
+    assert needed(4, "labels") - needed(2, "labels") == 2 * 10**6
+    assert needed(2, "classes") < needed(2, "probabilities") < needed(2, "labels")
+
+
+def test_activations_are_counted_without_leaving_a_trace():
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1))
+    voxels = 6**3
+    assert activation_bytes(network, (1, 1, 6, 6, 6)) == 4 * voxels * (4 + 4 + 2)
+    assert not any(module._forward_hooks for module in network.modules())
+    with pytest.raises(RuntimeError):
+        activation_bytes(network, (1, 3, 6, 6, 6))
+    assert not any(module._forward_hooks for module in network.modules())
+    assert torch.is_inference_mode_enabled() is False
