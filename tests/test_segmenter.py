@@ -1,0 +1,258 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from service.config import Device, Engine, Settings, Windows
+from service.errors import BadParameter, Cancelled, ConfigError, NonFiniteScores, OutOfMemory
+from service.planning import Estimate
+from service.segmenter import Segmenter, check_memory, exhausted
+from service.volume import Options, Volume, VoxelSize
+
+VOXEL = VoxelSize(0.5, 0.25, 0.25)
+
+
+def settings_of(kind="eager", **engine) -> Settings:
+    return Settings(
+        device=Device(name="cpu", threads=1),
+        engine=Engine(kind=kind, precision=engine.pop("precision", "fp32"), **engine),
+        windows=Windows(sw_batch_size=2),
+    )
+
+
+def started(spec, settings) -> Segmenter:
+    segmenter = Segmenter(spec, settings)
+    segmenter.warm_up()
+    return segmenter
+
+
+def with_network(spec, network) -> Segmenter:
+    """A segmenter whose windows run through `network` instead of the model's."""
+    segmenter = Segmenter(spec, settings_of())
+    segmenter._module.network.forward = network
+    return segmenter
+
+
+def with_voxel_size(spec, *voxel_size):
+    return spec.model_copy(update={"input": spec.input.model_copy(update={"voxel_size": voxel_size})})
+
+
+@pytest.fixture(scope="module")
+def eager(bands) -> Segmenter:
+    return started(bands, settings_of())
+
+
+@pytest.fixture(scope="module")
+def compiled(bands) -> Segmenter:
+    return started(bands, settings_of("compiled"))
+
+
+@pytest.fixture
+def volume(phantom) -> Volume:
+    return Volume.from_array(phantom.image[None], VOXEL)
+
+
+def test_classes_are_those_of_the_phantom(eager, volume, phantom):
+    segmentation, seconds, notes = eager.segment(volume, Options())
+    assert segmentation.pixels.shape == phantom.classes.shape
+    assert segmentation.kind == "classes"
+    assert segmentation.names == ("background", "dim", "bright")
+    assert segmentation.voxel_size == VOXEL
+    for value in (1, 2):
+        found, true = segmentation.pixels == value, phantom.classes == value
+        assert (found & true).sum() / (found | true).sum() > 0.9
+    assert list(seconds) == ["prepare", "windows", "decode"]
+    assert min(seconds.values()) > 0
+    assert notes == ()
+
+
+def test_compiled_and_eager_agree(eager, compiled, volume):
+    assert compiled.report().engine == "compiled"
+    assert compiled.report().warnings == ()
+    one, other = (s.segment(volume, Options(output="probabilities")).segmentation for s in (eager, compiled))
+    assert one.pixels.shape == (3, *volume.shape[1:])
+    np.testing.assert_allclose(one.pixels, other.pixels, atol=1e-5)
+    one, other = (s.segment(volume, Options()).segmentation for s in (eager, compiled))
+    assert np.mean(one.pixels != other.pixels) < 1e-5
+
+
+def test_nothing_is_compiled_again_once_warm(compiled, volume):
+    torch._dynamo.utils.counters.clear()
+    for size in ((24, 70, 80), (3, 40, 33), (17, 32, 32)):
+        part = volume.array()[:, : size[0], : size[1], : size[2]]
+        compiled.segment(Volume.from_array(part), Options(overlap=0.5))
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_another_batch_size_runs_eagerly_and_says_so(eager, compiled, volume):
+    result = compiled.segment(volume, Options(sw_batch_size=3))
+    assert result.notes == ("Ran eagerly: only sw_batch_size 2 is compiled.",)
+    assert np.mean(result.segmentation.pixels != eager.segment(volume, Options()).segmentation.pixels) < 1e-5
+    assert eager.segment(volume, Options(sw_batch_size=3)).notes == ()
+
+
+@pytest.mark.parametrize("engine", [{"precision": "bf16"}, {"channels_last": False}])
+def test_precision_and_layout_hardly_change_the_classes(bands, eager, volume, engine):
+    other = started(bands, settings_of(**engine))
+    expected = eager.segment(volume, Options()).segmentation.pixels
+    assert np.mean(other.segment(volume, Options()).segmentation.pixels != expected) < 0.01
+
+
+def test_overlap_and_blending_are_used(eager, volume):
+    steps = []
+    eager.segment(volume, Options(overlap=0.0), progress=lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (18, 18)
+    assert eager.estimate(volume, Options(overlap=0.0)).windows == 18
+    assert eager.estimate(volume, Options(overlap=0.5)).windows > 18
+
+
+def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
+    segmenter = started(random_nuclei, settings_of())
+    volume = Volume.from_array(phantom.image[None, :20, :30, :40])
+    labels = segmenter.segment(volume, Options()).segmentation
+    assert labels.kind == "labels"
+    assert labels.pixels.dtype == np.uint16
+    assert labels.pixels.max() == labels.count
+    assert len(np.unique(labels.pixels[labels.pixels > 0])) == labels.count
+    foreground = segmenter.segment(volume, Options(output="classes")).segmentation
+    assert not labels.pixels[foreground.pixels == 0].any()
+
+
+def test_a_resampled_volume_comes_back_on_its_own_grid(bands, phantom, eager, volume):
+    doubled = phantom.image.repeat(2, axis=1).repeat(2, axis=2)
+    segmenter = started(with_voxel_size(bands, *VOXEL), settings_of())
+    fine = Volume.from_array(doubled[None], VoxelSize(0.5, 0.125, 0.125))
+    result = segmenter.segment(fine, Options())
+    assert result.segmentation.pixels.shape == doubled.shape
+    assert result.segmentation.voxel_size == fine.voxel_size
+    assert "Resampled from 24 x 140 x 160 to 24 x 70 x 80" in result.notes[0]
+    assert segmenter.estimate(fine, Options()).working_size == (24, 70, 80)
+    expected = eager.segment(volume, Options()).segmentation.pixels.repeat(2, axis=1).repeat(2, axis=2)
+    assert np.mean(result.segmentation.pixels != expected) < 0.001
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 200, 3), (40, 5, 33)])
+def test_odd_shapes(eager, size):
+    pixels = np.full((1, *size), 400, np.uint16)
+    assert eager.segment(Volume.from_array(pixels), Options()).segmentation.pixels.shape == size
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "float16", "float64"])
+def test_other_dtypes_give_the_same_classes(phantom, eager, volume, dtype):
+    other = eager.segment(Volume.from_array(phantom.image[None].astype(dtype)), Options())
+    assert np.mean(other.segmentation.pixels != eager.segment(volume, Options()).segmentation.pixels) < 1e-3
+
+
+def test_nan_pixels_are_noted(eager):
+    pixels = np.full((1, 4, 8, 8), 400, np.float32)
+    pixels[0, 0, 0, 0] = np.nan
+    assert "1 NaN" in eager.segment(Volume.from_array(pixels), Options()).notes[0]
+
+
+def test_options_that_do_not_fit_are_refused_before_work_starts(eager, volume):
+    for options in (Options(sw_batch_size=33), Options(overlap=0.9), Options(output="labels")):
+        for call in (eager.segment, eager.estimate):
+            with pytest.raises(BadParameter):
+                call(volume, options)
+    assert eager.output(Options()) == "classes"
+    assert eager.output(Options(output="probabilities")) == "probabilities"
+
+
+def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
+    volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
+    for call in (eager.segment, eager.estimate):
+        with pytest.raises(
+            BadParameter, match=r"takes 1 channel, the volume has 2: 0 \(DAPI\), 1; choose with channel="
+        ):
+            call(volume, Options())
+
+
+def test_cancelling(eager, volume):
+    with pytest.raises(Cancelled, match="after 0 of"):
+        eager.segment(volume, Options(), cancelled=lambda: True)
+    assert eager.segment(volume, Options()).segmentation.pixels.any()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
+)
+def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
+    forward = eager._module.network.forward
+
+    def network(x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise error
+        return forward(x)
+
+    segmentation, _, notes = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
+    assert np.array_equal(segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
+    assert [note.split(" ")[4] for note in notes] == ["5", "2"]
+
+
+def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    segmenter = with_network(bands, network)
+    with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
+        segmenter.segment(volume, Options())
+    assert caught.value.needed_bytes == segmenter.estimate(volume, Options()).host_bytes
+
+
+def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("a misallocated thing")
+
+    with pytest.raises(RuntimeError, match="misallocated"):
+        with_network(bands, network).segment(volume, Options())
+    assert not exhausted(RuntimeError("allocation"))
+
+
+def test_scores_that_are_not_finite(bands, volume):
+    with pytest.raises(NonFiniteScores):
+        with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
+
+
+def test_a_volume_that_cannot_fit_is_refused_at_once():
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=3 * 2**30, device_bytes=0)
+    check_memory(needed, None)
+    check_memory(needed, 3 * 2**30)
+    with pytest.raises(OutOfMemory, match=r"about 3.0 GiB of memory, 2.0 GiB are free") as caught:
+        check_memory(needed, 2 * 2**30)
+    assert caught.value.needed_bytes == needed.host_bytes
+
+
+def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):
+    def read(z0, z1):
+        raise AssertionError("must not be read")
+
+    volume = Volume((1, 10**5, 10**5, 10**5), np.dtype(np.uint8), read)
+    with pytest.raises(OutOfMemory):
+        eager.segment(volume, Options())
+
+
+def test_a_report_before_and_after_warming_up(bands):
+    segmenter = Segmenter(bands, settings_of(channels_last=False))
+    assert segmenter.report().engine == "starting"
+    segmenter.warm_up()
+    report = segmenter.report()
+    assert (report.device, report.engine, report.precision) == ("cpu", "eager", "fp32")
+    assert (report.memory_format, report.compile_mode) == ("contiguous", None)
+    assert (report.roi_size, report.sw_batch_size, report.overlap) == ((16, 32, 32), 2, 0.25)
+    assert report.warm_up_seconds > 0
+    assert report.device_name
+
+
+def test_warnings_are_reported_and_logged(bands, caplog):
+    with caplog.at_level(logging.WARNING):
+        segmenter = started(bands, settings_of("cudagraph"))
+    assert "CUDA graphs need a CUDA device" in segmenter.report().warnings[0]
+    assert "bands/1: CUDA graphs need" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+def test_a_device_that_is_not_there(bands):
+    with pytest.raises(ConfigError):
+        Segmenter(bands, Settings(device=Device(name="cuda")))
