@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import signal
 import socket
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,16 +20,16 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
 from service.config import Settings
 from service.errors import ConfigError
 from service.routes import gpu, health, inspect, models, segment
+from service.routes.middleware import Lingering, RequestLog
 from service.runtime import Runtime
 from service.schemas import Problem, explain
 
-log = logging.getLogger("service.access")
+log = logging.getLogger(__name__)
 
 # Looked up along the class's __mro__: a class without a row of its own has its parent's status.
 STATUS: dict[type[errors.StackSegError], int] = {
@@ -74,6 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_unexpected)
+    app.add_middleware(Lingering)
     app.add_middleware(RequestLog)
     return app
 
@@ -201,41 +200,3 @@ def _problem_responses() -> dict[int | str, dict[str, Any]]:
         status: {"description": "Problem: " + ", ".join(names), "model": Problem, "content": schema}
         for status, names in sorted(slugs.items())
     }
-
-
-class RequestLog:
-    """Gives every request a number, and one line in the log when it is over."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        number = str(uuid.uuid4())
-        scope.setdefault("state", {})["request_id"] = number
-        began, status, told = time.perf_counter(), 500, {}
-
-        async def note(message: Message) -> None:
-            nonlocal status, told
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
-                told = {name: value.decode("latin-1") for name, value in message["headers"]}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note)
-        finally:
-            self._tell(scope, number, status, time.perf_counter() - began, told)
-
-    @staticmethod
-    def _tell(scope: Scope, number: str, status: int, seconds: float, told: dict[bytes, str]) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
-        if "app" in scope and hasattr(scope["app"].state, "runtime"):
-            scope["app"].state.runtime.metrics.count_request(route, status)
-        extras = [told[name] for name in (b"x-stackseg-model", b"x-stackseg-objects") if name in told]
-        path = re.sub(r"[^\x20-\x7e]", "?", scope["path"])
-        level = logging.DEBUG if "/health" in route else logging.INFO
-        log.log(level, "%s %s %d %.3fs %s %s", scope["method"], path, status, seconds, number, " ".join(extras))

@@ -1,0 +1,73 @@
+"""A segmenter that needs no network, for tests of what surrounds it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from service.errors import Cancelled
+from service.planning import Estimate, make_plan
+from service.segmenter import EngineReport, Result
+from service.volume import Segmentation
+
+
+class FakeSegmenter:
+    """Calls every voxel brighter than 100 an object, once `gate` is open; `error` is raised instead."""
+
+    def __init__(self, spec: Any, settings: Any) -> None:
+        self.spec, self.settings = spec, settings
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.notes: tuple[str, ...] = ()
+
+    def warm_up(self) -> None:
+        self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def output(self, options: Any) -> Any:
+        return make_plan(self.spec, self.settings, options).output
+
+    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any) -> Result:
+        progress(0, 1)
+        while not self.gate.wait(0.01):
+            if cancelled():
+                raise Cancelled("given up")
+        if self.error is not None:
+            raise self.error
+        pixels = (volume.array()[0] > 100).astype(np.uint8)
+        kind = self.output(options)
+        segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
+        return Result(segmentation, {"windows": 0.5}, self.notes)
+
+    def estimate(self, volume: Any, options: Any) -> Estimate:
+        plan = make_plan(self.spec, self.settings, options)
+        return Estimate(1, plan.sw_batch_size, plan.overlap, volume.shape[1:], volume.nbytes, 0)
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            "cpu",
+            "fake",
+            "eager",
+            "fp32",
+            "contiguous",
+            None,
+            self.spec.input.roi_size,
+            2,
+            0.25,
+            "gaussian",
+            0.0,
+            ("slow",),
+        )
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    """Wait for something to become true; fails the test if it does not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
+        time.sleep(0.01)

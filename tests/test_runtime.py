@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeSegmenter, until
+
+from service.config import Settings
+from service.errors import (
+    BrokenModel,
+    Cancelled,
+    ConfigError,
+    NotReady,
+    OutOfStorage,
+    QueueFull,
+    UnknownModel,
+)
+from service.runtime import Runtime, storage, sweep
+from service.volume import Options, Volume
+
+
+def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
+    return Settings.model_validate(
+        {"models": {"folder": folder}, "server": {"scratch_folder": scratch, "drain_seconds": 0.2}} | sections
+    )
+
+
+@contextmanager
+def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
+    runtime = Runtime(chosen, load)
+    runtime.start()
+    try:
+        yield runtime
+    finally:
+        runtime.stop()
+
+
+@pytest.fixture
+def stack() -> Volume:
+    return Volume.from_array(np.full((1, 4, 5, 6), 200, np.uint8))
+
+
+def closed(gates: list[FakeSegmenter]) -> Any:
+    """A loader whose segmenters wait, and are remembered in `gates`."""
+
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = FakeSegmenter(spec, chosen)
+        fake.gate.clear()
+        gates.append(fake)
+        return fake
+
+    return load
+
+
+def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
+    fakes: list[FakeSegmenter] = []
+    with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
+        assert [model.state for model in runtime.models] == ["loading"]
+        assert runtime.obstacles() == ("bands is being loaded and warmed up.",)
+        with pytest.raises(NotReady):
+            runtime.segmenter(None)
+        until(lambda: fakes)
+        fakes[0].gate.set()
+        until(lambda: runtime.obstacles() == ())
+        assert runtime.segmenter("bands") is fakes[0]
+        assert runtime.segmenter(None) is fakes[0]
+
+
+def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
+        runtime.segmenter("livers")
+
+
+@pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
+def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
+    bands_repository: Path, tmp_path: Path, error: Exception
+) -> None:
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        raise error
+
+    with running(settings(bands_repository, tmp_path), load) as runtime:
+        until(lambda: runtime.models[0].state == "failed")
+        assert str(error) in runtime.obstacles()[0]
+        with pytest.raises(BrokenModel, match="bands"):
+            runtime.segmenter(None)
+
+
+def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:
+    with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
+        assert "nowhere" in runtime.obstacles()[0]
+        with pytest.raises(UnknownModel):
+            runtime.segmenter(None)
+
+
+def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        job = runtime.submit(runtime.segmenter(None), stack, Options())
+        assert job.future.result(10).segmentation.pixels.all()
+
+
+def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
+    with running(settings(bands_repository, tmp_path, limits={"waiting": 0})) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        fake = runtime.segmenter(None)
+        fake.gate.clear()
+        runtime.submit(fake, stack, Options())
+        with pytest.raises(QueueFull):
+            runtime.admit()
+        with pytest.raises(QueueFull):
+            runtime.submit(fake, stack, Options())
+
+
+def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
+    bands_repository: Path, tmp_path: Path, stack: Volume
+) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        fake = runtime.segmenter(None)
+        fake.gate.clear()
+        first, second = (runtime.submit(fake, stack, Options()) for _ in range(2))
+        runtime.drain()
+        runtime.drain()
+        assert runtime.obstacles() == ("The service is stopping.",)
+        with pytest.raises(NotReady):
+            runtime.admit()
+        with pytest.raises(Cancelled):
+            first.future.result(10)
+        until(lambda: second.state == "cancelled")
+        until(lambda: runtime.ended)
+
+
+def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
+    chosen = settings(bands_repository, tmp_path, server={"scratch_folder": tmp_path, "drain_seconds": 30})
+    with running(chosen) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        fake = runtime.segmenter(None)
+        fake.gate.clear()
+        job = runtime.submit(fake, stack, Options())
+        runtime.drain()
+        fake.gate.set()
+        assert job.future.result(10).segmentation.pixels.all()
+
+
+def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime:
+        (runtime.make_folder() / "upload.tif").write_bytes(b"II*")
+        assert runtime.scratch.stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tmp_path: Path) -> None:
+    dead, living, foreign = (tmp_path / name for name in ("stackseg-dead", "stackseg-living", "other"))
+    for folder in (dead, living, foreign):
+        folder.mkdir()
+    (dead / "upload.tif").touch()
+    hold = os.open(living, os.O_RDONLY)
+    fcntl.flock(hold, fcntl.LOCK_EX)
+    (tmp_path / "stackseg-link").symlink_to(foreign)
+    sweep(tmp_path)
+    os.close(hold)
+    assert {path.name for path in tmp_path.iterdir()} == {"stackseg-living", "other", "stackseg-link"}
+
+
+def test_two_services_share_a_scratch_folder(bands_repository: Path, tmp_path: Path) -> None:
+    chosen = settings(bands_repository, tmp_path)
+    with running(chosen) as one, running(chosen) as other:
+        assert one.scratch != other.scratch
+        assert one.scratch.is_dir()
+        assert other.scratch.is_dir()
+
+
+def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="scratch_folder"):
+        Runtime(settings(bands_repository, tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"device\.name"):
+        Runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_is_out_of_storage(number: int) -> None:
+    with pytest.raises(OutOfStorage), storage():
+        raise OSError(number, "full")
+
+
+def test_other_errors_of_the_disk_stay_what_they_are() -> None:
+    with pytest.raises(PermissionError), storage():
+        raise PermissionError(errno.EACCES, "denied")
