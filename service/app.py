@@ -55,9 +55,19 @@ PROBLEM_TYPE = "application/problem+json"
 Handler = Callable[[Request, Exception], Response]
 
 
+class Application(FastAPI):
+    """FastAPI documents errors as JSON of its own; ours are problem documents of one schema."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document, with the schema of the problem documents."""
+        document = super().openapi()
+        document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
+        return document
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application; its runtime starts and stops with the lifespan. Raises ConfigError."""
-    app = FastAPI(
+    app = Application(
         title="StackSeg",
         version=version("stackseg"),
         summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
@@ -145,14 +155,8 @@ def status_of(error: errors.StackSegError) -> int:
 
 def problem(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
     """An answer as RFC 9457 has it."""
-    content = {
-        "type": f"urn:stackseg:problem:{slug}",
-        "title": slug.replace("-", " ").capitalize(),
-        "status": status,
-        "detail": detail,
-        "instance": f"urn:uuid:{request.scope.get('state', {}).get('request_id', uuid.uuid4())}",
-    }
-    return JSONResponse(content | members, status, media_type=PROBLEM_TYPE)
+    instance = f"urn:uuid:{request.scope.get('state', {}).get('request_id', uuid.uuid4())}"
+    return JSONResponse(_members(slug, status, detail, instance) | members, status, media_type=PROBLEM_TYPE)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -189,14 +193,39 @@ def _answer_unexpected(request: Request, _error: Exception) -> Response:
 
 
 def _problem_responses() -> dict[int | str, dict[str, Any]]:
-    """Every error status with the problem types that lead to it, for the OpenAPI document."""
-    slugs: dict[int, list[str]] = {}
-    for kind, status in STATUS.items():
-        if kind not in (errors.Cancelled, errors.StackSegError, errors.RequestError, errors.CapacityError):
-            slugs.setdefault(status, []).append(kind.slug)
-    slugs[503] = [errors.QueueFull.slug, errors.NotReady.slug]
-    schema = {PROBLEM_TYPE: {"schema": {"$ref": f"#/components/schemas/{Problem.__name__}"}}}
+    """Every error status with an example of each problem that leads to it, for the OpenAPI document."""
+    kinds: dict[int, list[type[errors.StackSegError]]] = {}
+    for kind in (*STATUS, errors.QueueFull, errors.NotReady, errors.BrokenModel, errors.NonFiniteScores):
+        if kind not in _ABSTRACT:
+            kinds.setdefault(next(STATUS[parent] for parent in kind.__mro__ if parent in STATUS), []).append(kind)
     return {
-        status: {"description": "Problem: " + ", ".join(names), "model": Problem, "content": schema}
-        for status, names in sorted(slugs.items())
+        status: {
+            "description": "; ".join(kind.slug for kind in raised),
+            "content": {
+                PROBLEM_TYPE: {
+                    "schema": {"$ref": f"#/components/schemas/{Problem.__name__}"},
+                    "examples": {kind.slug: {"value": _example(kind, status)} for kind in raised},
+                }
+            },
+        }
+        for status, raised in sorted(kinds.items())
+    }
+
+
+# Parents that are never raised themselves, and the one that is never answered.
+_ABSTRACT = (errors.StackSegError, errors.RequestError, errors.CapacityError, errors.ModelError, errors.Cancelled)
+
+
+def _example(kind: type[errors.StackSegError], status: int) -> dict[str, Any]:
+    meaning = (kind.__doc__ or "").partition("\n")[0]
+    return _members(kind.slug, status, meaning, "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")
+
+
+def _members(slug: str, status: int, detail: str, instance: str) -> dict[str, Any]:
+    return {
+        "type": f"urn:stackseg:problem:{slug}",
+        "title": slug.replace("-", " ").capitalize(),
+        "status": status,
+        "detail": detail,
+        "instance": instance,
     }
