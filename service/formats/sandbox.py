@@ -38,6 +38,9 @@ from service.volume import Description, Selection, Volume
 
 STARTUP_SECONDS = 60.0
 
+# What Python and its libraries may need; passwords and tokens of the service stay with the service.
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
+
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _log = logging.getLogger(__name__)
 
@@ -82,9 +85,12 @@ class Reader:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
     def close(self) -> None:
-        """End the child processes; a caller still waiting for one gets NotReady."""
+        """End the child processes; callers that still wait for an answer get NotReady."""
         for process in self._children:
-            process.close()
+            process.retire()
+        for process in [self._idle.get() for _ in self._children]:
+            process.end()
+            self._idle.put(process)
 
     def __enter__(self) -> Self:
         return self
@@ -119,34 +125,50 @@ class _Child:
     def __init__(self, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
         self._seconds = seconds
-        self._closed = False
+        self._retired = False
         self._process = self._start()
         self._ready = False
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its reply."""
-        if self._closed:
+        if self._retired:
             raise NotReady("The service is stopping.")
         if self._process.poll() is not None:
-            self._forget()
+            self.end()
             self._process, self._ready = self._start(), False
         if not self._ready:
-            self._receive(STARTUP_SECONDS)
-            self._ready = True
-        self._send(request)
-        return self._receive(self._seconds)
+            self._await_start()
+        try:
+            return self._exchange(request)
+        except (EOFError, BrokenPipeError):
+            raise self._died() from None
 
-    def close(self) -> None:
-        """Kill the process."""
-        self._closed = True
+    def retire(self) -> None:
+        """Kill the process for good; whoever waits for its answer hears of it."""
+        self._retired = True
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process and close its pipes."""
         self._process.kill()
         self._process.wait()
-        self._forget()
+        for pipe in (self._process.stdin, self._process.stdout, self._complaints):
+            if pipe is not None:
+                pipe.close()
+
+    def _await_start(self) -> None:
+        try:
+            self._receive(STARTUP_SECONDS)
+        except (EOFError, TimeoutError):
+            self._process.kill()
+            self._report()
+            raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
+        self._ready = True
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = os.fspath(Path(service.__file__).parents[1])
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        environment |= {
             "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "MALLOC_ARENA_MAX": "2",
             "OMP_NUM_THREADS": "1",
@@ -157,51 +179,47 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
+            bufsize=0,
             env=environment,
         )
 
-    def _send(self, request: dict[str, Any]) -> None:
-        pipe = cast("IO[bytes]", self._process.stdin)
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        cast("IO[bytes]", self._process.stdin).write(json.dumps(request).encode() + b"\n")
         try:
-            pipe.write(json.dumps(request).encode() + b"\n")
-            pipe.flush()
-        except BrokenPipeError:
-            raise self._died() from None
+            return self._receive(self._seconds)
+        except TimeoutError:
+            self.end()
+            raise TooLarge(
+                f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
+            ) from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
+        """The next line from the child; EOFError where it has ended, TimeoutError where it is silent."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
         deadline = time.monotonic() + seconds
         line = b""
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._process.kill()
-                self._process.wait()
-                self._forget()
-                raise TooLarge(
-                    f"Reading the file took more than {seconds:g} seconds. Crop it, or save it uncompressed."
-                )
+                raise TimeoutError
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
-                raise self._died()
+                raise EOFError
             line += chunk
         reply: dict[str, Any] = json.loads(line)
         return reply
 
     def _died(self) -> StackSegError:
+        if self._retired:
+            return NotReady("The service is stopping.")
+        self._report()
+        return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
+
+    def _report(self) -> None:
         status = self._process.wait()
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
-        self._forget()
-        if self._closed:
-            return NotReady("The service is stopping.")
-        _log.warning("A process that read a TIFF ended with status %d. %s", status, complaints)
-        return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
-
-    def _forget(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout, self._complaints):
-            if pipe is not None:
-                pipe.close()
+        _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:
