@@ -62,8 +62,8 @@ class Lingering:
     told at once.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, seconds: float = LINGER_SECONDS) -> None:
+        self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "expect" in Headers(scope=scope):
@@ -80,7 +80,7 @@ class Lingering:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
                 try:
-                    async with asyncio.timeout(LINGER_SECONDS):
+                    async with asyncio.timeout(self._seconds):
                         while not complete:
                             await listen()
                 except TimeoutError:

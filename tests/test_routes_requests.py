@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from service.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
+from service.routes.requests import time_limit, while_connected, with_fields, work_folder
+from service.routes.threads import in_thread
+from service.schemas import Query
+
+
+def connected(gone: asyncio.Event) -> Request:
+    """A request whose client hangs up when `gone` is set."""
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def test_result_and_error_of_the_work_pass_through() -> None:
+    async def fine() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def broken() -> int:
+        raise BadParameter("odd")
+
+    async def main() -> None:
+        request = connected(asyncio.Event())
+        assert await while_connected(request, fine()) == 7
+        with pytest.raises(BadParameter, match="odd"):
+            await while_connected(request, broken())
+
+    asyncio.run(main())
+
+
+def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> None:
+    events: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.2)
+        events.append("thread ended")
+
+    async def main() -> None:
+        gone = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, gone.set)
+        with pytest.raises(Cancelled):
+            await while_connected(connected(gone), in_thread(slow))
+        events.append("given up")
+
+    asyncio.run(main())
+    assert events == ["thread ended", "given up"]
+
+
+def test_cancelling_the_caller_cancels_the_work() -> None:
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def endless() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        task = asyncio.ensure_future(while_connected(connected(asyncio.Event()), endless()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(main())
+
+
+def test_thread_that_has_not_begun_never_will() -> None:
+    ran: list[int] = []
+    release = threading.Event()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            first = asyncio.ensure_future(in_thread(release.wait, pool))
+            second = asyncio.ensure_future(in_thread(lambda: ran.append(1), pool))
+            await asyncio.sleep(0.05)
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            release.set()
+            await first
+
+    asyncio.run(main())
+    assert ran == []
+
+
+def test_time_limit_cancels_what_takes_too_long() -> None:
+    async def main() -> None:
+        async with time_limit(10):
+            await asyncio.sleep(0)
+        with pytest.raises(TimedOut, match=r"0\.01 s"):
+            async with time_limit(0.01):
+                await asyncio.sleep(10)
+
+    asyncio.run(main())
+
+
+class Folders:
+    """Of a runtime the one method that a work folder needs."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def make_folder(self) -> Any:
+        folder = self.root / "request"
+        folder.mkdir()
+        return folder
+
+
+def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any) -> None:
+    async def use(error: Exception) -> None:
+        async with work_folder(Folders(tmp_path)) as folder:
+            (folder / "upload.tif").touch()
+            raise error
+
+    with pytest.raises(Cancelled):
+        asyncio.run(use(Cancelled("gone")))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OutOfStorage):
+        asyncio.run(use(OSError(errno.ENOSPC, "full")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fields_join_the_query() -> None:
+    query = Query.model_validate({"overlap": "0.5"})
+    assert with_fields(query, {}) is query
+    both = with_fields(query, {"channel": "1", "time": ""})
+    assert (both.overlap, both.selection.channel, both.time) == (0.5, 1, None)
+    with pytest.raises(BadParameter, match="overlap"):
+        with_fields(query, {"overlap": "0.5"})
+    with pytest.raises(BadParameter, match="sw_batch_size"):
+        with_fields(query, {"sw_batch_size": "many"})

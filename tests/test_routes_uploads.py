@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from service.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
+from service.routes.forms import FIELD_BYTES, FIELDS
+from service.routes.uploads import BLOCK_BYTES, Upload, plain_name, receive
+
+TIFF = {"content-type": "image/tiff"}
+FORM = {"content-type": "multipart/form-data; boundary=frontier"}
+
+
+def post(
+    chunks: list[bytes], headers: dict[str, str], folder: Path, limit: int = 2**30, *, gone: bool = False
+) -> Upload:
+    """What `receive` makes of a body that arrives in these chunks; `gone`: the client leaves before its end."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages.append({"type": "http.disconnect"} if gone else {"type": "http.request", "body": b"", "more_body": False})
+    pending = iter(messages)
+
+    async def next_message() -> Any:
+        return next(pending)
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
+    return asyncio.run(receive(request, folder, limit))
+
+
+def part(name: str, content: bytes, filename: str | None = None) -> bytes:
+    named = f'; filename="{filename}"' if filename is not None else ""
+    return f'--frontier\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(parts) + b"--frontier--\r\n"
+
+
+def test_raw_body_lies_on_disk(tmp_path: Path) -> None:
+    upload = post([b"II*\0", b"", b"rest"], TIFF | {"x-filename": "cells.tif"}, tmp_path)
+    assert upload.path.read_bytes() == b"II*\0rest"
+    assert (upload.name, upload.received, upload.fields) == ("cells.tif", 8, {})
+
+
+def test_body_of_many_blocks_keeps_its_order(tmp_path: Path) -> None:
+    chunks = [bytes([number]) * (BLOCK_BYTES // 3) for number in range(10)]
+    assert post(chunks, TIFF, tmp_path).path.read_bytes() == b"".join(chunks)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(min_size=1, max_size=300)
+    | st.sampled_from([b"\r\n--frontie", b"--frontier", b"\r\n", b"\r\n--frontier-like"]),
+    cuts=st.lists(st.integers(0, 500), max_size=12),
+)
+def test_form_is_understood_however_it_is_cut(tmp_path: Path, content: bytes, cuts: list[int]) -> None:
+    body = form(part("overlap", b"0.5"), part("file", content, "my cells.tif"), part("model", "zellen µ".encode()))
+    places = sorted({0, *(min(cut, len(body)) for cut in cuts), len(body)})
+    chunks = [body[start:end] for start, end in pairwise(places)]
+    upload = post(chunks, FORM, tmp_path)
+    assert upload.path.read_bytes() == content
+    assert (upload.name, upload.fields) == ("my cells.tif", {"overlap": "0.5", "model": "zellen µ"})
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "error", "word"),
+    [
+        (b"", TIFF, BadParameter, "no file"),
+        (form(), FORM, BadParameter, "no file"),
+        (form(part("image", b"II*")), FORM, BadParameter, "no file"),
+        (form(part("file", b"a", "a"), part("file", b"b", "b")), FORM, BadParameter, "more than one"),
+        (form(part("file", b"a", "a"), part("x", b"1"), part("x", b"2")), FORM, BadParameter, "twice"),
+        (part("file", b"II*", "a"), FORM, BadParameter, "cut short"),
+        (form(part("image", b"I" * (FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
+        (form(*(part(str(n), b"1") for n in range(FIELDS + 1))), FORM, BadParameter, "fields"),
+        (b"nonsense", FORM, BadParameter, "broken"),
+        (b"--frontier\r\n" + b"a: b\r\n" * 5000, FORM, BadParameter, "broken"),
+        (b"x", {"content-type": "multipart/form-data"}, BadParameter, "boundary"),
+        (b"x", {"content-type": "multipart/form-data; boundary=" + "x" * 5000}, BadParameter, "cannot be read"),
+        (b"{}", {"content-type": "application/json"}, UnsupportedMedia, "application/json"),
+        (b"x", TIFF | {"content-encoding": "gzip"}, UnsupportedMedia, "gzip"),
+    ],
+)
+def test_body_that_is_no_upload_is_refused_with_a_reason(
+    tmp_path: Path, body: bytes, headers: dict[str, str], error: type[StackSegError], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        post([body], headers, tmp_path)
+
+
+def test_stated_length_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(TooLarge, match="100 bytes"):
+        post([], TIFF | {"content-length": "101"}, tmp_path, 100, gone=True)
+
+
+@pytest.mark.parametrize("headers", [TIFF, TIFF | {"content-length": "5"}, TIFF | {"content-length": "-5"}])
+def test_limit_holds_whatever_length_was_stated(tmp_path: Path, headers: dict[str, str]) -> None:
+    assert post([b"x" * 60, b"x" * 40], headers, tmp_path, 100).received == 100
+    with pytest.raises(TooLarge):
+        post([b"x" * 60, b"x" * 41], headers, tmp_path, 100)
+
+
+def test_limit_of_a_form_counts_the_file_alone(tmp_path: Path) -> None:
+    body = form(part("file", b"x" * 100, "a"), part("model", b"bands"))
+    assert post([body], FORM | {"content-length": str(len(body))}, tmp_path, 100).received == 100
+    with pytest.raises(TooLarge):
+        post([form(part("file", b"x" * 101, "a"))], FORM, tmp_path, 100)
+
+
+def test_client_that_leaves_early_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(Cancelled):
+        post([b"II*\0"], TIFF | {"content-length": "100"}, tmp_path, gone=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("cells.tif", "cells.tif"),
+        ("../../etc/passwd", "passwd"),
+        ("C:\\data\\a.tif", "a.tif"),
+        ("a\r\nb\0", "ab"),
+        ("", ""),
+    ],
+)
+def test_file_name_is_only_a_name(sent: str, kept: str) -> None:
+    assert plain_name(sent) == kept

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from service.schemas import Query, explain
+from service.volume import Options, Selection, VoxelSize
+
+
+def test_query_becomes_a_selection_and_options() -> None:
+    query = Query.model_validate(
+        {
+            "channel": "2",
+            "time": "1",
+            "axes": "tzcyx",
+            "voxel_size": "0.5, 0.2,0.2",
+            "output": "classes",
+            "sw_batch_size": "4",
+            "overlap": "0.5",
+        }
+    )
+    assert query.selection == Selection(2, 1, "TZCYX", VoxelSize(0.5, 0.2, 0.2))
+    assert query.options == Options("classes", 4, 0.5)
+
+
+def test_nothing_given_leaves_everything_to_file_and_operator() -> None:
+    assert Query().selection == Selection()
+    assert Query().options == Options()
+    assert Query.model_validate({"axes": "", "channel": ""}).selection == Selection()
+
+
+@pytest.mark.parametrize(("channel", "meaning"), [("0", 0), ("DAPI", "DAPI"), ("-1", "-1"), ("²", "²")])
+def test_channel_is_an_index_or_a_name(channel: str, meaning: int | str) -> None:
+    assert Query(channel=channel).selection.channel == meaning
+
+
+@given(st.dictionaries(st.sampled_from([*Query.model_fields, "zoom"]), st.text(max_size=20)))
+def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> None:
+    try:
+        query = Query.model_validate(given)
+    except ValidationError as error:
+        assert any(name in explain(error.errors()) for name in given)
+    else:
+        assert isinstance(query.selection, Selection)
+
+
+@pytest.mark.parametrize("text", ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", ",,"])
+def test_voxel_size_is_three_positive_numbers(text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query(voxel_size=text)
+    assert "voxel_size" in explain(caught.value.errors())
+    assert "0.5,0.2,0.2" in explain(caught.value.errors())
+
+
+@pytest.mark.parametrize("given", [{"zoom": 1}, {"overlap": 1}, {"time": -1}, {"output": "cells"}])
+def test_explanation_is_sentences(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query.model_validate(given)
+    sentence = explain(caught.value.errors())
+    assert next(iter(given)) in sentence
+    assert sentence.endswith(".")
