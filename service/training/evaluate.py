@@ -121,8 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=Path("models/nuclei"), help="model folder")
     parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
     parser.add_argument("--labels", type=Path, nargs="+", required=True, help="their truths, in the same order")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    segmenter = Segmenter(read_spec(options.model), read_settings(None, {"STACKSEG_ENGINE__KIND": "eager"}))
+    settings = read_settings(None, {"STACKSEG_ENGINE__KIND": "eager", "STACKSEG_DEVICE__THREADS": str(options.threads)})
+    segmenter = Segmenter(read_spec(options.model), settings)
     segmenter.warm_up()
     print(HEADER)
     for path, (image, truth) in zip(options.images, read_pairs(options.images, options.labels), strict=True):

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from service.formats import tiff
+from service.repository import ModelSpec
+from service.training.evaluate import HEADER, classical, main, mean_diameter, score
+from service.training.synthesis import synthesise
+from service.volume import Segmentation
+
+
+def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
+    """Objects 1, 2, ... that fill the planes x0 to x1 of a volume [4, 5, 40]."""
+    labels = np.zeros((4, 5, 40), np.uint16)
+    for number, (low, high) in enumerate(spans, start=1):
+        labels[:, :, low:high] = number
+    return labels
+
+
+def test_the_truth_scores_one_whatever_its_numbers() -> None:
+    truth = boxes((0, 10), (10, 20), (30, 40))
+    renumbered = np.array([0, 70000, 3, 12], np.uint32)[truth]
+    assert score(truth, renumbered) == (3, 3, 1.0, 1.0, 1.0, 0, 0)
+
+
+def test_an_object_shifted_by_a_fifth_matches_at_half_but_not_at_three_quarters() -> None:
+    result = score(boxes((0, 10), (20, 30)), boxes((2, 12), (20, 30)))
+    assert (result.f1, result.f1_strict) == (1.0, 0.5)
+    assert result.iou == pytest.approx((8 / 12 + 1) / 2)
+
+
+def test_a_split_object_leaves_its_larger_part() -> None:
+    result = score(boxes((0, 10), (20, 30)), boxes((0, 6), (6, 10), (20, 30)))
+    assert (result.true, result.found, result.splits, result.merges) == (2, 3, 1, 0)
+    assert result.f1 == pytest.approx(2 * 2 / 5)
+    assert result.iou == pytest.approx((0.6 + 1) / 2)
+
+
+def test_merged_halves_match_neither() -> None:
+    result = score(boxes((0, 10), (10, 20)), boxes((0, 20)))
+    assert (result.true, result.found, result.splits, result.merges) == (2, 1, 0, 1)
+    assert (result.f1, result.iou) == (0.0, 0.0)
+
+
+def test_nothing_found_and_nothing_there() -> None:
+    assert score(boxes((0, 10)), boxes()).f1 == 0
+    assert score(boxes(), boxes((0, 10))).f1 == 0
+    assert score(boxes(), boxes()).f1 == 1
+
+
+def test_a_volume_without_background_is_counted_too() -> None:
+    assert score(boxes((0, 20), (20, 40)), boxes((0, 20), (20, 40))).true == 2
+
+
+def test_the_mean_diameter_is_that_of_spheres() -> None:
+    z, y, x = np.ogrid[:31, :31, :31]
+    ball = ((z - 15) ** 2 + (y - 15) ** 2 + (x - 15) ** 2 <= 100).astype(np.uint8)
+    assert mean_diameter(ball) == pytest.approx(20, rel=0.02)
+
+
+def test_the_classical_method_tells_bright_balls_apart() -> None:
+    z, y, x = np.ogrid[:30, :40, :60]
+    truth = np.zeros((30, 40, 60), np.uint8)
+    for number, centre in enumerate([(15, 20, 15), (15, 20, 31), (15, 20, 52)], start=1):
+        truth[(z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2 <= 64] = number
+    image = 100 + 900 * (truth > 0) + np.random.default_rng(0).normal(0, 30, truth.shape)
+    result = score(truth, classical(image, 16))
+    assert (result.f1, result.found) == (1.0, 3)
+
+
+def test_the_command_prints_a_row_for_the_model_and_one_for_the_classical_method(
+    random_nuclei: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, labels = synthesise(np.random.default_rng(0), (16, 32, 32))
+    paths = {}
+    for name, pixels in (("nuclei", image), ("nuclei_truth", labels)):
+        paths[name] = str(tmp_path / f"{name}.tif")
+        tiff.write(Segmentation(pixels, "labels"), Path(paths[name]))
+    main(["--model", str(random_nuclei.folder), "--images", paths["nuclei"], "--labels", paths["nuclei_truth"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert "\n".join(lines[:2]) == HEADER
+    assert [line.split(" | ")[1] for line in lines[2:]] == [random_nuclei.identifier, "classical"]
+    assert all(int(line.split(" | ")[2]) == len(np.unique(labels)) - 1 for line in lines[2:])

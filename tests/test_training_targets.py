@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.ndimage import label, maximum_filter
+from torch import from_numpy
+
+from service.postprocess import decode_instances
+from service.training.evaluate import score
+from service.training.synthesis import synthesise
+from service.training.targets import distance_target
+
+
+def ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:
+    grid = np.ogrid[tuple(slice(edge) for edge in size)]
+    inside = sum(((axis - edge // 2) / r) ** 2 for axis, edge, r in zip(grid, size, radii, strict=True)) <= 1
+    return np.asarray(inside, np.uint16)
+
+
+@pytest.mark.parametrize("radii", [(8, 8, 8), (4, 8, 8), (3, 6, 17)])
+def test_an_ellipsoid_has_its_one_maximum_in_the_centre(radii: tuple[float, float, float]) -> None:
+    labels = ellipsoid(radii)
+    target = distance_target(labels)
+    summits = (target == maximum_filter(target, 3)) & (labels > 0)
+    assert label(summits, np.ones((3, 3, 3)))[1] == 1
+    assert target[10, 20, 20] == target.max() == pytest.approx(1, abs=1e-3)
+
+
+def test_it_lies_between_zero_outside_and_one() -> None:
+    _, labels = synthesise(np.random.default_rng(0), (24, 48, 48))
+    target = distance_target(labels)
+    assert target.dtype == np.float32
+    assert np.array_equal(target > 0, labels > 0)
+    assert target.max() <= 1
+
+
+def test_it_is_low_where_two_objects_touch() -> None:
+    labels = ellipsoid((8, 8, 16))
+    labels[:, :, 20:] *= 2
+    target = distance_target(labels)
+    assert target[10, 20, 19:21].max() < 0.25
+    assert min(target[labels == n].max() for n in (1, 2)) > 0.8
+
+
+def test_no_object_gives_zeros() -> None:
+    assert not distance_target(np.zeros((4, 5, 6), np.uint16)).any()
+
+
+def test_decoding_the_target_gives_the_labels_back() -> None:
+    labels = np.zeros((24, 64, 64), np.uint16)
+    for number, corner in enumerate([(1, 2, 3), (1, 20, 8), (3, 40, 40), (2, 19, 26)], start=1):
+        box = tuple(slice(c, c + edge) for c, edge in zip(corner, (19, 19, 19), strict=True))
+        region = labels[box]
+        region[(ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
+    heights = np.where(labels > 0, distance_target(labels), -np.inf).astype(np.float32)
+    decoded, count = decode_instances(from_numpy(np.pad(heights, 1, constant_values=-np.inf)), 0.1, 8)
+    assert count == 4
+    assert score(labels, decoded).iou > 0.98

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from service.errors import BadParameter
+from service.formats import tiff
+from service.networks import ShuffleUNet
+from service.training.examples import Percentiles, Pool, batch
+from service.training.synthesis import synthesise
+from service.training.train import Schedule, loss, read_pairs, save, train
+from service.volume import Segmentation
+
+
+def network() -> ShuffleUNet:
+    torch.manual_seed(0)
+    return ShuffleUNet(1, 2, widths=(8, 12))
+
+
+def perfect(targets: torch.Tensor) -> torch.Tensor:
+    """Scores whose sigmoid is the target."""
+    return torch.logit(targets, eps=1e-6)
+
+
+@pytest.fixture
+def targets() -> torch.Tensor:
+    foreground = torch.zeros(1, 1, 8, 8, 8)
+    foreground[..., 2:6, 2:6, 2:6] = 1
+    return torch.cat([foreground, foreground * 0.6], dim=1)
+
+
+def test_the_loss_vanishes_for_a_perfect_prediction(targets: torch.Tensor) -> None:
+    assert loss(perfect(targets), targets) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("channel", [0, 1])
+def test_the_loss_rises_when_either_output_is_wrong(targets: torch.Tensor, channel: int) -> None:
+    scores = perfect(targets)
+    scores[:, channel] *= -1
+    assert loss(scores, targets) > 0.1
+
+
+def test_the_learning_rate_rises_and_then_falls() -> None:
+    schedule = Schedule(learning_rate=1e-2)
+    rates = [schedule.rate(progress) for progress in (0, 0.02, 0.05, 0.5, 0.9, 1)]
+    assert rates[2] == max(rates) == 1e-2
+    assert rates[:3] == sorted(rates[:3])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] > 0
+
+
+def test_a_few_steps_on_one_batch_lower_the_loss() -> None:
+    pool = Pool(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 1, 0)
+    images, targets = batch(pool, np.random.default_rng(0), 2, 16)
+    pool.close()
+    model = network()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values = []
+    for _ in range(16):
+        optimiser.zero_grad()
+        value = loss(model(images), targets)
+        value.backward()
+        optimiser.step()
+        values.append(float(value.detach()))
+    assert values[-1] < 0.8 * values[0]
+
+
+def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
+    pool = Pool(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 2, 0)
+    start = network()
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16), 0, tmp_path)
+    pool.close()
+    assert not trained.training
+    stored = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in trained.state_dict().items())
+    assert not torch.equal(stored["head.weight"], before["head.weight"])
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_saved_weights_load_again(tmp_path: Path) -> None:
+    model = network()
+    save(model, tmp_path)
+    ShuffleUNet(1, 2, widths=(8, 12)).load_state_dict(load_file(tmp_path / "weights.safetensors"))
+
+
+def test_pairs_must_fit(tmp_path: Path) -> None:
+    paths = []
+    for depth in (4, 5):
+        paths.append(tmp_path / f"{depth}.tif")
+        tiff.write(Segmentation(np.ones((depth, 6, 7), np.uint16), "labels"), paths[-1])
+    (image, labels), *_ = read_pairs(paths[:1], paths[:1])
+    assert image.shape == labels.shape == (4, 6, 7)
+    with pytest.raises(BadParameter, match="differ in shape"):
+        read_pairs(paths[:1], paths[1:])
+    with pytest.raises(BadParameter, match="2 images and 1 labels"):
+        read_pairs(paths, paths[:1])
