@@ -107,7 +107,7 @@ class Segmentation:
 
 
 def label_dtype(count: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that numbers `count` objects; viewers show both as labels."""
+    """The smallest of uint16 and uint32 that numbers `count` objects."""
     return np.dtype(np.uint16 if count <= np.iinfo(np.uint16).max else np.uint32)
 
 
