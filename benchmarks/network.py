@@ -1,0 +1,109 @@
+"""How fast one model's network runs here, by engine and batch size, and how far that is from what the machine can do.
+
+python benchmarks/network.py [--model models/nuclei] [--threads 1] [--batch-sizes 1 2 4] [--calls 10]
+
+Milliseconds are the least of all calls, per window. CPU milliseconds are those of all threads together; on a machine
+shared with other work they, with one thread, are the ones to trust. The share of the peak is the network's arithmetic
+(multiplications and additions of the model as it is written) per second, over that of a large matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from service import hardware
+from service.engine import compiled, precision
+from service.engine.prepare import prepare
+from service.networks import Network, load
+from service.repository import read_spec
+
+ROOT = Path(__file__).resolve().parent.parent
+MATRIX = 2048
+
+
+class Timing(NamedTuple):
+    """Least seconds of one call: by the clock, and of all threads together."""
+
+    wall: float
+    cpu: float
+
+
+def least(call: Callable[[], object], calls: int, device: torch.device) -> Timing:
+    """The fastest of `calls` calls, after three that are not counted."""
+    for _ in range(3):
+        call()
+    walls, cpus = [], []
+    for _ in range(calls):
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return Timing(min(walls), min(cpus))
+
+
+def matrix_peak(dtype: torch.dtype, calls: int, device: torch.device) -> float:
+    """FLOP per second of a square matrix product."""
+    a, b = (torch.rand(MATRIX, MATRIX, device=device).to(dtype) for _ in range(2))
+    timing = least(lambda: a @ b, calls, device)
+    # With one thread CPU seconds leave out what other processes took; with more they count each thread.
+    seconds = timing.cpu if device.type == "cpu" and torch.get_num_threads() == 1 else timing.wall
+    return 2 * MATRIX**3 / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=(1, 2, 4))
+    parser.add_argument("--calls", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    spec = read_spec(options.model)
+    network = load(spec)
+    device = hardware.choose_device(options.device)
+    dtype = precision.choose("auto", hardware.native_precisions(device)).dtype
+    window = (spec.input.channels, *spec.input.roi_size)
+    with torch.inference_mode():
+        with FlopCounterMode(display=False) as counter:
+            network(torch.zeros(1, *window))
+        gflop = counter.get_total_flops() / 1e9
+        peak = {kind: matrix_peak(kind, options.calls, device) for kind in {torch.float32, dtype}}
+    print(f"{hardware.device_name(device)}, {options.threads} threads, torch {torch.__version__}")
+    print(f"{spec.identifier}, window {spec.input.roi_size}: {gflop:.1f} GFLOP")
+    print(", ".join(f"matrix product {kind}: {value / 1e9:.0f} GFLOP/s" for kind, value in peak.items()))
+    print("\n| network | batch | ms | CPU ms | share of the peak |\n|---|---|---|---|---|")
+
+    def row(name: str, run: Network, x: Tensor, mode: torch.dtype) -> None:
+        with torch.inference_mode():
+            timing = least(lambda: run(x), options.calls, device)
+        seconds = timing.cpu if device.type == "cpu" and options.threads == 1 else timing.wall
+        share = gflop * 1e9 * len(x) / seconds / peak[mode]
+        wall, cpu = (value * 1000 / len(x) for value in timing)
+        print(f"| {name} | {len(x)} | {wall:.0f} | {cpu:.0f} | {share:.0%} |", flush=True)
+
+    plain = load(spec).to(device)
+    laid_out = prepare(network, device, dtype, torch.channels_last_3d)
+    mode = "reduce-overhead" if device.type == "cuda" else "default"
+    for batch_size in options.batch_sizes:
+        x = torch.rand(batch_size, *window, device=device)
+        row("eager float32, contiguous, as loaded", plain, x, torch.float32)
+        x = x.to(dtype).to(memory_format=torch.channels_last_3d)
+        row(f"eager {dtype}, channels-last, folded", laid_out, x, dtype)
+        torch.compiler.reset()
+        run = compiled.make(laid_out, mode, freeze=device.type == "cpu")
+        row(f"compiled {dtype}, channels-last, folded", run, x, dtype)
+
+
+if __name__ == "__main__":
+    main()
