@@ -123,10 +123,10 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         # The runtime ends requests itself, with an answer; this is for those that then still hang.
         timeout_graceful_shutdown=round(settings.server.drain_seconds) + 5,
     )
-    # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: None)
     with listen(host, port) as listener:
+        # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: None)
         sys.stdout.write(f"StackSeg listens on {address_of(listener)}\n")
         sys.stdout.flush()
         Server(config, runtime).run(sockets=[listener])

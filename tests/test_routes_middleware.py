@@ -9,7 +9,7 @@ from service.routes.middleware import Lingering
 def exchange(
     messages: list[Any], status: int, headers: dict[str, str] | None = None, read: int = 0, seconds: float = 10
 ) -> tuple[int, int]:
-    """What is left of the body's messages when an application that reads `read` of them answers, and the status sent."""
+    """How many messages of a body are left when an application has read `read` of them and answers, and the status."""
     pending, left = list(messages), []
 
     async def receive() -> Any:

@@ -41,11 +41,10 @@ def test_channel_is_an_index_or_a_name(channel: str, meaning: int | str) -> None
 @given(st.dictionaries(st.sampled_from([*Query.model_fields, "zoom"]), st.text(max_size=20)))
 def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> None:
     try:
-        query = Query.model_validate(given)
+        outcome = str(Query.model_validate(given).selection)
     except ValidationError as error:
-        assert any(name in explain(error.errors()) for name in given)
-    else:
-        assert isinstance(query.selection, Selection)
+        outcome = explain(error.errors())
+    assert outcome.startswith("Selection(") or any(name in outcome for name in given)
 
 
 @pytest.mark.parametrize("text", ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", ",,"])

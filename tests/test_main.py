@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from live import as_tiff
+
+from service.__main__ import is_public, main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config(bands_repository: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu, threads: 1}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def stack(phantom: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "stack.tif"
+    path.write_bytes(as_tiff(phantom.image))
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_models_are_listed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "--config", config) == 0
+    assert "bands/1" in capsys.readouterr().out
+    assert run("models", "--config", config, "--json") == 0
+    (model,) = json.loads(capsys.readouterr().out)
+    assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
+
+
+def test_file_is_segmented_without_a_service(
+    config: Path, stack: Path, phantom: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "classes.tif"
+    assert run("segment", stack, result, "--config", config, "--overlap", "0.5", "--sw-batch-size", "1") == 0
+    told = capsys.readouterr().out
+    for word in ("bands/1", "read", "windows", "write"):
+        assert word in told
+    assert np.mean(tifffile.imread(result) == phantom.classes) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--overlap", "2"], "overlap"),
+        (["--overlap", "0.9"], "overlap"),
+        (["--model", "livers"], "livers"),
+        (["--axes", "CYX"], "channel"),
+        (["--voxel-size", "1"], "voxel_size"),
+    ],
+)
+def test_refusal_is_one_line_and_status_one(
+    config: Path, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert run("segment", stack, tmp_path / "out.tif", "--config", config, *arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stackseg: ")
+    assert word in line
+    assert not (tmp_path / "out.tif").exists()
+
+
+def test_missing_input_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("segment", tmp_path / "nowhere.tif", tmp_path / "out.tif", "--config", config) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nowhere.tif" in line
+
+
+@pytest.mark.parametrize("text", ["windows: {overlop: 1}", "windows: 3", "no yaml: ["])
+def test_configuration_that_is_not_understood_is_status_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert run("models", "--config", path) == 2
+    assert capsys.readouterr().err.startswith("stackseg: ")
+
+
+def test_service_that_cannot_listen_says_so(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--config", config, "--host", "192.0.2.1", "--port", "1") == 2
+    assert "192.0.2.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("gpu-host", True)],
+)
+def test_public_addresses_are_told_apart(host: str, public: bool) -> None:
+    assert is_public(host) == public
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"]])
+def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "service", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from fakes import FakeSegmenter, until
+from live import as_tiff
+from starlette.testclient import TestClient
+
+from service.app import create_app
+from service.config import Settings
+from service.metrics import Stages
+from service.routes.segment import NOTE_LETTERS, answer_name, headers_of
+from service.runtime import Runtime
+from service.segmenter import Result
+from service.volume import Segmentation, VoxelSize
+
+TIFF = {"Content-Type": "image/tiff"}
+STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+
+
+def start(folder: Path, scratch: Path, **limits: Any) -> TestClient:
+    settings = Settings.model_validate(
+        {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": limits}
+    )
+    app = create_app(settings)
+    app.state.runtime = Runtime(settings, FakeSegmenter)
+    return TestClient(app)
+
+
+@pytest.fixture(scope="module")
+def client(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with start(bands_repository, tmp_path_factory.mktemp("scratch")) as running:
+        until(lambda: runtime_of(running).obstacles() == ())
+        yield running
+
+
+def runtime_of(client: TestClient) -> Runtime:
+    return client.app.state.runtime
+
+
+def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) -> None:
+    response = client.post("/segment", content=STACK, headers=TIFF)
+    assert response.status_code == 200
+    with tifffile.TiffFile(io.BytesIO(response.content)) as file:
+        assert np.array_equal(file.asarray(), np.ones((3, 8, 8)))
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
+    assert response.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("query", "word"),
+    [
+        ("overlop=1", "overlop"),
+        ("overlap=0.1&overlap=0.2", "twice"),
+        ("overlap=nan", "overlap"),
+        ("overlap=0.9", "0.75"),
+        ("sw_batch_size=33", "32"),
+        ("output=labels", "output=classes"),
+        ("voxel_size=1,2,inf", "voxel_size"),
+        ("time=99999999999999999999999x", "time"),
+        ("channel=" + "x" * 300, "channel"),
+    ],
+)
+def test_bad_parameter_is_refused_before_the_body_is_looked_at(client: TestClient, query: str, word: str) -> None:
+    response = client.post(f"/segment?{query}", content=b"not a TIFF", headers=TIFF)
+    assert response.status_code == 422
+    assert word in response.json()["detail"]
+
+
+def test_form_fields_are_parameters_and_blank_ones_are_not(client: TestClient) -> None:
+    file = {"file": ("a.tif", STACK, "image/tiff")}
+    filled = client.post("/segment", files=file, data={"voxel_size": "3,2,1", "model": "", "channel": ""})
+    assert filled.headers["x-stackseg-voxel-size"] == "3,2,1"
+    unknown = client.post("/segment", files=file, data={"voxels": "3,2,1"})
+    assert (unknown.status_code, "'voxels'" in unknown.json()["detail"]) == (422, True)
+    twice = client.post("/segment?overlap=0.1", files=file, data={"overlap": "0.2"})
+    assert (twice.status_code, "twice" in twice.json()["detail"]) == (422, True)
+    beyond = client.post("/segment", files=file, data={"overlap": "0.9"})
+    assert (beyond.status_code, "0.75" in beyond.json()["detail"]) == (422, True)
+    assert client.post("/segment", files=file, data={"model": "livers"}).status_code == 404
+
+
+def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, request_seconds=2) as client:
+        runtime = runtime_of(client)
+        until(lambda: runtime.obstacles() == ())
+        fake: Any = runtime.segmenter(None)
+        fake.gate.clear()
+        response = client.post("/segment", content=STACK, headers=TIFF)
+        assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
+        until(lambda: runtime.queue.running is None)
+        assert list(runtime.scratch.iterdir()) == []
+        fake.gate.set()
+        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+
+
+def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path) as client:
+        runtime = runtime_of(client)
+        until(lambda: runtime.obstacles() == ())
+        fake: Any = runtime.segmenter(None)
+        fake.gate.clear()
+        answers: list[Any] = []
+
+        def post() -> None:
+            answers.append(client.post("/segment", content=STACK, headers=TIFF))
+
+        threads = [threading.Thread(target=post) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: runtime.queue.waiting == 1)
+        runtime.queue.cancel_all()
+        for thread in threads:
+            thread.join(20)
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert {answer.json()["type"] for answer in answers} == {"urn:stackseg:problem:not-ready"}
+
+
+def result(notes: tuple[str, ...] = (), **facts: Any) -> Result:
+    return Result(Segmentation(np.zeros((1, 1, 1), np.uint16), "labels", **facts), {}, notes)
+
+
+def test_notes_reach_the_client_as_plain_text() -> None:
+    notes = ("0.2 µm per voxel.", "Channel 'ß\r\nX-Evil: 1\x7f'.")
+    header = headers_of("nuclei/1", result(notes), Stages())["X-StackSeg-Note"]
+    assert header == "0.2 um per voxel. Channel '?  X-Evil: 1 '."
+    assert header.isascii()
+    assert header.isprintable()
+    assert len(headers_of("nuclei/1", result(("x" * 10_000,)), Stages())["X-StackSeg-Note"]) == NOTE_LETTERS
+
+
+def test_headers_say_only_what_is_known() -> None:
+    assert headers_of("nuclei/1", result(), Stages()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
+    known = headers_of("nuclei/1", result(count=3, voxel_size=VoxelSize(0.5, 0.1, 1e-7)), Stages())
+    assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-07")
+
+
+def test_server_timing_is_in_milliseconds() -> None:
+    stages = Stages()
+    stages.add("windows", 1.2345)
+    first, last = headers_of("nuclei/1", result(), stages)["Server-Timing"].split(", ")
+    assert first == "windows;dur=1234.5"
+    assert last.startswith("total;dur=")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("embryo.tif", "embryo_labels.ome.tif"),
+        ("embryo.ome.TIFF", "embryo_labels.ome.tif"),
+        ("embryo.day2.tif", "embryo.day2_labels.ome.tif"),
+        ("embryo", "embryo_labels.ome.tif"),
+        (".tif", "stack_labels.ome.tif"),
+        ("", "stack_labels.ome.tif"),
+    ],
+)
+def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
+    assert answer_name(name, "labels") == answer
