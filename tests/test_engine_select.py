@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from service import config
-from service.engine import compiled, select
+from service.engine import select
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 
@@ -111,11 +110,3 @@ def test_without_a_compiler_the_model_still_runs(tmp_path):
     command = [sys.executable, "-c", NO_COMPILER]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    compiled.use_cache(Path("a/cache"))
-    assert (tmp_path / "a" / "cache").is_dir()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "a" / "cache")

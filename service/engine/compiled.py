@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch._inductor import list_mode_options
 
 from service.networks import Network
@@ -18,11 +19,25 @@ def make(module: nn.Module, mode: str, *, freeze: bool) -> Network:
     A module that does not become one graph is such an error too: its pieces would run eagerly and be called compiled.
 
     mode    a mode of torch.compile: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-    freeze  weights become constants: convolutions are repacked for the CPU's kernels once, not at every call
+    freeze  weights become constants: convolutions are repacked for the CPU's kernels once, and fused with what follows
     """
-    options = dict(list_mode_options(mode)) | ({"freezing": True} if freeze else {})
+    options = dict(list_mode_options(mode))
     compiled: Network = torch.compile(module, fullgraph=True, dynamic=False, options=options)
-    return compiled
+    return _frozen(compiled) if freeze else compiled
+
+
+def _frozen(compiled: Network) -> Network:
+    """Calls with freezing switched on.
+
+    It must be on while the module is traced, which happens in the first call, before the options of torch.compile are
+    in force: given as one of them, freezing silently does nothing.
+    """
+
+    def call(x: Tensor) -> Tensor:
+        with inductor.patch(freezing=True):
+            return compiled(x)
+
+    return call
 
 
 def use_cache(folder: Path) -> None:

@@ -1,0 +1,53 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from service.engine import compiled
+
+X = torch.rand(2, 2, 8, 8, 8)
+
+
+class Spy(nn.Module):
+    """A convolution whose Python code says when it runs uncompiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv3d(2, 4, 3, padding=1)
+        self.eager_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.eager_calls += 1
+        return torch.relu(self.convolution(x))
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return Spy().eval().requires_grad_(requires_grad=False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("freeze", [True, False])
+def test_compiled_scores_are_those_of_the_module(module, freeze):
+    counters.clear()
+    network = compiled.make(module, "default", freeze=freeze)
+    scores = [network(X), network(X)]
+    assert module.eager_calls == 0
+    for got in scores:
+        torch.testing.assert_close(got, module(X))
+    packed = counters["inductor"]["mkldnn_conv_weight_pack_matcher_count"]
+    if torch.backends.mkldnn.is_available():
+        assert packed == (1 if freeze else 0)
+
+
+def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    compiled.use_cache(Path("a/cache"))
+    assert (tmp_path / "a" / "cache").is_dir()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "a" / "cache")
