@@ -32,7 +32,8 @@ from service.worker import Worker
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
 READERS = 2
-JOIN_SECONDS = 10.0
+# What computes stops before its next batch of windows; what compiles cannot be stopped, and is not waited for.
+JOIN_SECONDS = 4.0
 FOLDER_PREFIX = "stackseg-"
 
 State = Literal["loading", "ready", "failed"]

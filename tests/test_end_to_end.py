@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import tifffile
@@ -171,6 +172,16 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=2).image)).status_code == 200
 
 
+def test_client_that_still_sends_hears_why_it_is_refused(live: Live) -> None:
+    body = bytes(20_000_000)
+    head = f"POST /segment?overlop=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((live.host, live.port)) as connection:
+        connection.sendall(head.encode() + body)
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 422 ")
+    assert b"overlop" in answer
+
+
 def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
     head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: 9000000\r\n\r\nII*\0"
     with socket.create_connection((live.host, live.port)) as connection:
@@ -293,7 +304,9 @@ def test_hostile_files_never_harm_the_service(live: Live, phantom: Any) -> None:
     assert live.segment(as_tiff(phantom.image)).status_code == 200
 
 
-def test_command_line_serves_until_it_is_told_to_stop(bands_repository: Path, phantom: Any, tmp_path: Path) -> None:
+def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
+    bands_repository: Path, phantom: Any, phantom_maker: Any, tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -313,6 +326,13 @@ def test_command_line_serves_until_it_is_told_to_stop(bands_repository: Path, ph
         )  # fmt: skip
         assert done.returncode == 0
         assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
+        larger = as_tiff(phantom_maker((48, 160, 160), seed=1).image)
+        with ThreadPoolExecutor(1) as pool:
+            headers = {"Content-Type": "image/tiff"}
+            running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=headers, timeout=60)
+            until(lambda: list(scratch.glob("*/*/upload.tif")) != [], 20)
+            process.send_signal(signal.SIGTERM)
+            assert running.result().status_code == 200, running.result().text
     finally:
         process.send_signal(signal.SIGTERM)
         status = process.wait(60)
