@@ -20,6 +20,7 @@ def exchange(
     async def send(message: Any) -> None:
         left.append(len(pending))
         sent.append(message["status"])
+        closed.append((b"connection", b"close") in message["headers"])
 
     async def app(_scope: Any, listen: Any, answer: Any) -> None:
         for _ in range(read):
@@ -27,8 +28,10 @@ def exchange(
         await answer({"type": "http.response.start", "status": status, "headers": []})
 
     sent: list[int] = []
+    closed: list[bool] = []
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     asyncio.run(Lingering(app, seconds)({"type": "http", "headers": raw}, receive, send))
+    assert closed == [left == [0] and messages[-1].get("more_body", False)]
     return left[0], sent[0]
 
 

@@ -84,7 +84,7 @@ class Lingering:
                         while not complete:
                             await listen()
                 except TimeoutError:
-                    pass
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         await self._app(scope, listen, answer)
