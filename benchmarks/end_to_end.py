@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--overlap", type=float, default=0.25, help="for both sides")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         numbers = report(measure(options, Path(folder)), options)
     if options.json is not None:
         options.json.write_text(json.dumps(numbers, indent=1, default=str))

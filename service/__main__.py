@@ -99,7 +99,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter(explain(error.errors())) from error
     spec = _choose(settings, query.model)
     stages = Stages()
-    with tempfile.TemporaryDirectory(prefix="stackseg-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="segment-") as scratch:
         with stages.measure("read"):
             volume = tiff.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
         with stages.measure("load"):
