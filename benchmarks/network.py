@@ -10,13 +10,16 @@ shared with other work they, with one thread, are the ones to trust. The share o
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from service import hardware
@@ -27,6 +30,14 @@ from service.repository import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = 2048
+
+
+class Row(NamedTuple):
+    """One way to run the network, on one batch."""
+
+    name: str
+    run: Network
+    x: Tensor
 
 
 class Timing(NamedTuple):
@@ -51,13 +62,30 @@ def least(call: Callable[[], object], calls: int, device: torch.device) -> Timin
     return Timing(min(walls), min(cpus))
 
 
+def trusted(timing: Timing, device: torch.device) -> float:
+    """With one thread CPU seconds leave out what other processes took; with more they count each thread."""
+    return timing.cpu if device.type == "cpu" and torch.get_num_threads() == 1 else timing.wall
+
+
 def matrix_peak(dtype: torch.dtype, calls: int, device: torch.device) -> float:
     """FLOP per second of a square matrix product."""
     a, b = (torch.rand(MATRIX, MATRIX, device=device).to(dtype) for _ in range(2))
-    timing = least(lambda: a @ b, calls, device)
-    # With one thread CPU seconds leave out what other processes took; with more they count each thread.
-    seconds = timing.cpu if device.type == "cpu" and torch.get_num_threads() == 1 else timing.wall
-    return 2 * MATRIX**3 / seconds
+    return 2 * MATRIX**3 / trusted(least(lambda: a @ b, calls, device), device)
+
+
+def variants(
+    network: nn.Module, window: tuple[int, ...], dtype: torch.dtype, batch_size: int, device: torch.device
+) -> Iterator[Row]:
+    """The network as a plain script runs it, as the eager engine does, and as the compiled engine does."""
+    x = torch.rand(batch_size, *window, device=device)
+    yield Row("eager float32, contiguous, as loaded", copy.deepcopy(network).to(device), x)
+    laid_out = prepare(network, device, dtype, torch.channels_last_3d)
+    x = x.to(dtype).to(memory_format=torch.channels_last_3d)
+    yield Row(f"eager {dtype}, channels-last, folded", laid_out, x)
+    torch.compiler.reset()
+    on_cpu = device.type == "cpu"
+    run = compiled.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
+    yield Row(f"compiled {dtype}, channels-last, folded", run, x)
 
 
 def main() -> None:
@@ -74,35 +102,25 @@ def main() -> None:
     device = hardware.choose_device(options.device)
     dtype = precision.choose("auto", hardware.native_precisions(device)).dtype
     window = (spec.input.channels, *spec.input.roi_size)
-    with torch.inference_mode():
-        with FlopCounterMode(display=False) as counter:
-            network(torch.zeros(1, *window))
-        gflop = counter.get_total_flops() / 1e9
-        peak = {kind: matrix_peak(kind, options.calls, device) for kind in {torch.float32, dtype}}
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        network(torch.zeros(1, *window))
+    gflop = counter.get_total_flops() / 1e9
     print(f"{hardware.device_name(device)}, {options.threads} threads, torch {torch.__version__}")
     print(f"{spec.identifier}, window {spec.input.roi_size}: {gflop:.1f} GFLOP")
-    print(", ".join(f"matrix product {kind}: {value / 1e9:.0f} GFLOP/s" for kind, value in peak.items()))
-    print("\n| network | batch | ms | CPU ms | share of the peak |\n|---|---|---|---|---|")
-
-    def row(name: str, run: Network, x: Tensor, mode: torch.dtype) -> None:
+    peaks: dict[torch.dtype, float] = {}
+    rows: list[tuple[Row, Timing]] = []
+    for row in chain.from_iterable(variants(network, window, dtype, b, device) for b in options.batch_sizes):
         with torch.inference_mode():
-            timing = least(lambda: run(x), options.calls, device)
-        seconds = timing.cpu if device.type == "cpu" and options.threads == 1 else timing.wall
-        share = gflop * 1e9 * len(x) / seconds / peak[mode]
-        wall, cpu = (value * 1000 / len(x) for value in timing)
-        print(f"| {name} | {len(x)} | {wall:.0f} | {cpu:.0f} | {share:.0%} |", flush=True)
-
-    plain = load(spec).to(device)
-    laid_out = prepare(network, device, dtype, torch.channels_last_3d)
-    mode = "reduce-overhead" if device.type == "cuda" else "default"
-    for batch_size in options.batch_sizes:
-        x = torch.rand(batch_size, *window, device=device)
-        row("eager float32, contiguous, as loaded", plain, x, torch.float32)
-        x = x.to(dtype).to(memory_format=torch.channels_last_3d)
-        row(f"eager {dtype}, channels-last, folded", laid_out, x, dtype)
-        torch.compiler.reset()
-        run = compiled.make(laid_out, mode, freeze=device.type == "cpu")
-        row(f"compiled {dtype}, channels-last, folded", run, x, dtype)
+            rows.append((row, least(partial(row.run, row.x), options.calls, device)))
+            # Measured again beside every row, so that a moment in which the machine was busy does not lower it.
+            peaks[row.x.dtype] = max(peaks.get(row.x.dtype, 0), matrix_peak(row.x.dtype, options.calls, device))
+    print(", ".join(f"matrix product {kind}: {value / 1e9:.0f} GFLOP/s" for kind, value in peaks.items()))
+    print("\n| network | batch | ms | CPU ms | share of the peak |\n|---|---|---|---|---|")
+    for row, timing in rows:
+        windows = len(row.x)
+        share = gflop * 1e9 * windows / trusted(timing, device) / peaks[row.x.dtype]
+        wall, cpu = (value * 1000 / windows for value in timing)
+        print(f"| {row.name} | {windows} | {wall:.0f} | {cpu:.0f} | {share:.0%} |")
 
 
 if __name__ == "__main__":
