@@ -12,7 +12,7 @@ from service.formats import tiff
 from service.networks import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.synthesis import synthesise
-from service.training.train import Schedule, loss, read_pairs, save, train
+from service.training.train import Schedule, loss, measure_statistics, read_pairs, save, train
 from service.volume import Segmentation
 
 
@@ -69,11 +69,25 @@ def test_a_few_steps_on_one_batch_lower_the_loss() -> None:
     assert values[-1] < 0.8 * values[0]
 
 
+def test_batch_statistics_are_plain_means_over_the_batches() -> None:
+    pool = Pool(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 2, 0)
+    norm = torch.nn.BatchNorm3d(1).eval()
+    norm.running_mean.fill_(7)
+    schedule = Schedule(batch_size=2, edge=16, statistics=5)
+    measure_statistics(norm, pool, schedule, np.random.default_rng(3))
+    rng = np.random.default_rng(3)
+    means = [float(batch(pool, rng, 2, 16)[0].mean()) for _ in range(5)]
+    pool.close()
+    assert float(norm.running_mean) == pytest.approx(np.mean(means), abs=1e-5)
+    assert not norm.training
+    assert norm.momentum == torch.nn.BatchNorm3d(1).momentum
+
+
 def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     pool = Pool(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 2, 0)
     start = network()
     before = {name: value.clone() for name, value in start.state_dict().items()}
-    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16), 0, tmp_path)
+    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=2), 0, tmp_path)
     pool.close()
     assert not trained.training
     stored = load_file(tmp_path / "weights.safetensors")

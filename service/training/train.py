@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,6 +40,7 @@ class Schedule:
     learning_rate   at its highest
     batch_size      crops per step, cubes of `edge` voxels
     averaging       decay per step of the moving average of the weights, which is what is kept
+    statistics      batches over which the statistics of batch normalisation are measured at the end
     """
 
     minutes: float = 30.0
@@ -47,6 +49,7 @@ class Schedule:
     batch_size: int = 4
     edge: int = 48
     averaging: float = 0.998
+    statistics: int = 80
 
     def rate(self, progress: float) -> float:
         """Learning rate at `progress` (0 to 1) through the budget."""
@@ -94,6 +97,7 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
             saved = time.monotonic()
             save(average, folder)
             log.info("%5.1f %%  step %d  loss %.4f", 100 * progress, step, recent)
+    measure_statistics(average, pool, schedule, rng)
     save(average, folder)
     log.info("done  step %d  loss %.4f", step, recent)
     return average
@@ -106,6 +110,27 @@ def _step(network: nn.Module, optimiser: torch.optim.Optimizer, images: Tensor, 
     nn.utils.clip_grad_norm_(network.parameters(), 2.0)
     optimiser.step()
     return float(value.detach())
+
+
+@torch.no_grad()
+def measure_statistics(network: nn.Module, pool: Pool, schedule: Schedule, rng: Generator) -> None:
+    """Set the statistics of batch normalisation to plain means over many batches, for the weights as they are now.
+
+    What accumulates during training are means over the last ten batches or so, of weights that were not averaged: so
+    noisy that outlines grow and shrink from one minute to the next (Izmailov et al. 2018 do the same).
+    """
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm3d)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    network.train()
+    for _ in range(schedule.statistics):
+        images, _ = batch(pool, rng, schedule.batch_size, schedule.edge)
+        network(images.to(memory_format=torch.channels_last_3d))
+    network.eval()
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
 
 
 @torch.no_grad()
