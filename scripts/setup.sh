@@ -34,7 +34,7 @@ bootstrap_pip() {
   local python=$1 wheel
   "$python" -m venv --without-pip .venv
   mkdir -p .cache/pip-package
-  (cd .cache/pip-package && apt-get download python3-pip-whl && dpkg-deb -x python3-pip-whl_*.deb .) || {
+  (cd .cache/pip-package && apt-get -qq -o APT::Sandbox::User=root download python3-pip-whl && dpkg-deb -x python3-pip-whl_*.deb .) || {
     rm -rf .venv .cache/pip-package
     echo "This Python has no pip to put into a virtual environment. Install it, then run the same command again:" >&2
     echo "  sudo apt-get update && sudo apt-get install python3-venv" >&2
