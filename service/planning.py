@@ -14,7 +14,7 @@ from service.errors import BadParameter
 from service.postprocess import bytes_per_voxel
 from service.preprocess import Size, working_size
 from service.repository import ModelSpec
-from service.volume import Options, OutputKind, Volume
+from service.volume import Extent, Options, OutputKind
 from service.windows import Grid
 
 
@@ -50,15 +50,16 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options) -> Plan:
     return Plan(_output(spec, options.output), batch_size, overlap)
 
 
-def estimate(spec: ModelSpec, volume: Volume, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
-    """Of the volume only shape, dtype and voxel size are looked at.
+def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
+    """What a volume of this shape and voxel size will take.
 
     window_bytes  what the network's layers take for one window
     on_host       the device's memory is the host's
     """
     size = working_size(volume, spec)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    image = 4 * spec.input.channels * (math.prod(grid.padded) + (volume.voxels if size != volume.shape[1:] else 0))
+    stored = math.prod(volume.shape[1:]) if size != volume.shape[1:] else 0
+    image = 4 * spec.input.channels * (math.prod(grid.padded) + stored)
     # Sums and the slab that leaves, K each, and three sets of weights: see service.windows.
     row = 4 * grid.roi[0] * grid.padded[1] * grid.padded[2]
     running = row * (2 * len(spec.outputs) + 3) + plan.sw_batch_size * window_bytes

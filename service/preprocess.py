@@ -19,7 +19,7 @@ from service.repository import (
     RangeNormalisation,
     ZScoreNormalisation,
 )
-from service.volume import Segmentation, Volume, VoxelSize, label_dtype
+from service.volume import Extent, Segmentation, Volume, VoxelSize, label_dtype
 
 Size = tuple[int, int, int]
 Array = NDArray[Any]
@@ -84,11 +84,12 @@ def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:
     return replace(segmentation, pixels=numbers[nearest], count=count)
 
 
-def working_size(volume: Volume, spec: ModelSpec) -> Size:
+def working_size(volume: Extent, spec: ModelSpec) -> Size:
     """(Z, Y, X) of the grid that the network works on: the volume's own, unless both voxel sizes are known."""
+    _, z, y, x = volume.shape
     if spec.input.voxel_size is None or volume.voxel_size is None:
-        return volume.shape[1:]
-    return resampled_size(volume.shape[1:], volume.voxel_size, VoxelSize(*spec.input.voxel_size))
+        return z, y, x
+    return resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
 
 
 def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:

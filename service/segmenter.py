@@ -23,7 +23,7 @@ from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, on_grid
 from service.preprocess import prepare as prepare_volume
 from service.repository import ModelSpec
-from service.volume import Options, OutputKind, Segmentation, Volume
+from service.volume import Extent, Options, OutputKind, Segmentation, Volume
 from service.windows import Blending, Slab, SlidingWindow
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Segmenter:
         batches, OutOfMemory, and NonFiniteScores.
         """
         plan = make_plan(self.spec, self._settings, options)
-        self._check_channels(volume)
+        self._check_channels(volume.shape[0], volume.channels)
         needed = self._estimate(volume, plan)
         check_memory(needed, hardware.available_memory())
         stages = Stages()
@@ -137,20 +137,17 @@ class Segmenter:
             warnings=(*([self._precision.warning] if self._precision.warning else []), *warnings),
         )
 
-    def estimate(self, volume: Volume, options: Options) -> Estimate:
-        """What segmenting would take; only the volume's shape, dtype and voxel size are looked at.
-
-        Raises BadParameter like `segment`.
-        """
+    def estimate(self, volume: Extent, options: Options) -> Estimate:
+        """What segmenting a volume of this shape and voxel size would take. Raises BadParameter like `segment`."""
         plan = make_plan(self.spec, self._settings, options)
-        self._check_channels(volume)
+        self._check_channels(volume.shape[0], volume.channels if isinstance(volume, Volume) else ())
         return self._estimate(volume, plan)
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
         return make_plan(self.spec, self._settings, options).output
 
-    def _estimate(self, volume: Volume, plan: Plan) -> Estimate:
+    def _estimate(self, volume: Extent, plan: Plan) -> Estimate:
         return estimate(self.spec, volume, plan, self._window_bytes, on_host=self._device.type == "cpu")
 
     def _scores(  # noqa: PLR0913, PLR0917
@@ -198,11 +195,12 @@ class Segmenter:
             memory_format=self._format,
         )
 
-    def _check_channels(self, volume: Volume) -> None:
-        have, want = volume.shape[0], self.spec.input.channels
+    def _check_channels(self, have: int, names: tuple[str, ...]) -> None:
+        want = self.spec.input.channels
         if have == want:
             return
-        named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(volume.channels))
+        names = names or ("",) * have
+        named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
         taken = f"{want} channel" + ("s" if want > 1 else "")
         raise BadParameter(
             f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name)."

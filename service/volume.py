@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,18 @@ class Selection:
     time: int | None = None
     axes: str | None = None
     voxel_size: VoxelSize | None = None
+
+
+class Extent(Protocol):
+    """What is known of a stack before its pixels are read; volumes and descriptions of files are extents."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(C, Z, Y, X)."""
+
+    @property
+    def voxel_size(self) -> VoxelSize | None:
+        """Micrometres, or None where the file does not say."""
 
 
 @dataclass(frozen=True)

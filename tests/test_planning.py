@@ -6,7 +6,7 @@ from torch import nn
 from service.config import Limits, Settings, Windows
 from service.errors import BadParameter
 from service.planning import Plan, activation_bytes, estimate, make_plan
-from service.volume import Options, Volume, VoxelSize
+from service.volume import Description, Options, Volume, VoxelSize
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
 
@@ -54,6 +54,12 @@ def test_windows_are_counted_on_the_grid_that_the_network_sees(bands):
     coarse = estimate(spec, fine, plan, 0, on_host=True)
     assert coarse.working_size == (16, 32, 48)
     assert coarse.windows == 1 * 1 * 2
+
+
+def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
+    plan = make_plan(bands, SETTINGS, Options())
+    seen = Description("TIFF", "ZYX", (16, 64, 96), (1, 16, 64, 96), "uint16", None, "not stated", ("",), 1)
+    assert estimate(bands, seen, plan, 7, on_host=True) == estimate(bands, volume_of(16, 64, 96), plan, 7, on_host=True)
 
 
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,8 +15,9 @@ from fastapi import Query as QueryParameters
 from pydantic import ValidationError
 
 from service.errors import BadParameter, Cancelled, TimedOut
+from service.metrics import Stages
 from service.routes.threads import in_thread
-from service.routes.uploads import is_multipart
+from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
 
@@ -71,6 +72,30 @@ async def work_folder(runtime: Runtime) -> AsyncIterator[Path]:
             yield folder
         finally:
             await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+class Posted:
+    """A file that has arrived, with its parameters. Its folder goes at the end of `posted`, unless it is kept."""
+
+    def __init__(self, upload: Upload, query: Query, folder: AsyncExitStack) -> None:
+        self.upload, self.query = upload, query
+        self._folder = folder
+
+    def keep(self) -> AsyncExitStack:
+        """The folder stays, with all that is in it, until the returned stack is closed."""
+        return self._folder.pop_all()
+
+
+@asynccontextmanager
+async def posted(request: Request, runtime: Runtime, query: Query, stages: Stages) -> AsyncIterator[Posted]:
+    """Receive the file into a folder of its own, and limit the time of the block. Raises what `receive` raises."""
+    limits = runtime.settings.limits
+    async with AsyncExitStack() as stack:
+        folder = await stack.enter_async_context(work_folder(runtime))
+        async with time_limit(limits.request_seconds):
+            with stages.measure("receive"):
+                upload = await receive(request, folder, limits.upload_bytes)
+            yield Posted(upload, with_fields(query, upload.fields), stack)
 
 
 @asynccontextmanager

@@ -16,17 +16,9 @@ from starlette.types import Receive, Scope, Send
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.routes.requests import (
-    BODY,
-    AdmittedQuery,
-    RuntimeDependency,
-    time_limit,
-    while_connected,
-    with_fields,
-    work_folder,
-)
+from service.routes.requests import BODY, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
-from service.routes.uploads import Upload, receive
+from service.routes.uploads import Upload
 from service.runtime import Runtime
 from service.schemas import Query
 from service.segmenter import Result
@@ -88,15 +80,10 @@ async def segment(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`. Axes and voxel size are
     taken from the file; what it does not say can be stated, and what is ambiguous is refused rather than guessed.
     """
-    stages, limits = Stages(), runtime.settings.limits
-    async with AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(work_folder(runtime))
-        async with time_limit(limits.request_seconds):
-            with stages.measure("receive"):
-                upload = await receive(request, folder, limits.upload_bytes)
-            query = with_fields(query, upload.fields)
-            response = await while_connected(request, _answer(runtime, query, upload, stages))
-        response.held = stack.pop_all()
+    stages = Stages()
+    async with posted(request, runtime, query, stages) as arrived:
+        response = await while_connected(request, _answer(runtime, arrived.query, arrived.upload, stages))
+        response.held = arrived.keep()
         return response
 
 
