@@ -20,8 +20,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from service.config import Settings, read_settings
-from service.errors import BadParameter, ConfigError, StackSegError, UnknownModel
-from service.repository import ModelSpec, read_repository
+from service.errors import BadParameter, ConfigError, StackSegError
+from service.repository import choose, read_repository
 
 log = logging.getLogger("service")
 
@@ -97,7 +97,8 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         query = Query.model_validate(given)
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error
-    spec = _choose(settings, query.model)
+    models = settings.models
+    spec = choose(read_repository(models.folder, models.serve), query.model, models.default)
     stages = Stages()
     with tempfile.TemporaryDirectory(prefix="segment-") as scratch:
         with stages.measure("read"):
@@ -127,14 +128,6 @@ def run_models(options: argparse.Namespace, settings: Settings) -> int:
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
     return 0
-
-
-def _choose(settings: Settings, name: str | None) -> ModelSpec:
-    specs = read_repository(settings.models.folder, settings.models.serve)
-    wanted = name or settings.models.default or next(iter(specs))
-    if wanted not in specs:
-        raise UnknownModel(f"There is no model {wanted!r}; the repository holds: {', '.join(specs)}.")
-    return specs[wanted]
 
 
 def is_public(host: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from service.errors import BrokenModel
+from service.errors import BrokenModel, UnknownModel
 
 FILE_NAME = "model.yaml"
+
+T = TypeVar("T")
 
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
@@ -200,6 +203,14 @@ def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelS
             raise BrokenModel(f"{folder}: the name {spec.name!r} is taken by {specs[spec.name].folder}")
         specs[spec.name] = spec
     return specs
+
+
+def choose(models: Mapping[str, T], name: str | None, default: str | None) -> T:
+    """The model called `name`; None: the `default`, or where there is none the first. Raises UnknownModel."""
+    wanted = name or default or next(iter(models), None)
+    if wanted is None or wanted not in models:
+        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models) or 'none'}.")
+    return models[wanted]
 
 
 def describe(error: ValidationError) -> str:

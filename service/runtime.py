@@ -7,19 +7,20 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from service import hardware, repository
 from service.config import Settings
-from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage, StackSegError, UnknownModel
+from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage, StackSegError
 from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job, JobQueue
@@ -35,6 +36,8 @@ READERS = 2
 # What computes stops before its next batch of windows; what compiles cannot be stopped, and is not waited for.
 JOIN_SECONDS = 4.0
 FOLDER_PREFIX = "stackseg-"
+# Says that a folder is ours to delete; others may choose the same beginning of a name.
+MARKER = ".stackseg-scratch"
 
 State = Literal["loading", "ready", "failed"]
 
@@ -54,8 +57,9 @@ class ModelState(NamedTuple):
 class Runtime:
     """Owns the threads and child processes. `start` returns at once, models become ready one after the other.
 
-    `load` makes a segmenter of a model; it is called in the worker's thread. Raises ConfigError for a device or a
-    folder that is not there.
+    `load` makes a segmenter of a model; it is called in the worker's thread. `root` is this process's own folder, and
+    goes with it; `scratch`, inside it, has a folder per request. Raises ConfigError for a device or a folder that is
+    not there.
     """
 
     def __init__(self, settings: Settings, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter) -> None:
@@ -63,7 +67,8 @@ class Runtime:
         self.settings = settings
         self.metrics = Metrics()
         self.queue = JobQueue(settings.limits.waiting)
-        self.scratch = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.scratch = self.root / "requests"
         self.readers = ThreadPoolExecutor(READERS, "read")
         self._make_segmenter = load
         self._started = time.monotonic()
@@ -81,8 +86,9 @@ class Runtime:
 
     def start(self) -> None:
         """Read the model repository and let the worker load and warm up every model."""
-        sweep(self.scratch.parent)
-        self._hold = _make_held_folder(self.scratch)
+        sweep(self.root.parent)
+        self._hold = make_held_folder(self.root)
+        self.scratch.mkdir()
         self._reader = Reader(
             memory_bytes=READER_BYTES,
             seconds=self.settings.limits.read_seconds,
@@ -116,7 +122,7 @@ class Runtime:
             log.warning("the worker is still busy after %s s; leaving it behind", JOIN_SECONDS)
         self._reader.close()
         self.readers.shutdown()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        discard(self.root)
         os.close(self._hold)
 
     def _give_up(self) -> None:
@@ -160,11 +166,7 @@ class Runtime:
 
     def model(self, name: str | None) -> ModelState:
         """The model of that name; None: the configured default, or the first. Raises UnknownModel."""
-        models = {model.name: model for model in self.models}
-        wanted = name or self.settings.models.default or next(iter(models), None)
-        if wanted is None or wanted not in models:
-            raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models) or 'none'}.")
-        return models[wanted]
+        return repository.choose({model.name: model for model in self.models}, name, self.settings.models.default)
 
     def segmenter(self, name: str | None) -> Segmenter:
         """The ready model of that name. Raises UnknownModel, NotReady, BrokenModel."""
@@ -262,7 +264,7 @@ def storage() -> Iterator[None]:
 
 
 def sweep(parent: Path) -> None:
-    """Delete the folders of services that were killed: those whose lock nobody holds."""
+    """Delete the folders of services that were killed: those that carry the marker and whose lock nobody holds."""
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         try:
             hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -270,26 +272,42 @@ def sweep(parent: Path) -> None:
             continue
         try:
             fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(hold).st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+            if _is_marked(hold):
+                discard(folder)
         except BlockingIOError:
             continue
         finally:
             os.close(hold)
 
 
-def _make_held_folder(folder: Path) -> int:
+def discard(folder: Path) -> None:
+    """Delete a held folder; the marker goes last, so that what a kill leaves of it is swept by the next service."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != MARKER:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_marked(folder: int) -> bool:
+    """Whether an open folder holds our marker, and both are this user's."""
+    try:
+        marker = os.stat(MARKER, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.fstat(folder).st_uid == os.getuid()
+
+
+def make_held_folder(folder: Path) -> int:
     """Make a folder that `sweep` spares as long as the returned descriptor is open."""
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        fcntl.flock(hold, fcntl.LOCK_EX)
-        if folder.is_dir():
-            return hold
-        os.close(hold)
+    folder.mkdir(mode=0o700)
+    hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(hold, fcntl.LOCK_EX)
+    # Only now may it be swept: whoever gets the lock of a marked folder knows that its owner is gone.
+    (folder / MARKER).touch(mode=0o600)
+    return hold
 
 
 def _scratch_parent(settings: Settings) -> Path:

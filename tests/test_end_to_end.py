@@ -330,7 +330,7 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
         with ThreadPoolExecutor(1) as pool:
             headers = {"Content-Type": "image/tiff"}
             running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=headers, timeout=60)
-            until(lambda: list(scratch.glob("*/*/upload.tif")) != [], 20)
+            until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
             process.send_signal(signal.SIGTERM)
             assert running.result().status_code == 200, running.result().text
     finally:

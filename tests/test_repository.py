@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.errors import BrokenModel
-from service.repository import Classes, Instances, ModelSpec, Sample, read_repository, read_spec
+from service.errors import BrokenModel, UnknownModel
+from service.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec
 
 WEIGHTS = b"any bytes: the repository compares them with their hash and never parses them"
 
@@ -214,3 +214,19 @@ def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     write_folder(tmp_path / "cells")
     with pytest.raises(BrokenModel, match=r"plants.model\.yaml: cannot be read"):
         read_repository(tmp_path, ("plants",))
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "chosen"),
+    [("cells", None, 2), (None, "cells", 2), (None, None, 1), ("nuclei", "cells", 1), ("", None, 1)],
+)
+def test_model_is_chosen_by_name_then_by_default_then_by_order(
+    name: str | None, default: str | None, chosen: int
+) -> None:
+    assert choose({"nuclei": 1, "cells": 2}, name, default) == chosen
+
+
+@pytest.mark.parametrize(("models", "told"), [({"nuclei": 1, "cells": 2}, "nuclei, cells"), ({}, "none")])
+def test_choice_that_is_not_there_is_refused_with_those_that_are(models: dict[str, int], told: str) -> None:
+    with pytest.raises(UnknownModel, match=f"served are: {told}"):
+        choose(models, "livers" if models else None, None)

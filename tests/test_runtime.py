@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from service.errors import (
     QueueFull,
     UnknownModel,
 )
-from service.runtime import Runtime, storage, sweep
+from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 from service.volume import Options, Volume
 
 
@@ -152,21 +151,34 @@ def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, t
 def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
         (runtime.make_folder() / "upload.tif").write_bytes(b"II*")
-        assert runtime.scratch.stat().st_mode & 0o077 == 0
+        assert runtime.root.stat().st_mode & 0o077 == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tmp_path: Path) -> None:
-    dead, living, foreign = (tmp_path / name for name in ("stackseg-dead", "stackseg-living", "other"))
-    for folder in (dead, living, foreign):
-        folder.mkdir()
-    (dead / "upload.tif").touch()
-    hold = os.open(living, os.O_RDONLY)
-    fcntl.flock(hold, fcntl.LOCK_EX)
-    (tmp_path / "stackseg-link").symlink_to(foreign)
+    dead, living = (tmp_path / f"stackseg-{name}" for name in ("dead", "living"))
+    os.close(make_held_folder(dead))
+    (dead / "requests" / "one").mkdir(parents=True)
+    (dead / "requests" / "one" / "upload.tif").touch()
+    hold = make_held_folder(living)
     sweep(tmp_path)
     os.close(hold)
-    assert {path.name for path in tmp_path.iterdir()} == {"stackseg-living", "other", "stackseg-link"}
+    assert list(tmp_path.iterdir()) == [living]
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_others_are_left_alone_whatever_their_name(tmp_path: Path) -> None:
+    mine, linked, other = (tmp_path / name for name in ("stackseg-results", "stackseg-linked", "other"))
+    os.close(make_held_folder(other))
+    for folder in (mine, linked):
+        folder.mkdir()
+    (mine / "labels.tif").touch()
+    (linked / MARKER).symlink_to(other / MARKER)
+    (tmp_path / "stackseg-link").symlink_to(other)
+    sweep(tmp_path)
+    assert set(tmp_path.iterdir()) == {mine, linked, other, tmp_path / "stackseg-link"}
+    assert (mine / "labels.tif").exists()
 
 
 def test_two_services_share_a_scratch_folder(bands_repository: Path, tmp_path: Path) -> None:
