@@ -209,7 +209,7 @@ def test_upload_limit_holds_with_and_without_a_stated_length(
     bands_repository: Path, phantom: Any, chunked: bool
 ) -> None:
     stack = as_tiff(phantom.image)
-    with serve(eager(bands_repository, limits={"upload_bytes": 100_000}), wait=False) as running:
+    with serve(eager(bands_repository, limits={"upload_bytes": 100_000})) as running:
         body = (stack[i : i + 4096] for i in range(0, len(stack), 4096)) if chunked else stack
         response = running.client.post("/segment", content=body, headers={"Content-Type": "image/tiff"})
         assert (response.status_code, response.json()["type"]) == (413, "urn:stackseg:problem:too-large")
