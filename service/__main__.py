@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     segment.add_argument("result", type=Path, metavar="OUT", help="OME-TIFF to write")
     for name in PARAMETERS:
         segment.add_argument(f"--{name.replace('_', '-')}", help="as the parameter of POST /segment")
+    segment.add_argument("--measurements", type=Path, metavar="CSV", help="also write a table of the objects")
     segment.set_defaults(run=run_segment)
 
     models = commands.add_parser("models", help="list the models of the repository")
@@ -88,6 +90,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
 def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
     from service.formats import tiff  # noqa: PLC0415
+    from service.measurements import measure, write_csv  # noqa: PLC0415
     from service.metrics import Stages  # noqa: PLC0415
     from service.schemas import Query, explain  # noqa: PLC0415
     from service.segmenter import Segmenter  # noqa: PLC0415
@@ -105,11 +108,18 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
             volume = tiff.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
+            if options.measurements is not None and (kind := segmenter.output(query.options)) != "labels":
+                raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
             segmenter.warm_up()
         result = segmenter.segment(volume, query.options)
         stages.update(result.seconds)
         with stages.measure("write"):
             tiff.write(result.segmentation, options.result)
+        if options.measurements is not None:
+            with stages.measure("measure"):
+                every = replace(query.selection, channel=None)
+                volume = tiff.read(options.input, every, settings.limits.decoded_bytes, Path(scratch))
+                write_csv(measure(result.segmentation, volume), options.measurements)
     found = "" if result.segmentation.count is None else f"{result.segmentation.count} objects, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({times})\n")

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from service import hardware, repository
+from service import hardware, measurements, repository
 from service.config import Settings
 from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage, StackSegError
 from service.formats import tiff
@@ -198,6 +198,10 @@ class Runtime:
     def write(self, segmentation: Segmentation, path: Path) -> None:
         """Write the result as OME-TIFF; see `service.formats.tiff.write`."""
         tiff.write(segmentation, path)
+
+    def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
+        """Write a table of the objects as CSV; see `service.measurements.measure`."""
+        measurements.write_csv(measurements.measure(segmentation, volume), path)
 
     def _read_models(self) -> list[ModelState]:
         models = self.settings.models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -68,6 +68,11 @@ class Query(BaseModel):
     output: Annotated[
         OutputKind | None,
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
+    ] = None
+
+    measurements: Annotated[
+        Literal["csv", "zip"] | None,
+        Field(description="csv: a table of the objects instead of the labels; zip: both files in an archive."),
     ] = None
 
     @model_validator(mode="before")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import tifffile
 from live import as_tiff
 
 from service.__main__ import is_public, main
+from service.repository import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,9 +58,25 @@ def test_file_is_segmented_without_a_service(
     assert np.mean(tifffile.imread(result) == phantom.classes) > 0.97
 
 
+def test_objects_are_measured_without_a_service(
+    random_nuclei: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, labels, table = (tmp_path / name for name in ("instances.yaml", "labels.tif", "objects.csv"))
+    engine = "engine: {kind: eager}\ndevice: {name: cpu, threads: 1}\n"
+    config.write_text(f"models: {{folder: {random_nuclei.folder.parent}}}\n{engine}")
+    assert run("segment", stack, labels, "--measurements", table, "--config", config) == 0
+    assert "measure" in capsys.readouterr().out
+    numbers, sizes = np.unique(tifffile.imread(labels), return_counts=True)
+    rows = list(csv.DictReader(io.StringIO(table.read_text())))
+    assert [int(row["label"]) for row in rows] == numbers[1:].tolist()
+    assert [int(row["num_pixels"]) for row in rows] == sizes[1:].tolist()
+    assert {row["unit"] for row in rows} == {"um"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
+        (["--measurements", "objects.csv"], "only labels"),
         (["--overlap", "2"], "overlap"),
         (["--overlap", "0.9"], "overlap"),
         (["--model", "livers"], "livers"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import csv
 import io
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from starlette.testclient import TestClient
 from service.app import create_app
 from service.config import Settings
 from service.metrics import Stages
+from service.repository import ModelSpec
 from service.routes.segment import NOTE_LETTERS, answer_name, headers_of
 from service.runtime import Runtime
 from service.segmenter import Result
@@ -64,6 +67,8 @@ def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) 
         ("overlap=0.9", "0.75"),
         ("sw_batch_size=33", "32"),
         ("output=labels", "output=classes"),
+        ("measurements=csv", "only labels"),
+        ("measurements=xlsx", "measurements"),
         ("voxel_size=1,2,inf", "voxel_size"),
         ("time=99999999999999999999999x", "time"),
         ("channel=" + "x" * 300, "channel"),
@@ -86,6 +91,47 @@ def test_form_fields_are_parameters_and_blank_ones_are_not(client: TestClient) -
     beyond = client.post("/segment", files=file, data={"overlap": "0.9"})
     assert (beyond.status_code, "0.75" in beyond.json()["detail"]) == (422, True)
     assert client.post("/segment", files=file, data={"model": "livers"}).status_code == 404
+
+
+@pytest.fixture(scope="module")
+def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("scratch")) as running:
+        until(lambda: runtime_of(running).obstacles() == ())
+        yield running
+
+
+def two_channels() -> bytes:
+    """Channel 0 is above the fake segmenter's threshold in two planes of four, channel 1 counts the planes."""
+    stack = np.zeros((4, 2, 8, 8), np.uint16)
+    stack[1:3, 0, 2:4, 3:6] = 300
+    stack[:, 1] = np.arange(4)[:, None, None]
+    metadata = {"axes": "ZCYX", "spacing": 0.5, "unit": "um"}
+    return as_tiff(stack, metadata=metadata)
+
+
+def test_measurements_are_of_every_channel_of_the_file(instances: TestClient) -> None:
+    response = instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/csv")
+    assert "stack_measurements.csv" in response.headers["content-disposition"]
+    assert "measure;dur=" in response.headers["server-timing"]
+    (row,) = csv.DictReader(io.StringIO(response.text))
+    assert (row["label"], row["num_pixels"], row["unit"], row["touching_border"]) == ("1", "12", "um", "False")
+    assert float(row["area"]) == pytest.approx(12 * 0.5 * 0.2 * 0.2)
+    assert [row[f"bbox-{number}"] for number in range(6)] == ["1", "2", "3", "3", "4", "6"]
+    assert (row["intensity_mean-0"], row["intensity_mean-1"], row["intensity_max-1"]) == ("300", "1.5", "2")
+
+
+def test_both_files_come_in_an_archive(instances: TestClient) -> None:
+    response = instances.post("/segment?measurements=zip&channel=0", content=two_channels(), headers=TIFF)
+    assert response.headers["content-type"] == "application/zip"
+    with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
+        assert archive.namelist() == ["labels.ome.tif", "measurements.csv"]
+        labels = tifffile.imread(io.BytesIO(archive.read("labels.ome.tif")))
+        table = archive.read("measurements.csv").decode()
+    assert np.count_nonzero(labels) == 12
+    assert table == instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF).text
+    assert list(runtime_of(instances).scratch.iterdir()) == []
 
 
 def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:
@@ -116,7 +162,8 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
         threads = [threading.Thread(target=post) for _ in range(2)]
         for thread in threads:
             thread.start()
-        until(lambda: runtime.queue.waiting == 1)
+        # The first of the two waits as well, until the worker has noticed it.
+        until(lambda: runtime.queue.running is not None and runtime.queue.waiting == 1)
         runtime.queue.cancel_all()
         for thread in threads:
             thread.join(20)
@@ -163,4 +210,4 @@ def test_server_timing_is_in_milliseconds() -> None:
     ],
 )
 def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
-    assert answer_name(name, "labels") == answer
+    assert answer_name(name, "_labels.ome.tif") == answer

@@ -20,6 +20,7 @@ from service.routes.threads import in_thread
 from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
+from service.segmenter import Segmenter
 
 T = TypeVar("T")
 
@@ -56,8 +57,17 @@ async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotat
             raise BadParameter(f"The parameter {name} is given twice.")
     runtime.admit()
     if not is_multipart(request):
-        runtime.segmenter(query.model).output(query.options)
+        check_output(runtime, query)
     return query
+
+
+def check_output(runtime: Runtime, query: Query) -> Segmenter:
+    """The model's segmenter, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
+    segmenter = runtime.segmenter(query.model)
+    kind = segmenter.output(query.options)
+    if query.measurements is not None and kind != "labels":
+        raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")
+    return segmenter
 
 
 AdmittedQuery = Annotated[Query, Depends(_admitted)]

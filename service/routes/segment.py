@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.routes.requests import BODY, AdmittedQuery, RuntimeDependency, posted, while_connected
+from service.routes.answers import write_answer
+from service.routes.requests import BODY, AdmittedQuery, RuntimeDependency, check_output, posted, while_connected
 from service.routes.threads import in_thread
 from service.routes.uploads import Upload
 from service.runtime import Runtime
@@ -31,8 +32,12 @@ NOTE_LETTERS = 2000
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
-        "probabilities CZYX.",
-        "content": {"image/tiff": {"schema": {"type": "string", "format": "binary"}}},
+        "probabilities CZYX. With measurements=csv a table of the objects instead, with measurements=zip both.",
+        "content": {
+            "image/tiff": {"schema": {"type": "string", "format": "binary"}},
+            "text/csv": {"schema": {"type": "string"}},
+            "application/zip": {"schema": {"type": "string", "format": "binary"}},
+        },
         "headers": {
             "X-StackSeg-Model": {
                 "description": "Name and version of the model",
@@ -89,22 +94,20 @@ async def segment(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
 async def _answer(runtime: Runtime, query: Query, upload: Upload, stages: Stages) -> LabelResponse:
     """Everything after the upload: read, wait for the device, segment, write."""
-    segmenter, folder = runtime.segmenter(query.model), upload.path.parent
-    segmenter.output(query.options)
+    segmenter = check_output(runtime, query)
     with stages.measure("read"):
-        read = partial(runtime.read, upload.path, query.selection, folder)
+        read = partial(runtime.read, upload.path, query.selection, upload.path.parent)
         volume = await in_thread(read, runtime.readers)
     result = await _finished(runtime.submit(segmenter, volume, query.options), stages)
-    path = folder / "labels.ome.tif"
-    with stages.measure("write"):
-        await in_thread(partial(runtime.write, result.segmentation, path))
+    answer = await write_answer(runtime, query, upload.path, volume, result.segmentation)
+    stages.update(answer.seconds)
     count = result.segmentation.count
     runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
     return LabelResponse(
-        path,
-        media_type="image/tiff",
+        answer.path,
+        media_type=answer.media_type,
         headers=headers_of(segmenter.spec.identifier, result, stages),
-        filename=answer_name(upload.name, result.segmentation.kind),
+        filename=answer_name(upload.name, answer.suffix),
     )
 
 
@@ -158,7 +161,7 @@ def in_ascii(text: str) -> str:
     )
 
 
-def answer_name(name: str, kind: str) -> str:
+def answer_name(name: str, suffix: str) -> str:
     """`embryo.ome.tif` -> `embryo_labels.ome.tif`; for the client's convenience only."""
     stem = re.sub(r"(\.ome)?\.tiff?$", "", name, flags=re.IGNORECASE) or "stack"
-    return f"{stem}_{kind}.ome.tif"
+    return stem + suffix

@@ -1,0 +1,133 @@
+"""Labels and intensities -> one row of measurements per object, under scikit-image's names."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import BadParameter
+from service.volume import Array, Segmentation, Volume
+
+Table = dict[str, NDArray[Any]]
+"""One array per column, all of one length: an entry per object, in the order of their labels."""
+
+# Planes are taken together until they hold so many voxels: enough that sums per object do not dominate.
+SLAB_VOXELS = 2**22
+
+
+def measure(segmentation: Segmentation, volume: Volume) -> Table:
+    """Size, place and intensity of every object of a label volume, in one pass over its planes.
+
+    The columns are those of `skimage.measure.regionprops_table(labels, intensities, spacing=voxel_size)`:
+
+    label                     number of the object
+    num_pixels                voxels
+    area                      volume
+    equivalent_diameter_area  diameter of a sphere of that volume
+    centroid-0, -1, -2        mean z, y, x; the centre of the first voxel is 0
+    bbox-0 to -5              smallest z, y, x, then one beyond the largest; voxels
+    intensity_mean, _max      of the volume's only channel; of several channels intensity_mean-0, -1, ...
+
+    and two of our own:
+
+    touching_border           whether the object reaches an end of an axis of more than one voxel: it may be cut
+    unit                      of area, diameter and centroid: "um", or "voxel" where the voxel size is not known
+
+    The labels are numbered from 1, [Z, Y, X]; a number that no voxel has gets no row. The volume [C, Z, Y, X] is the
+    one that was segmented, or more of its channels. Raises BadParameter where there are no labels, or another grid.
+    """
+    if segmentation.kind != "labels":
+        raise BadParameter(f"Only labels can be measured, not {segmentation.kind}.")
+    labels = segmentation.pixels
+    if labels.shape != volume.shape[1:]:
+        raise BadParameter(f"Labels of {labels.shape} voxels cannot be measured in a volume of {volume.shape[1:]}.")
+    sums = _Sums.zeros(int(labels.max(initial=0)) + 1, volume.shape[0], volume.dtype)
+    planes = max(1, max(SLAB_VOXELS, 4 * len(sums.voxels)) // max(1, math.prod(labels.shape[1:])))
+    for z0 in range(0, len(labels), planes):
+        z1 = min(z0 + planes, len(labels))
+        _add(sums, z0, labels[z0:z1], volume.read(z0, z1))
+    return _table(sums, segmentation)
+
+
+def write_csv(table: Table, path: Path) -> None:
+    """Write a table as comma-separated values with a line of names; numbers keep nine digits."""
+    columns = [
+        [f"{value:.9g}" for value in column.tolist()] if column.dtype.kind == "f" else column.tolist()
+        for column in table.values()
+    ]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows(zip(*columns, strict=True))
+
+
+class _Sums(NamedTuple):
+    """Running sums; the last axis of each is the label, 0 being background and left empty."""
+
+    voxels: NDArray[np.int64]  # [N]
+    places: NDArray[np.float64]  # [3, N]
+    lowest: NDArray[np.int64]  # [3, N]
+    highest: NDArray[np.int64]  # [3, N]
+    total: NDArray[np.float64]  # [C, N]
+    brightest: Array  # [C, N], dtype of the volume
+
+    @classmethod
+    def zeros(cls, labels: int, channels: int, dtype: np.dtype[Any]) -> Self:
+        return cls(
+            np.zeros(labels, np.int64),
+            np.zeros((3, labels)),
+            np.full((3, labels), np.iinfo(np.int64).max),
+            np.full((3, labels), -1, np.int64),
+            np.zeros((channels, labels)),
+            np.full((channels, labels), _lowest(dtype), dtype),
+        )
+
+
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min
+    return -np.inf if dtype.kind == "f" else False
+
+
+def _add(sums: _Sums, z0: int, labels: Array, intensities: Array) -> None:
+    """Take in planes from `z0`: labels [z, Y, X], intensities [C, z, Y, X]."""
+    inside = labels.nonzero()
+    owner = labels[inside].astype(np.intp)
+    count = len(sums.voxels)
+    sums.voxels[:] += np.bincount(owner, minlength=count)
+    for axis, places in enumerate((inside[0] + z0, *inside[1:])):
+        sums.places[axis] += np.bincount(owner, places, count)
+        np.minimum.at(sums.lowest[axis], owner, places)
+        np.maximum.at(sums.highest[axis], owner, places)
+    for channel, pixels in enumerate(intensities):
+        values = pixels[inside]
+        sums.total[channel] += np.bincount(owner, values, count)
+        np.maximum.at(sums.brightest[channel], owner, values)
+
+
+def _table(sums: _Sums, segmentation: Segmentation) -> Table:
+    label = np.flatnonzero(sums.voxels)
+    voxels = sums.voxels[label]
+    edges = tuple(segmentation.voxel_size or (1.0, 1.0, 1.0))
+    volume = voxels * math.prod(edges)
+    lowest, beyond = sums.lowest[:, label], sums.highest[:, label] + 1
+    size = np.array(segmentation.pixels.shape)[:, None]
+    table: Table = {
+        "label": label,
+        "num_pixels": voxels,
+        "area": volume,
+        "equivalent_diameter_area": np.cbrt(6 * volume / np.pi),
+    }
+    table |= {f"centroid-{axis}": sums.places[axis, label] / voxels * edge for axis, edge in enumerate(edges)}
+    table |= {f"bbox-{number}": limit for number, limit in enumerate((*lowest, *beyond))}
+    endings = [""] if len(sums.total) == 1 else [f"-{channel}" for channel in range(len(sums.total))]
+    table |= {f"intensity_mean{end}": row[label] / voxels for end, row in zip(endings, sums.total, strict=True)}
+    table |= {f"intensity_max{end}": row[label] for end, row in zip(endings, sums.brightest, strict=True)}
+    table["touching_border"] = (((lowest == 0) | (beyond == size)) & (size > 1)).any(axis=0)
+    table["unit"] = np.full(len(label), "voxel" if segmentation.voxel_size is None else "um")
+    return table

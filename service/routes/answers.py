@@ -1,0 +1,62 @@
+"""What goes back for a finished segmentation: the label file, its objects' measurements, or both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZIP_STORED, ZipFile
+
+from service.metrics import Stages
+from service.routes.threads import in_thread
+from service.runtime import Runtime
+from service.schemas import Query
+from service.volume import Segmentation, Volume
+
+LABELS = "labels.ome.tif"
+MEASUREMENTS = "measurements.csv"
+ARCHIVE = "labels.zip"
+
+
+class Answer(NamedTuple):
+    """A file to send. `suffix` follows the stem of the input's name; `seconds` by stage: measure, write."""
+
+    path: Path
+    media_type: str
+    suffix: str
+    seconds: dict[str, float]
+
+
+async def write_answer(
+    runtime: Runtime, query: Query, source: Path, volume: Volume, segmentation: Segmentation
+) -> Answer:
+    """Write what the query asks for beside `source`, the uploaded file. Raises what reading and writing raise.
+
+    Every channel of the file is measured, also where one of them was segmented.
+    """
+    folder, stages = source.parent, Stages()
+    labels, table = folder / LABELS, folder / MEASUREMENTS
+    if query.measurements is not None:
+        with stages.measure("measure"):
+            if query.channel is not None:
+                every = replace(query.selection, channel=None)
+                volume = await in_thread(partial(runtime.read, source, every, folder), runtime.readers)
+            await in_thread(partial(runtime.measure, segmentation, volume, table))
+    if query.measurements == "csv":
+        return Answer(table, "text/csv", f"_{MEASUREMENTS}", stages.seconds)
+    with stages.measure("write"):
+        await in_thread(partial(runtime.write, segmentation, labels))
+        if query.measurements == "zip":
+            await in_thread(partial(_pack, folder / ARCHIVE, (labels, table)))
+    if query.measurements == "zip":
+        return Answer(folder / ARCHIVE, "application/zip", "_labels.zip", stages.seconds)
+    return Answer(labels, "image/tiff", f"_{segmentation.kind}.ome.tif", stages.seconds)
+
+
+def _pack(path: Path, files: tuple[Path, ...]) -> None:
+    """Stored, not compressed: what is large in it is compressed already."""
+    with ZipFile(path, "w", ZIP_STORED) as archive:
+        for file in files:
+            archive.write(file, file.name)
+            file.unlink()
