@@ -186,12 +186,12 @@ class Runtime:
         return self._reader.read(path, selection, scratch)
 
     def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
-        """Let the worker segment the volume. Raises QueueFull or NotReady, at once."""
+        """Let the worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
 
         def work(job: Job[Result]) -> Result:
             return segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance)
 
-        job: Job[Result] = Job(segmenter.spec.name, work)
+        job: Job[Result] = Job(segmenter.spec.name, work, windows=segmenter.estimate(volume, options).windows)
         self.queue.offer(job)
         return job
 

@@ -70,6 +70,117 @@ def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
     assert (queue.waiting, queue.running) == (0, jobs[-1])
 
 
+def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
+    """Let the queue see how long jobs of this name take."""
+
+    def work(job: Job[None]) -> None:
+        job.advance(0, windows)
+        time.sleep(seconds)
+        job.advance(windows, windows)
+
+    job = Job(name, work, windows=windows)
+    queue.put(job)
+    assert queue.take() is job
+    job.run()
+
+
+def test_small_job_passes_a_huge_one() -> None:
+    queue = JobQueue(limit=4)
+    huge, small = Job("m", done, windows=10_000), Job("m", done, windows=1)
+    queue.offer(huge)
+    queue.offer(small)
+    assert (queue.position(small), queue.position(huge)) == (1, 2)
+    assert [queue.take(), queue.take()] == [small, huge]
+    assert queue.position(small) is None
+
+
+def test_expected_work_is_time_and_not_windows() -> None:
+    queue = JobQueue(limit=4)
+    timed(queue, "slow", windows=1, seconds=0.2)
+    timed(queue, "quick", windows=1000, seconds=0.01)
+    slow, quick = Job("slow", done, windows=10), Job("quick", done, windows=100)
+    queue.offer(slow)
+    queue.offer(quick)
+    assert queue.take() is quick
+
+
+def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
+    """Only those that come within the time that the huge one takes by itself may pass it."""
+    queue = JobQueue(limit=4)
+    timed(queue, "m", windows=100, seconds=0.1)
+    huge = Job("m", done, windows=300)
+    queue.offer(huge)
+    passed = 0
+    while True:
+        queue.offer(Job("m", lambda _job: time.sleep(0.02), windows=20))
+        taken = queue.take()
+        if taken is huge:
+            break
+        passed += 1
+        taken.run()
+    assert 2 <= passed <= 0.3 / 0.02 + 1
+
+
+def test_job_that_is_not_ready_keeps_its_place_and_lets_others_pass() -> None:
+    queue = JobQueue(limit=2)
+    unready, other = Job("m", done, windows=1, ready=False), Job("m", done, windows=9)
+    queue.offer(unready)
+    queue.offer(other)
+    assert queue.position(unready) == 1
+    assert queue.take() is other
+    queue.release(unready)
+    assert queue.take() is unready
+
+
+def test_job_that_cannot_become_ready_fails_and_leaves() -> None:
+    queue = JobQueue(limit=2)
+    broken, given_up = Job("m", done, ready=False), Job("m", done, ready=False)
+    queue.offer(broken)
+    broken.refuse(BadFile("cut short"))
+    assert (queue.waiting, broken.state) == (0, "failed")
+    given_up.cancel()
+    given_up.refuse(BadFile("cut short"))
+    assert given_up.state == "cancelled"
+
+
+def test_closed_queue_waits_for_what_is_not_ready_and_ends_when_it_is_given_up() -> None:
+    queue, taken = JobQueue(limit=2), [object()]
+    unready = Job("m", done, ready=False)
+    queue.offer(unready)
+    queue.close()
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    unready.cancel()
+    thread.join(10)
+    assert taken[1] is None
+
+
+def test_time_left_counts_what_runs_and_what_comes_before() -> None:
+    queue = JobQueue(limit=4)
+    unknown = Job("m", done, windows=10)
+    queue.offer(unknown)
+    assert queue.seconds_left(unknown) is None, "a model that was never timed"
+    unknown.cancel()
+    timed(queue, "m", windows=10, seconds=0.1)
+    first, second = Job("m", done, windows=10), Job("m", done, windows=20)
+    queue.offer(first)
+    queue.offer(second)
+    assert queue.seconds_left(second) == pytest.approx(0.3, rel=0.2)
+    assert queue.take() is first
+    assert first.future.set_running_or_notify_cancel()
+    first._started = time.monotonic() - 3
+    first.advance(3, 10)
+    assert queue.seconds_left(first) == pytest.approx(7, rel=0.05)
+    assert queue.seconds_left(second) == pytest.approx(7.2, rel=0.05)
+    for _ in range(3):
+        queue.offer(Job("m", done))
+    with pytest.raises(QueueFull) as full:
+        queue.check()
+    assert full.value.retry_after == 8, "the seconds that the running one needs, rounded up"
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
     queue = JobQueue(limit)
