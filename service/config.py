@@ -49,7 +49,8 @@ class Device(_Section):
 class Engine(_Section):
     """How the network runs.
 
-    kind            auto: compiled
+    kind            winograd: compiled, with convolutions of fewer multiplications (CPUs in float32)
+                    auto: winograd where it applies, else compiled
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
     channels_last   memory format channels_last_3d
     compile_mode    auto: reduce-overhead on CUDA, default elsewhere
@@ -57,7 +58,7 @@ class Engine(_Section):
     cache_folder    where compiled artefacts are kept between starts
     """
 
-    kind: Literal["auto", "eager", "compiled", "cudagraph"] = "auto"
+    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph"] = "auto"
     precision: Precision = "auto"
     channels_last: bool = True
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from service import config
-from service.engine import compiled, cudagraph, eager
+from service.engine import compiled, cudagraph, eager, winograd
 from service.networks import Network
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
@@ -35,22 +35,36 @@ def build(module: nn.Module, example: Tensor, settings: config.Engine) -> Engine
 
     An engine that fails is replaced by the eager one, with a warning; an error of the eager one passes through.
     """
-    kind = "compiled" if settings.kind == "auto" else settings.kind
+    kind = settings.kind
     if kind == "cudagraph" and example.device.type != "cuda":
         return _eager(module, example, "CUDA graphs need a CUDA device; running eagerly.")
+    if kind == "winograd" and not (example.device.type == "cpu" and example.dtype == torch.float32):
+        return _eager(module, example, "Winograd convolutions are for CPUs in float32; running eagerly.")
     if kind == "eager":
         return _eager(module, example)
-    try:
-        return _fast(module, example, settings, kind)
-    except (RuntimeError, OSError, ImportError) as error:
-        reason = str(error).strip().splitlines()
-        log.warning("the %s engine failed, running eagerly: %s", kind, error)
-        first_line = reason[0][:300] if reason else type(error).__name__
-        return _eager(module, example, f"The {kind} engine failed, so the model runs eagerly: {first_line}")
+    kinds = _preferred(module, example) if kind == "auto" else [kind]
+    failures: list[str] = []
+    for candidate in kinds:
+        try:
+            return _fast(module, example, settings, candidate)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = str(error).strip().splitlines()
+            log.warning("the %s engine failed: %s", candidate, error)
+            failures.append(f"The {candidate} engine failed: {reason[0][:300] if reason else type(error).__name__}")
+    return _eager(module, example, *failures[:-1], f"{failures[-1]} (the model runs eagerly)")
+
+
+def _preferred(module: nn.Module, example: Tensor) -> list[str]:
+    """The engines to try, fastest first as a rule."""
+    if example.device.type != "cpu" or example.dtype != torch.float32:
+        return ["compiled"]
+    return ["winograd", "compiled"] if winograd.candidates(module) else ["compiled"]
 
 
 def _fast(module: nn.Module, example: Tensor, settings: config.Engine, kind: str) -> Engine:
     mode = compile_mode(settings, example.device)
+    if kind == "winograd":
+        module = winograd.accelerate(module)
     if kind == "cudagraph":
         began = time.perf_counter()
         network = cudagraph.make(module, example)

@@ -1,0 +1,141 @@
+"""The kernel against float64 convolutions by torch."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from service.engine import winograd
+
+FORMAT = torch.channels_last_3d
+
+
+def convolution(inputs, outputs, *, bias=True, seed=0):
+    torch.manual_seed(seed)
+    return nn.Conv3d(inputs, outputs, 3, padding=1, bias=bias).requires_grad_(requires_grad=False)
+
+
+def reference(layer, x):
+    return nn.functional.conv3d(
+        x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double(), padding=1
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.tuples(*[st.integers(1, 19)] * 3),
+    batch=st.integers(1, 3),
+    inputs=st.sampled_from([8, 16, 24, 40]),
+    outputs=st.sampled_from([16, 32, 48]),
+    bias=st.booleans(),
+    rectify=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_gives_what_torch_gives(size, batch, inputs, outputs, bias, rectify, seed):
+    layer = convolution(inputs, outputs, bias=bias, seed=seed)
+    x = torch.randn(batch, inputs, *size)
+    expected = reference(layer, x)
+    result = winograd.Convolution(layer, rectify=rectify)(x)
+    assert result.is_contiguous(memory_format=FORMAT)
+    assert (result - (expected.relu() if rectify else expected)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads):
+    layer = winograd.Convolution(convolution(8, 16), rectify=False)
+    x = torch.randn(2, 8, 13, 18, 9)
+    before, expected = torch.get_num_threads(), layer(x)
+    torch.set_num_threads(threads)
+    try:
+        for tiles in (1, 30, 500):
+            monkeypatch.setattr(winograd, "TILES", tiles)
+            assert torch.equal(layer(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_impulse_puts_the_flipped_weights_where_they_belong():
+    layer = convolution(8, 16, bias=False)
+    x = torch.zeros(1, 8, 7, 10, 11)
+    x[0, 3, 2, 5, 6] = 1
+    result = winograd.Convolution(layer, rectify=False)(x)
+    assert torch.allclose(result[0, :, 1:4, 4:7, 5:8], layer.weight[:, 3].flip(1, 2, 3), atol=1e-6)
+    result[0, :, 1:4, 4:7, 5:8] = 0
+    assert result.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("rectify", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_not_lost(value, rectify):
+    x = torch.zeros(1, 8, 4, 4, 4)
+    x[0, 0, 0, 0, 0] = value
+    result = winograd.Convolution(convolution(8, 16), rectify=rectify)(x)
+    assert not torch.isfinite(result.sum())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, FORMAT])
+def test_strides_of_the_input_do_not_matter(layout):
+    layer = winograd.Convolution(convolution(16, 16), rectify=False)
+    x = torch.randn(1, 16, 6, 7, 8)
+    assert torch.equal(layer(x), layer(x.to(memory_format=layout)))
+    wide = torch.randn(1, 16, 6, 7, 16)
+    assert torch.equal(layer(wide[..., ::2]), layer(wide[..., ::2].contiguous()))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv3d(16, 16, 1),
+        nn.Conv3d(16, 16, 3),
+        nn.Conv3d(16, 16, 3, padding=1, stride=2),
+        nn.Conv3d(16, 16, 3, padding=2, dilation=2),
+        nn.Conv3d(16, 16, 3, padding=1, groups=2),
+        nn.Conv3d(16, 16, 3, padding=1, padding_mode="replicate"),
+        nn.Conv3d(12, 16, 3, padding=1),
+        nn.Conv3d(16, 24, 3, padding=1),
+        nn.Conv3d(16, 16, 3, padding=1).double(),
+        nn.ConvTranspose3d(16, 16, 3, padding=1),
+        nn.Conv2d(16, 16, 3, padding=1),
+    ],
+)
+def test_what_it_cannot_compute_is_left_alone(layer):
+    assert not winograd.suits(layer)
+    assert winograd.accelerate(nn.Sequential(layer))[0].__class__ is layer.__class__
+
+
+def test_rectifiers_that_follow_are_taken_in_and_others_are_not():
+    module = nn.Sequential(
+        *(convolution(8, 16), nn.Identity(), nn.ReLU()),
+        *(convolution(16, 16), nn.LeakyReLU()),
+        nn.ModuleDict({"a": convolution(16, 16)})["a"],
+    )
+    fast = winograd.accelerate(module)
+    layers = [child for child in fast if isinstance(child, winograd.Convolution)]
+    assert [layer.rectify for layer in layers] == [True, False, False]
+    assert not any(isinstance(child, nn.ReLU) for child in fast)
+    assert winograd.candidates(module) == 3, "the module itself is left as it is"
+    x = torch.randn(1, 8, 9, 9, 9)
+    assert torch.allclose(fast(x), module(x), atol=1e-5)
+
+
+def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
+    weights = winograd.pack(convolution(8, 16).weight)
+    for bias, rectify in itertools.product([None, torch.zeros(16)], [False, True]):
+        x = torch.randn(1, 8, 5, 6, 7).to(memory_format=FORMAT)
+        torch.library.opcheck(torch.ops.stackseg.convolve, (x, weights, bias, 16, rectify))
+
+
+def test_without_a_compiler_the_error_says_so(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    winograd._library.cache_clear()
+    try:
+        with pytest.raises(OSError, match="nowhere"):
+            winograd.Convolution(convolution(8, 16), rectify=False)
+        monkeypatch.setenv("CXX", "false")
+        with pytest.raises(OSError, match="false could not compile"):
+            winograd.Convolution(convolution(8, 16), rectify=False)
+    finally:
+        winograd._library.cache_clear()
