@@ -1,4 +1,4 @@
-"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`.
+"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`, `stackseg key NAME`.
 
 `serve` and `segment` import what they need when they run: torch and MONAI take seconds, and neither `--help` nor
 `models` nor a misspelt option should have to wait for them.
@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from service.config import Settings, read_settings
+from service import access, logs
+from service.config import KEY_NAME, Settings, overruled, read_settings
 from service.errors import BadParameter, ConfigError, StackSegError
 from service.repository import choose, read_repository
 
@@ -35,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         settings = read_settings(options.config)
-        logging.basicConfig(
-            level=settings.logging.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-        )
+        logs.set_up(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
         sys.stderr.write(f"stackseg: {error}\n")
@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the HTTP service")
     serve.add_argument("--host", help="address to listen on; overrides server.host")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one; overrides server.port")
+    serve.add_argument("--ssl-keyfile", type=Path, help="private key, PEM; overrides server.ssl_keyfile")
+    serve.add_argument("--ssl-certfile", type=Path, help="its certificate, PEM; overrides server.ssl_certfile")
     serve.set_defaults(run=run_serve)
 
     segment = commands.add_parser("segment", help="segment one file, without a service")
@@ -68,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument("--json", action="store_true", help="everything that the model files say")
     models.set_defaults(run=run_models)
 
-    for command in (serve, segment, models):
+    key = commands.add_parser("key", help="make an API key, for access.keys of the configuration")
+    key.add_argument("name", metavar="NAME", help="who or what will use it, as logs and metrics will show it")
+    key.set_defaults(run=run_key)
+
+    for command in (serve, segment, models, key):
         command.add_argument("--config", type=Path, help="configuration file, such as configs/gpu.yaml")
     return root
 
@@ -77,10 +83,12 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal ends it. Raises ConfigError for an address or a folder that cannot be used."""
     from service.app import serve  # noqa: PLC0415
 
-    host = options.host or settings.server.host
-    if is_public(host):
-        log.warning("%s is a public address and there is no authentication: whoever reaches it may use it", host)
-    if not serve(settings, host, settings.server.port if options.port is None else options.port):
+    chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
+    settings = overruled(settings, "server", {name: value for name, value in chosen.items() if value is not None})
+    host = settings.server.host
+    if is_public(host) and not settings.access.keys:
+        log.warning("%s is a public address and there are no access.keys: whoever reaches it may use it", host)
+    if not serve(settings, host, settings.server.port):
         # A thread that compiles or computes in native code cannot be ended, and the interpreter would wait or crash.
         logging.shutdown()
         os._exit(0)
@@ -137,6 +145,19 @@ def run_models(options: argparse.Namespace, settings: Settings) -> int:
     for spec in specs.values():
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
+    return 0
+
+
+def run_key(options: argparse.Namespace, _settings: Settings) -> int:
+    """Print a new API key, and the lines for the configuration by which the service will know it."""
+    if not re.fullmatch(KEY_NAME, options.name):
+        raise BadParameter(f"{options.name!r}: use up to 64 letters, digits and . _ @ -, a letter or digit first.")
+    key = access.new_key()
+    sys.stdout.write(
+        f"The key of {options.name}, shown this once; sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`:\n\n"
+        f"{key}\n\nFor the configuration, which holds only its hash:\n\n"
+        f'access:\n  keys:\n    "{options.name}": {access.hash_of(key)}\n'
+    )
     return 0
 
 

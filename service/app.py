@@ -19,13 +19,16 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp
 
 from service import errors
 from service.config import Settings
 from service.errors import ConfigError
 from service.routes import gpu, health, inspect, models, segment
-from service.routes.middleware import Lingering, RequestLog
+from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
+from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.runtime import Runtime
 from service.schemas import Problem, explain
 
@@ -41,6 +44,9 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.UnsupportedMedia: 415,
     errors.TooLarge: 413,
     errors.UnknownModel: 404,
+    errors.Unauthorized: 401,
+    errors.Misdirected: 421,
+    errors.RateLimited: 429,
     errors.CapacityError: 503,
     errors.OutOfMemory: 507,
     errors.OutOfStorage: 507,
@@ -55,14 +61,36 @@ PROBLEM_TYPE = "application/problem+json"
 Handler = Callable[[Request, Exception], Response]
 
 
+# How the OpenAPI document speaks of API keys.
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+
+
 class Application(FastAPI):
     """FastAPI documents errors as JSON of its own; ours are problem documents of one schema."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the schema of the problem documents."""
+        """The OpenAPI document, with the schema of the problem documents, and API keys where they are asked for."""
         document = super().openapi()
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
+        if self.state.runtime.settings.access.keys:
+            document["components"]["securitySchemes"] = _KEYS
+            document["security"] = [{name: []} for name in _KEYS]
+            for path, methods in document["paths"].items():
+                if HEALTH.fullmatch(path):
+                    methods["get"]["security"] = []
         return document
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Everything around the routes, the outermost last: the answer to an unforeseen error passes through it too."""
+        access = self.state.runtime.settings.access
+        stack: ASGIApp = Guard(super().build_middleware_stack(), access, _answer_error)
+        if access.origins:
+            stack = CORSMiddleware(stack, access.origins, METHODS, SENT, expose_headers=READ)
+        stack = Hosts(stack, access, _answer_error)
+        return RequestLog(SafeHeaders(Lingering(stack)))
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -82,8 +110,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_unexpected)
-    app.add_middleware(Lingering)
-    app.add_middleware(RequestLog)
     return app
 
 
@@ -120,14 +146,20 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         access_log=False,
         server_header=False,
         ws="none",
+        ssl_keyfile=settings.server.ssl_keyfile,
+        ssl_certfile=settings.server.ssl_certfile,
         # The runtime ends requests itself, with an answer; this is for those that then still hang.
         timeout_graceful_shutdown=round(settings.server.drain_seconds) + 5,
     )
+    try:
+        config.load()
+    except OSError as error:
+        raise ConfigError(f"server.ssl_keyfile and server.ssl_certfile cannot be used: {error}.") from error
     with listen(host, port) as listener:
         # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: None)
-        sys.stdout.write(f"StackSeg listens on {address_of(listener)}\n")
+        sys.stdout.write(f"StackSeg listens on {address_of(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
         Server(config, runtime).run(sockets=[listener])
     return runtime.ended
@@ -142,10 +174,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error}.") from error
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, *, secure: bool = False) -> str:
     """The address to type into a browser."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def status_of(error: errors.StackSegError) -> int:
@@ -155,8 +188,18 @@ def status_of(error: errors.StackSegError) -> int:
 
 def problem(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
     """An answer as RFC 9457 has it."""
-    instance = f"urn:uuid:{request.scope.get('state', {}).get('request_id', uuid.uuid4())}"
+    state = request.scope.setdefault("state", {})
+    state["problem"] = slug
+    instance = _urn(state.get("request_id") or str(uuid.uuid4()))
     return JSONResponse(_members(slug, status, detail, instance) | members, status, media_type=PROBLEM_TYPE)
+
+
+def _urn(number: str) -> str:
+    """The number of a request as a URI; a client may have given it one that is no UUID."""
+    try:
+        return uuid.UUID(number).urn
+    except ValueError:
+        return f"urn:stackseg:request:{number}"
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -167,8 +210,10 @@ def _answer_error(request: Request, error: Exception) -> Response:
         log.error("%s: %s", type(error).__name__, error)
     members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
     response = problem(request, status, error.slug, str(error), **members)
-    if isinstance(error, errors.QueueFull | errors.NotReady):
+    if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited):
         response.headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, errors.Unauthorized):
+        response.headers["WWW-Authenticate"] = 'Bearer realm="stackseg"'
     return response
 
 

@@ -25,6 +25,12 @@ PREFIX = "STACKSEG_"
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
+# Names are shown in logs and metrics.
+KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
+KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
 
 class _Section(BaseModel):
@@ -103,16 +109,53 @@ class Limits(_Section):
 
 
 class Server(_Section):
-    """Where to listen, and where uploads live until they are answered (None: the system's temporary folder)."""
+    """Where to listen, and where uploads live until they are answered (None: the system's temporary folder).
+
+    With `ssl_keyfile` and `ssl_certfile` (PEM) the service speaks HTTPS.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
     scratch_folder: Path | None = None
     drain_seconds: PositiveFloat = 30.0
 
+    @model_validator(mode="after")
+    def _key_with_certificate(self) -> Self:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile belong together")
+        return self
+
+
+class Access(_Section):
+    """Who may use the service.
+
+    keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
+    requests_per_minute  of one key; 0: any number
+    requests_at_once     of one key, counting those that bring work (POST); 0: any number
+    hosts                that a Host header may name, `*.example.org` for all below one; none: any
+    origins              of web pages that may call the service from a browser (CORS), `*` for all
+    """
+
+    keys: dict[KeyName, KeyHash] = {}
+    requests_per_minute: NonNegativeInt = 0
+    requests_at_once: NonNegativeInt = 0
+    hosts: tuple[HostPattern, ...] = ()
+    origins: tuple[Origin, ...] = ()
+
+    @model_validator(mode="after")
+    def _limits_have_keys(self) -> Self:
+        if not self.keys and (self.requests_per_minute or self.requests_at_once):
+            raise ValueError("requests_per_minute and requests_at_once are limits of a key, and there are no keys")
+        return self
+
 
 class Logging(_Section):
+    """`text` is for people, `json` for programs: one object per line."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
 
 
 class Settings(_Section):
@@ -124,6 +167,7 @@ class Settings(_Section):
     windows: Windows = Windows()
     limits: Limits = Limits()
     server: Server = Server()
+    access: Access = Access()
     logging: Logging = Logging()
 
     @model_validator(mode="after")
@@ -142,6 +186,16 @@ def read_settings(path: Path | None = None, environment: Mapping[str, str] | Non
     """
     values = _read_file(path) if path is not None else {}
     _override(values, os.environ if environment is None else environment)
+    return _validated(values)
+
+
+def overruled(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
+    """The settings with some keys of one section changed. Raises ConfigError like `read_settings`."""
+    every = settings.model_dump()
+    return _validated({**every, section: {**every[section], **values}})
+
+
+def _validated(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

@@ -7,9 +7,12 @@ StackSegError
 |   |-- BadParameter        a parameter out of range, or at odds with the file or the model
 |   |-- UnsupportedMedia    not a TIFF at all
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
-|   `-- UnknownModel        no model of that name
+|   |-- UnknownModel        no model of that name
+|   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
+|   `-- Misdirected         meant for a host that this service is not
 |-- CapacityError           nobody's fault: the same request may succeed later
 |   |-- QueueFull           too many requests are waiting
+|   |-- RateLimited         the caller's key has been used too often, or for too much at a time
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
 |   |-- TimedOut            not finished within the time that the operator allows for a request
 |   |-- OutOfStorage        the folder for uploads is full
@@ -76,6 +79,18 @@ class UnknownModel(RequestError):
     slug = "unknown-model"
 
 
+class Unauthorized(RequestError):
+    """The request shows no API key that is known here."""
+
+    slug = "unauthorized"
+
+
+class Misdirected(RequestError):
+    """The Host header names a host that this service does not answer for."""
+
+    slug = "misdirected"
+
+
 class CapacityError(StackSegError):
     """The service cannot do it now."""
 
@@ -86,6 +101,16 @@ class QueueFull(CapacityError):
     """As many requests are waiting as the operator allows; try again after `retry_after` seconds."""
 
     slug = "queue-full"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RateLimited(CapacityError):
+    """The API key has been used as much as the operator allows; try again after `retry_after` seconds."""
+
+    slug = "rate-limited"
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)

@@ -49,6 +49,12 @@ class Metrics:
         self._requests = Counter(
             "stackseg_requests", "Requests answered.", ["route", "status"], registry=self._registry
         )
+        self._errors = Counter(
+            "stackseg_errors", "Requests answered with a problem document.", ["type"], registry=self._registry
+        )
+        self._callers = Counter(
+            "stackseg_caller_requests", "Requests by the name of their API key.", ["caller"], registry=self._registry
+        )
         self._stages = Histogram(
             "stackseg_stage_seconds",
             "Seconds per stage of a segmentation.",
@@ -63,9 +69,15 @@ class Metrics:
         """Show what `value` returns at the moment of asking, as gauge `name`."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
-    def count_request(self, route: str, status: int) -> None:
-        """`route` is a path template, never a path that a client made up: every value is kept for good."""
+    def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
+        """Count a request that was answered, with the problem type it was answered with, if any.
+
+        `route` is a path template, `caller` the name of a key, never what a client made up: every value is kept.
+        """
         self._requests.labels(route, str(status)).inc()
+        self._callers.labels(caller).inc()
+        if problem is not None:
+            self._errors.labels(problem).inc()
 
     def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
         self._voxels.labels(model).inc(voxels)

@@ -47,7 +47,7 @@ def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def concrete(kind: type[errors.StackSegError]) -> errors.StackSegError:
     match kind:
-        case errors.QueueFull | errors.NotReady:
+        case errors.QueueFull | errors.NotReady | errors.RateLimited:
             return kind("try later", 7)
         case errors.OutOfMemory:
             return kind("too much", 123)
@@ -67,6 +67,9 @@ def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
         (errors.UnsupportedMedia, 415),
         (errors.TooLarge, 413),
         (errors.UnknownModel, 404),
+        (errors.Unauthorized, 401),
+        (errors.Misdirected, 421),
+        (errors.RateLimited, 429),
         (errors.QueueFull, 503),
         (errors.NotReady, 503),
         (errors.TimedOut, 504),
@@ -102,7 +105,7 @@ def test_error_of_the_device_becomes_its_problem_document(service: Service, kind
     assert problem["detail"] == str(fake.error)
     assert problem["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
     assert problem.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
-    assert response.headers.get("retry-after") == ("7" if kind in (errors.QueueFull, errors.NotReady) else None)
+    assert response.headers.get("retry-after") == ("7" if hasattr(fake.error, "retry_after") else None)
     assert list(service.runtime.scratch.iterdir()) == []
 
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.config import PREFIX, Settings, read_settings
+from service.config import PREFIX, Settings, overruled, read_settings
 from service.errors import ConfigError
 
+HASH = "sha256:" + 64 * "0"
 KEYS = [(section, key) for section, keys in Settings().model_dump().items() for key in keys]
 
 
@@ -55,6 +56,9 @@ def test_every_key_is_read_from_file_and_environment(section: str, key: str, tmp
         ("/var/cache/stackseg", "engine", "cache_folder", Path("/var/cache/stackseg")),
         ("null", "server", "scratch_folder", None),
         ("warning", "logging", "level", "warning"),
+        (f"{{ada: {HASH}}}", "access", "keys", {"ada": HASH}),
+        ("['*.example.org', '::1']", "access", "hosts", ("*.example.org", "::1")),
+        ("[https://example.org:8443]", "access", "origins", ("https://example.org:8443",)),
     ],
 )
 def test_variables_are_read_as_yaml(text: str, section: str, key: str, value: Any) -> None:
@@ -111,6 +115,8 @@ def test_unknown_sections_and_keys_that_are_no_words_are_refused(content: Any, t
         ("server.port", "65536"),
         ("server.port", ""),
         ("logging.level", "loud"),
+        ("logging.format", "xml"),
+        ("access.requests_per_minute", "-1"),
     ],
 )
 def test_impossible_value_is_refused_with_its_key(name: str, text: str) -> None:
@@ -125,6 +131,35 @@ def test_every_fault_is_told_at_once() -> None:
         read_settings(None, environment)
     for name in ("windows.overlap", "server.port", "device.name"):
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("keys", "{ada: secret}"),
+        ("keys", f"{{'two words': {HASH}}}"),
+        ("hosts", "[https://example.org]"),
+        ("hosts", "['example.org:8000']"),
+        ("hosts", "['*']"),
+        ("origins", "[example.org]"),
+        ("origins", "[https://example.org/page]"),
+    ],
+)
+def test_access_that_could_never_match_is_refused(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"not understood: access\.{key}"):
+        read_settings(None, {variable("access", key): text})
+
+
+def test_limits_of_keys_need_keys() -> None:
+    with pytest.raises(ConfigError, match="there are no keys"):
+        read_settings(None, {"STACKSEG_ACCESS__REQUESTS_PER_MINUTE": "60"})
+
+
+def test_one_section_is_overruled_and_checked_again() -> None:
+    settings = overruled(Settings(), "server", {"port": 9})
+    assert (settings.server.port, settings.server.host) == (9, Settings().server.host)
+    with pytest.raises(ConfigError, match=r"server\.port"):
+        overruled(Settings(), "server", {"port": -1})
 
 
 @pytest.mark.parametrize("key", ["sw_batch_size", "overlap"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 import tifffile
 from live import Answer, Live, as_tiff, classes, eager, serve, until
+
+from service.access import hash_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -339,6 +342,36 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
         process.stdout.close()
     assert status == 0, (tmp_path / "log").read_text()
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+def test_command_line_serves_https_to_who_has_a_key_and_logs_json(bands_repository: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {tmp_path}}}\n"
+        f"access: {{keys: {{ada: '{hash_of('secret')}'}}}}\nlogging: {{format: json}}\n"
+    )
+    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
+    command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        address = process.stdout.readline().split()[-1]
+        assert address.startswith("https://")
+        until(lambda: _curl("-kf", f"{address}/health/live").returncode == 0, 60)
+        status = ["-k", "-o", "/dev/null", "-w", "%{http_code}", f"{address}/models"]
+        assert _curl(*status).stdout == b"401"
+        assert _curl(*status, "-H", "X-API-Key: secret", "-H", "X-Request-ID: first-look").stdout == b"200"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        process.stdout.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    (line,) = [line for line in lines if line.get("request_id") == "first-look"]
+    assert (line["caller"], line["path"], line["status"]) == ("ada", "/models", 200)
 
 
 def _curl(*arguments: str) -> subprocess.CompletedProcess[bytes]:

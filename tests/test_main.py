@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,11 @@ import tifffile
 from live import as_tiff
 
 from service.__main__ import is_public, main
+from service.access import Keys, hash_of
+from service.config import read_settings
 from service.repository import ModelSpec
 
+HASHED = f"{{ada: {hash_of('secret')}}}"
 ROOT = Path(__file__).parents[1]
 
 
@@ -123,7 +127,52 @@ def test_public_addresses_are_told_apart(host: str, public: bool) -> None:
     assert is_public(host) == public
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["models"]])
+def test_key_is_printed_with_the_lines_by_which_the_service_knows_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("key", "microscope-3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (key,) = [line for line in lines if line.startswith("stackseg_")]
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join(lines[lines.index("access:") :]))
+    settings = read_settings(path, {})
+    assert Keys(settings.access.keys).caller(key) == "microscope-3"
+    assert key not in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["", "two words", "-x", "a" * 65, "a\n"])
+def test_name_of_a_key_is_one_that_logs_can_show(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert run("key", "--", name) == 1
+    assert "letters, digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"), [("192.0.2.1", "{}", True), ("192.0.2.1", HASHED, False), ("127.0.0.1", "{}", False)]
+)
+def test_public_address_without_keys_is_warned_of(
+    config: Path, caplog: pytest.LogCaptureFixture, host: str, keys: str, warned: bool
+) -> None:
+    config.write_text(config.read_text() + f"access: {{keys: {keys}}}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run("serve", "--config", config, "--host", host, "--port", taken.getsockname()[1]) == 2
+    assert ("there are no access.keys" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--ssl-keyfile", "key.pem"], "ssl_keyfile and ssl_certfile belong together"),
+        (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "server.ssl_keyfile"),
+    ],
+)
+def test_unusable_certificate_is_status_two(
+    config: Path, capsys: pytest.CaptureFixture[str], options: list[str], word: str
+) -> None:
+    assert run("serve", "--config", config, "--port", "0", *options) == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"], ["key", "ada"]])
 def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "service", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

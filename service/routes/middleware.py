@@ -1,4 +1,4 @@
-"""What happens around every request: a number, a line in the log, and an ear for clients that are still sending."""
+"""What happens around every request: a number, a line in the log, headers for browsers, an ear for who still sends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import logging
 import re
 import time
 import uuid
+from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service import logs
 
 log = logging.getLogger("service.access")
 
 LINGER_SECONDS = 20.0
+# What a client may call its request: nothing that could forge a line of a log, or fill it.
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestLog:
-    """Gives every request a number, and one line in the log when it is over."""
+    """Gives every request a number, unless it brings a sane one, and one line in the log when it is over."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -26,32 +31,89 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number = str(uuid.uuid4())
+        number = number_of(Headers(scope=scope).get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = number
-        began, status, told = time.perf_counter(), 500, {}
+        began, status, told = time.perf_counter(), 500, Headers()
 
         async def note(message: Message) -> None:
             nonlocal status, told
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
-                told = {name: value.decode("latin-1") for name, value in message["headers"]}
+                told = Headers(raw=message["headers"])
             await send(message)
 
+        token = logs.request_id.set(number)
         try:
             await self._app(scope, receive, note)
         finally:
-            self._tell(scope, number, status, time.perf_counter() - began, told)
+            _tell(scope, number, status, time.perf_counter() - began, told)
+            logs.request_id.reset(token)
 
-    @staticmethod
-    def _tell(scope: Scope, number: str, status: int, seconds: float, told: dict[bytes, str]) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
-        if "app" in scope and hasattr(scope["app"].state, "runtime"):
-            scope["app"].state.runtime.metrics.count_request(route, status)
-        extras = [told[name] for name in (b"x-stackseg-model", b"x-stackseg-objects") if name in told]
-        path = re.sub(r"[^\x20-\x7e]", "?", scope["path"])
-        level = logging.DEBUG if "/health" in route else logging.INFO
-        log.log(level, "%s %s %d %.3fs %s %s", scope["method"], path, status, seconds, number, " ".join(extras))
+
+def number_of(proposed: str) -> str:
+    """The number of a request: what the client calls it where that can be trusted in a log, else a new one."""
+    return proposed if REQUEST_ID.fullmatch(proposed) else str(uuid.uuid4())
+
+
+def _tell(scope: Scope, number: str, status: int, seconds: float, told: Headers) -> None:
+    route = getattr(scope.get("route"), "path", "unknown")
+    state = scope["state"]
+    caller, problem = state.get("caller", "nobody"), state.get("problem")
+    if "app" in scope and hasattr(scope["app"].state, "runtime"):
+        scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
+    model, objects = told.get("x-stackseg-model"), told.get("x-stackseg-objects")
+    path = re.sub(r"[^\x20-\x7e]", "?", scope["path"])
+    level = logging.DEBUG if "/health" in route else logging.INFO
+    extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
+    members: dict[str, Any] = {
+        "request_id": number,
+        "caller": caller,
+        "method": scope["method"],
+        "path": path,
+        "route": route,
+        "status": status,
+        "seconds": round(seconds, 3),
+        "problem": problem,
+        "model": model,
+        "objects": int(objects) if objects else None,
+        "stages": stages_of(told.get("server-timing", "")),
+    }
+    said = {name: value for name, value in members.items() if value is not None}
+    arguments = (scope["method"], path, status, seconds, number, extras)
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=logs.fields(**said))
+
+
+def stages_of(timing: str) -> dict[str, float] | None:
+    """Milliseconds by stage, from a Server-Timing header; None without one."""
+    stages = re.findall(r"(\w+);dur=([0-9.]+)", timing)
+    return {name: float(duration) for name, duration in stages} or None
+
+
+class SafeHeaders:
+    """Headers that keep browsers from guessing what an answer is, framing it, or telling others where it came from."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def add(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                # The pages of the documentation load scripts; no other answer has anything to load.
+                page = headers.get("content-type", "").startswith("text/html")
+                policy = "frame-ancestors 'none'" if page else "default-src 'none'; frame-ancestors 'none'"
+                headers.setdefault("Content-Security-Policy", policy)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+                headers.setdefault("X-Frame-Options", "DENY")
+                headers.setdefault("Referrer-Policy", "no-referrer")
+            await send(message)
+
+        await self._app(scope, receive, add)
 
 
 class Lingering:

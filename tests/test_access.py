@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from service.access import ANONYMOUS, Allowance, Keys, hash_of, new_key
+from service.errors import RateLimited, Unauthorized
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_key_is_new_every_time_and_not_to_be_read_from_its_hash() -> None:
+    one, other = new_key(), new_key()
+    assert one != other
+    assert re.fullmatch(r"stackseg_[A-Za-z0-9_-]{43}", one)
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", hash_of(one))
+    assert hash_of(one) == hash_of(one) != hash_of(other)
+
+
+def test_key_leads_to_the_name_it_was_made_for() -> None:
+    made = {name: new_key() for name in ("ada", "bob", "eve")}
+    keys = Keys({name: hash_of(key) for name, key in made.items()})
+    assert {name: keys.caller(key) for name, key in made.items()} == {name: name for name in made}
+
+
+@pytest.mark.parametrize("shown", [None, "", "stackseg_", "sha256:0", "ключ", "x" * 10_000])
+def test_anything_else_is_refused(shown: str | None) -> None:
+    key = new_key()
+    with pytest.raises(Unauthorized):
+        Keys({"ada": hash_of(key)}).caller(shown)
+    with pytest.raises(Unauthorized):
+        Keys({"ada": hash_of(key)}).caller(key[:-1])
+    with pytest.raises(Unauthorized):
+        Keys({"ada": hash_of(key)}).caller(hash_of(key))
+
+
+def test_without_keys_everyone_is_anonymous() -> None:
+    assert Keys({}).caller(None) == Keys({}).caller("whatever") == ANONYMOUS
+
+
+def test_rate_allows_a_burst_and_then_its_pace() -> None:
+    clock = Clock()
+    allowance = Allowance(6, 0, clock)
+    for _ in range(6):
+        allowance.spend()
+    with pytest.raises(RateLimited) as caught:
+        allowance.spend()
+    assert caught.value.retry_after == 10
+    clock.now += 9.5
+    with pytest.raises(RateLimited) as caught:
+        allowance.spend()
+    assert caught.value.retry_after == 1
+    clock.now += 0.5
+    allowance.spend()
+    clock.now += 3600
+    for _ in range(6):
+        allowance.spend()
+    with pytest.raises(RateLimited):
+        allowance.spend()
+
+
+def test_who_waits_as_long_as_told_is_let_in() -> None:
+    clock = Clock()
+    allowance = Allowance(7, 0, clock)
+    refused = 0
+    for _ in range(200):
+        try:
+            allowance.spend()
+        except RateLimited as error:
+            refused += 1
+            clock.now += error.retry_after
+            allowance.spend()
+    assert refused > 20
+
+
+def test_only_so_many_are_worked_on_at_once() -> None:
+    allowance = Allowance(0, 2)
+    with allowance.hold():
+        with allowance.hold(), pytest.raises(RateLimited), allowance.hold():
+            pass
+        with allowance.hold():
+            pass
+    with pytest.raises(ValueError, match="broken"), allowance.hold():
+        raise ValueError("broken")
+    with allowance.hold(), allowance.hold():
+        pass
+
+
+def test_zero_means_no_limit() -> None:
+    allowance = Allowance(0, 0)
+    for _ in range(10_000):
+        allowance.spend()
+    with allowance.hold(), allowance.hold(), allowance.hold():
+        pass
