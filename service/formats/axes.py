@@ -5,7 +5,6 @@ The one: a plain stack of grey pages without any description is taken for z, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,9 +54,9 @@ def understand(axes: str, shape: Sequence[int], override: str | None, doubt: str
         doubt: a clause that says why the file's own description cannot be used, or ""
 
     Raises AmbiguousAxes where the file does not say, BadParameter where the override does not fit, BadFile where a
-    dimension is empty.
+    dimension is empty, or negative, as a tag of a signed type may have it.
     """
-    if math.prod(shape) == 0 or len(axes) < 2:
+    if len(axes) < 2 or min(shape) < 1:
         raise BadFile(f"The file holds an image without pixels: its stored shape is {_written(shape)}.")
     if override is not None:
         return _override(override.upper(), axes, shape)
