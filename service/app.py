@@ -210,7 +210,7 @@ def _answer_error(request: Request, error: Exception) -> Response:
         log.error("%s: %s", type(error).__name__, error)
     members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
     response = problem(request, status, error.slug, str(error), **members)
-    if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited):
+    if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
         response.headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, errors.Unauthorized):
         response.headers["WWW-Authenticate"] = 'Bearer realm="stackseg"'
@@ -240,7 +240,14 @@ def _answer_unexpected(request: Request, _error: Exception) -> Response:
 def _problem_responses() -> dict[int | str, dict[str, Any]]:
     """Every error status with an example of each problem that leads to it, for the OpenAPI document."""
     kinds: dict[int, list[type[errors.StackSegError]]] = {}
-    for kind in (*STATUS, errors.QueueFull, errors.NotReady, errors.BrokenModel, errors.NonFiniteScores):
+    for kind in (
+        *STATUS,
+        errors.QueueFull,
+        errors.NotReady,
+        errors.DeviceLost,
+        errors.BrokenModel,
+        errors.NonFiniteScores,
+    ):
         if kind not in _ABSTRACT:
             kinds.setdefault(next(STATUS[parent] for parent in kind.__mro__ if parent in STATUS), []).append(kind)
     return {

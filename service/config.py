@@ -151,6 +151,17 @@ class Access(_Section):
         return self
 
 
+class Watchdog(_Section):
+    """When the device counts as stuck, and how long that may last before the process ends.
+
+    batch_seconds  for one batch of windows
+    grace_seconds  not ready until then, to be started again after that
+    """
+
+    batch_seconds: PositiveFloat = 300.0
+    grace_seconds: PositiveFloat = 60.0
+
+
 class Logging(_Section):
     """`text` is for people, `json` for programs: one object per line."""
 
@@ -168,6 +179,7 @@ class Settings(_Section):
     limits: Limits = Limits()
     server: Server = Server()
     access: Access = Access()
+    watchdog: Watchdog = Watchdog()
     logging: Logging = Logging()
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ StackSegError
 |   |-- QueueFull           too many requests are waiting
 |   |-- RateLimited         the caller's key has been used too often, or for too much at a time
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
+|   |-- DeviceLost          the device has failed for good; a new process may find it well
 |   |-- TimedOut            not finished within the time that the operator allows for a request
 |   |-- OutOfStorage        the folder for uploads is full
 |   `-- OutOfMemory         the volume does not fit after every fallback
@@ -125,6 +126,13 @@ class NotReady(CapacityError):
     def __init__(self, message: str, retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DeviceLost(CapacityError):
+    """The device has failed; try again after `retry_after` seconds, when the service has been started anew."""
+
+    slug = "device-lost"
+    retry_after = 60
 
 
 class TimedOut(CapacityError):

@@ -113,6 +113,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name
 
 
+def works(device: torch.device) -> bool:
+    """Whether the device still computes. Once a CUDA context has failed, nothing in the process does."""
+    try:
+        return bool(torch.ones(1, device=device).add_(1).item() == 2)
+    except RuntimeError:
+        return False
+
+
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may keep busy: those of its affinity, or fewer where a container's share is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,7 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
@@ -64,10 +74,28 @@ class Metrics:
         )
         self._voxels = Counter("stackseg_voxels", "Voxels segmented.", ["model"], registry=self._registry)
         self._objects = Counter("stackseg_objects", "Objects found.", ["model"], registry=self._registry)
+        self._windows = Counter("stackseg_windows", "Windows computed.", ["model"], registry=self._registry)
+        self._slots = Counter(
+            "stackseg_batch_slots",
+            "Windows that the computed batches had room for; windows per slot tells how full they are.",
+            ["model"],
+            registry=self._registry,
+        )
+        self._fallbacks = Counter(
+            "stackseg_memory_fallbacks",
+            "How often memory did not hold a batch, and a smaller one was taken.",
+            ["model"],
+            registry=self._registry,
+        )
+        ProcessCollector(registry=self._registry)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Show what `value` returns at the moment of asking, as gauge `name`."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
+
+    def watch_each(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """The same for several things of a kind: `values` says which there are, and the value of each."""
+        self._registry.register(_Each(name, meaning, label, values))
 
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
         """Count a request that was answered, with the problem type it was answered with, if any.
@@ -86,6 +114,45 @@ class Metrics:
         for stage, value in seconds.items():
             self._stages.labels(stage).observe(value)
 
+    def counting(self, model: str, sw_batch_size: int, tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """`tell(done, total)`, to be called after every batch of one volume, with its windows and slots counted."""
+        seen = 0
+
+        def count(done: int, total: int) -> None:
+            nonlocal seen
+            # After memory ran out, everything begins again at the first window.
+            fresh = done - seen if done >= seen else done
+            if fresh:
+                self._windows.labels(model).inc(fresh)
+                self._slots.labels(model).inc(max(fresh, sw_batch_size))
+            seen = done
+            tell(done, total)
+
+        return count
+
+    def count_fallbacks(self, model: str, fallbacks: int) -> None:
+        self._fallbacks.labels(model).inc(fallbacks)
+
     def exposition(self) -> bytes:
         """All of it, in the format of `CONTENT_TYPE`."""
         return generate_latest(self._registry)
+
+
+class _Each(Collector):
+    """A gauge with one label, whose values are looked up when they are asked for."""
+
+    def __init__(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
+        self._family = (name, meaning, label)
+        self._values = values
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        name, meaning, label = self._family
+        family = GaugeMetricFamily(name, meaning, labels=[label])
+        for which, value in self._values().items():
+            family.add_metric([which], value)
+        yield family
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """So that registering does not ask for the values."""
+        name, meaning, label = self._family
+        yield GaugeMetricFamily(name, meaning, labels=[label])

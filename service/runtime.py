@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 
 from service import hardware, measurements, repository
 from service.config import Settings
-from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage, StackSegError
+from service.engine import compiled
+from service.errors import BrokenModel, ConfigError, DeviceLost, NotReady, OutOfStorage, StackSegError
 from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job, JobQueue
@@ -28,6 +29,7 @@ from service.metrics import Metrics
 from service.repository import ModelSpec
 from service.segmenter import Result, Segmenter
 from service.volume import Description, Options, Segmentation, Selection, Volume
+from service.watchdog import Watchdog
 from service.worker import Worker
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
@@ -77,6 +79,12 @@ class Runtime:
         self._problem: str | None = None
         self._lock = threading.Lock()
         self._worker = Worker("device", self.queue.take)
+        self._watchdog = Watchdog(
+            self._pulse,
+            lambda: self._worker.alive,
+            batch_seconds=settings.watchdog.batch_seconds,
+            grace_seconds=settings.watchdog.grace_seconds,
+        )
         self._draining = False
         self._patience: threading.Timer | None = None
 
@@ -95,19 +103,20 @@ class Runtime:
             decoded_bytes=self.settings.limits.decoded_bytes,
             processes=READERS,
         )
-        self.metrics.watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
-        self.metrics.watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
+        self._show_gauges()
         for state in self._read_models():
             self._models[state.name] = state
             if state.spec is not None:
                 self.queue.put(self._load(state.spec))
         self._worker.start()
+        self._watchdog.start()
 
     def drain(self) -> None:
         """Stop being ready. What was begun may still finish, but not take longer than server.drain_seconds."""
         if self._draining:
             return
         self._draining = True
+        self._watchdog.stop()
         self._patience = threading.Timer(self.settings.server.drain_seconds, self._give_up)
         self._patience.daemon = True
         self._patience.start()
@@ -115,6 +124,7 @@ class Runtime:
     def stop(self) -> None:
         """Give up what still runs, end threads and child processes, delete what is left on disk."""
         self._draining = True
+        self._watchdog.stop()
         if self._patience is not None:
             self._patience.cancel()
         self._give_up()
@@ -155,8 +165,10 @@ class Runtime:
         reasons = [self._problem] if self._problem else []
         if self._draining:
             reasons.append("The service is stopping.")
-        if not self._worker.alive:
-            reasons.append("The worker that owns the device is not running.")
+        if self._watchdog.problem is not None:
+            reasons.append(self._watchdog.problem)
+        elif not self._worker.alive:
+            reasons.append("The thread that owns the device is not running.")
         for model in self.models:
             if model.state == "loading":
                 reasons.append(f"{model.name} is being loaded and warmed up.")
@@ -187,11 +199,19 @@ class Runtime:
 
     def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
         """Let the worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
+        name, estimate = segmenter.spec.name, segmenter.estimate(volume, options)
 
         def work(job: Job[Result]) -> Result:
-            return segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance)
+            progress = self.metrics.counting(name, estimate.sw_batch_size, job.advance)
+            try:
+                result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=progress)
+            except DeviceLost as error:
+                self._watchdog.give_up(str(error))
+                raise
+            self.metrics.count_fallbacks(name, result.fallbacks)
+            return result
 
-        job: Job[Result] = Job(segmenter.spec.name, work, windows=segmenter.estimate(volume, options).windows)
+        job: Job[Result] = Job(name, work, windows=estimate.windows)
         self.queue.offer(job)
         return job
 
@@ -202,6 +222,26 @@ class Runtime:
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
         """Write a table of the objects as CSV; see `service.measurements.measure`."""
         measurements.write_csv(measurements.measure(segmentation, volume), path)
+
+    def _pulse(self) -> tuple[int, int] | None:
+        """What changes with every batch of windows; None while none is computed."""
+        job = self.queue.running
+        if job is None or job.progress.done >= job.progress.total:
+            return None
+        return id(job), job.progress.done
+
+    def _show_gauges(self) -> None:
+        watch = self.metrics.watch
+        watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
+        watch("stackseg_running", "1 while the device works.", lambda: float(self.queue.running is not None))
+        watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
+        watch("stackseg_compiled_graphs", "Graphs compiled so far; it stays the same once ready.", compiled.graphs)
+        self.metrics.watch_each(
+            "stackseg_gpu_memory_used_bytes", "Of each GPU, by all processes.", "gpu", lambda: _gpu_bytes("memory_used")
+        )
+        self.metrics.watch_each(
+            "stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: _gpu_bytes("memory_total")
+        )
 
     def _read_models(self) -> list[ModelState]:
         models = self.settings.models
@@ -241,6 +281,12 @@ class Runtime:
         job: Job[Segmenter] = Job(f"load {spec.name}", work)
         job.future.add_done_callback(note)
         return job
+
+
+def _gpu_bytes(field: str) -> dict[str, float]:
+    """A number of bytes of every GPU that tells it."""
+    found = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
+    return {index: float(value) for index, value in found.items() if value is not None}
 
 
 def _ready(spec: ModelSpec, segmenter: Segmenter) -> ModelState:

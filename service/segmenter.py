@@ -15,7 +15,7 @@ from service import hardware
 from service.config import Settings
 from service.engine import compiled, precision, select
 from service.engine.prepare import prepare
-from service.errors import BadParameter, OutOfMemory
+from service.errors import BadParameter, DeviceLost, OutOfMemory
 from service.metrics import Stages
 from service.networks import Network, load
 from service.planning import Estimate, Plan, activation_bytes, estimate, make_plan
@@ -33,11 +33,17 @@ Progress = Callable[[int, int], None]
 
 
 class Result(NamedTuple):
-    """`seconds` by stage, in order: prepare, windows, decode. `notes`: what a user should know about this result."""
+    """What came out.
+
+    seconds    by stage, in order: prepare, windows, decode
+    notes      what a user should know about this result
+    fallbacks  how often memory did not hold the batch, and a smaller one was taken
+    """
 
     segmentation: Segmentation
     seconds: dict[str, float]
     notes: tuple[str, ...]
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,25 +104,26 @@ class Segmenter:
         cancelled: Cancelled = lambda: False,
         progress: Progress = lambda _done, _total: None,
     ) -> Result:
-        """Segment one volume on its own grid. `progress(done, total)` counts windows.
+        """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on.
 
         Raises BadParameter for options or channels that do not fit, Cancelled once `cancelled()` is true between two
-        batches, OutOfMemory, and NonFiniteScores.
+        batches, OutOfMemory, NonFiniteScores, and DeviceLost.
         """
         plan = make_plan(self.spec, self._settings, options)
         self._check_channels(volume.shape[0], volume.channels)
         needed = self._estimate(volume, plan)
         check_memory(needed, hardware.available_memory())
         stages = Stages()
-        with torch.inference_mode(), translated(needed):
+        with torch.inference_mode(), translated(needed, self._device):
             with stages.measure("prepare"):
                 image, notes = prepare_volume(volume, self.spec)
                 image = image.to(self._device)
-            decoder, remarks = self._scores(image, plan, volume, stages, cancelled, progress)
+            progress(0, needed.windows)
+            decoder, fallbacks, remarks = self._scores(image, plan, volume, stages, cancelled, progress)
             del image
             with stages.measure("decode"):
                 segmentation = on_grid(decoder.finish(), volume.shape[1:])
-        return Result(segmentation, stages.seconds, (*notes, *remarks))
+        return Result(segmentation, stages.seconds, (*notes, *fallbacks, *remarks), len(fallbacks))
 
     def report(self) -> EngineReport:
         """The engine in use; before `warm_up` the one that is being built."""
@@ -152,10 +159,10 @@ class Segmenter:
 
     def _scores(  # noqa: PLR0913, PLR0917
         self, image: Tensor, plan: Plan, volume: Volume, stages: Stages, cancelled: Cancelled, progress: Progress
-    ) -> tuple[Decoder, list[str]]:
-        """A decoder that has taken in every score. Where memory runs out, half as many windows at once are tried."""
+    ) -> tuple[Decoder, list[str], list[str]]:
+        """A decoder that has taken in every score, and notes. Where memory runs out, half as many windows are tried."""
         size: Size = (image.shape[2], image.shape[3], image.shape[4])
-        batch_size, remarks = plan.sw_batch_size, list[str]()
+        batch_size, fallbacks = plan.sw_batch_size, list[str]()
         while True:
             decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size)
             window = self._window(batch_size)
@@ -165,8 +172,8 @@ class Segmenter:
                 if not exhausted(error) or batch_size == 1:
                     raise
             else:
-                return decoder, remarks + self._remarks(window)
-            remarks.append(f"Memory did not hold {batch_size} windows at once; fewer were taken.")
+                return decoder, fallbacks, self._remarks(window)
+            fallbacks.append(f"Memory did not hold {batch_size} windows at once; fewer were taken.")
             batch_size //= 2
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -234,12 +241,14 @@ def exhausted(error: BaseException) -> bool:
 
 
 @contextmanager
-def translated(needed: Estimate) -> Iterator[None]:
-    """Foreign signs of exhausted memory -> OutOfMemory."""
+def translated(needed: Estimate, device: torch.device) -> Iterator[None]:
+    """Foreign signs of exhausted memory -> OutOfMemory, and of a device that is gone -> DeviceLost."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
+            if device.type != "cpu" and not hardware.works(device):
+                raise DeviceLost(f"{device} has failed and must be started anew with the service.") from error
             raise
         most = max(needed.host_bytes, needed.device_bytes)
         raise OutOfMemory(

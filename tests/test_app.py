@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import as_tiff
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from service import errors
@@ -70,6 +73,7 @@ def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
         (errors.Unauthorized, 401),
         (errors.Misdirected, 421),
         (errors.RateLimited, 429),
+        (errors.DeviceLost, 503),
         (errors.QueueFull, 503),
         (errors.NotReady, 503),
         (errors.TimedOut, 504),
@@ -93,7 +97,11 @@ def test_class_without_a_row_has_its_parents_status() -> None:
     assert status_of(Cracked("odd")) == 415
 
 
-@pytest.mark.parametrize("kind", [kind for kind in tree(errors.StackSegError) if kind is not errors.Cancelled])
+# Never answered, and never answered by a service that goes on.
+ELSEWHERE = (errors.Cancelled, errors.DeviceLost)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tree(errors.StackSegError) if kind not in ELSEWHERE])
 def test_error_of_the_device_becomes_its_problem_document(service: Service, kind: type[errors.StackSegError]) -> None:
     fake = service.fake()
     fake.error = concrete(kind)
@@ -105,8 +113,21 @@ def test_error_of_the_device_becomes_its_problem_document(service: Service, kind
     assert problem["detail"] == str(fake.error)
     assert problem["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
     assert problem.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
-    assert response.headers.get("retry-after") == ("7" if hasattr(fake.error, "retry_after") else None)
+    assert response.headers.get("retry-after") == (
+        str(fake.error.retry_after) if hasattr(fake.error, "retry_after") else None
+    )
     assert list(service.runtime.scratch.iterdir()) == []
+
+
+def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Path, tmp_path: Path) -> None:
+    running = Service(bands_repository, tmp_path)
+    with running.client as client:
+        running.fake().error = errors.DeviceLost("cuda:0 has failed.")
+        response = client.post("/segment", content=STACK, headers=TIFF)
+        assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
+        assert response.headers["retry-after"] == "60"
+        until(lambda: client.get("/health/ready").status_code == 503)
+        assert client.get("/health/live").status_code == 200
 
 
 def test_work_given_up_by_the_service_is_answered_not_dropped(service: Service) -> None:
@@ -153,6 +174,35 @@ def test_requests_are_counted_by_route_not_by_path(service: Service) -> None:
     text = service.client.get("/metrics").text
     assert 'stackseg_requests_total{route="/models/{name}",status="404"}' in text
     assert "stranger" not in text
+
+
+def test_dashboard_asks_for_metrics_and_labels_that_there_are(service: Service) -> None:
+    service.fake()
+    service.client.post("/segment", content=STACK, headers=TIFF)
+    service.client.get("/nowhere")
+    shown: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(service.client.get("/metrics").text):
+        # Where nothing has been counted yet, or no GPU is there, the family is shown without samples.
+        names = {f"{family.name}_total"} if family.type == "counter" else {family.name}
+        for name in names | {sample.name for sample in family.samples}:
+            shown[name] = {label for sample in family.samples if sample.name == name for label in sample.labels}
+    dashboard = json.loads((Path(__file__).parents[1] / "docker" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) >= len(dashboard["panels"]) > 0
+    for query in queries:
+        asked = re.findall(r"(\w+)\{", query)
+        assert asked
+        assert set(asked) <= shown.keys(), query
+        grouped = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(", ")}
+        selected = set(re.findall(r"[{,](\w+)=", query)) - {"job"}
+        known = [shown[name] for name in asked if shown[name]]
+        assert all(grouped | selected <= labels for labels in known), query
+
+
+def test_metrics_name_what_operators_are_promised(service: Service) -> None:
+    text = service.client.get("/metrics").text
+    for name in ("process_resident_memory_bytes", "stackseg_running", "stackseg_waiting", "stackseg_compiled_graphs"):
+        assert re.search(rf"^{name} \d", text, re.MULTILINE), name
 
 
 def test_documented_errors_are_those_that_occur(service: Service) -> None:

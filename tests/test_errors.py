@@ -65,6 +65,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "rate-limited",
         "queue-full",
         "not-ready",
+        "device-lost",
         "timed-out",
         "out-of-storage",
         "out-of-memory",

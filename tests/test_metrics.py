@@ -42,6 +42,44 @@ def test_exposition_tells_what_was_counted() -> None:
     assert "stackseg_waiting 3.0" in lines
 
 
+def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
+    metrics, told = Metrics(), []
+    progress = metrics.counting("nuclei", 4, lambda done, total: told.append((done, total)))
+    for done in (0, 4, 8, 9):
+        progress(done, 9)
+    assert told == [(0, 9), (4, 9), (8, 9), (9, 9)]
+    lines = metrics.exposition().decode().splitlines()
+    assert 'stackseg_windows_total{model="nuclei"} 9.0' in lines
+    assert 'stackseg_batch_slots_total{model="nuclei"} 12.0' in lines
+
+
+def test_windows_that_are_computed_again_count_again() -> None:
+    metrics = Metrics()
+    progress = metrics.counting("nuclei", 4, lambda _done, _total: None)
+    for done in (0, 4, 2, 4, 6):
+        progress(done, 6)
+    assert 'stackseg_windows_total{model="nuclei"} 10.0' in metrics.exposition().decode()
+
+
+def test_each_of_a_kind_is_looked_up_when_asked_for() -> None:
+    metrics, there = Metrics(), {"0": 5.0}
+    metrics.watch_each("stackseg_gpu_memory_used_bytes", "Of each GPU.", "gpu", lambda: there)
+    assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.exposition().decode()
+    there["1"] = 7.0
+    assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.exposition().decode()
+
+
+def test_requests_are_counted_by_caller_and_problem() -> None:
+    metrics = Metrics()
+    metrics.count_request("/segment", 200, caller="ada")
+    metrics.count_request("/segment", 422, caller="ada", problem="bad-file")
+    metrics.count_fallbacks("nuclei", 2)
+    lines = metrics.exposition().decode().splitlines()
+    assert 'stackseg_caller_requests_total{caller="ada"} 2.0' in lines
+    assert 'stackseg_errors_total{type="bad-file"} 1.0' in lines
+    assert 'stackseg_memory_fallbacks_total{model="nuclei"} 2.0' in lines
+
+
 def test_two_runtimes_count_apart() -> None:
     one, other = Metrics(), Metrics()
     one.count_request("/segment", 200)

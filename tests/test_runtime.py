@@ -16,6 +16,7 @@ from service.errors import (
     BrokenModel,
     Cancelled,
     ConfigError,
+    DeviceLost,
     NotReady,
     OutOfStorage,
     QueueFull,
@@ -70,6 +71,32 @@ def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_
         until(lambda: runtime.obstacles() == ())
         assert runtime.segmenter("bands") is fakes[0]
         assert runtime.segmenter(None) is fakes[0]
+
+
+def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
+    bands_repository: Path, tmp_path: Path, stack: Volume
+) -> None:
+    patience = {"batch_seconds": 0.5, "grace_seconds": 100}
+    with running(settings(bands_repository, tmp_path, watchdog=patience)) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        fake: Any = runtime.segmenter(None)
+        fake.gate.clear()
+        job = runtime.submit(fake, stack, Options())
+        until(lambda: "stuck" in " ".join(runtime.obstacles()))
+        fake.gate.set()
+        until(lambda: runtime.obstacles() == ())
+        assert job.future.result(5).segmentation.pixels.all()
+
+
+def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
+    with running(settings(bands_repository, tmp_path, watchdog={"grace_seconds": 100})) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        fake: Any = runtime.segmenter(None)
+        fake.error = DeviceLost("cuda:0 has failed.")
+        job = runtime.submit(fake, stack, Options())
+        with pytest.raises(DeviceLost):
+            job.future.result(5)
+        until(lambda: runtime.obstacles() == ("cuda:0 has failed.",))
 
 
 def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from service.config import Device, Engine, Settings, Windows
-from service.errors import BadParameter, Cancelled, ConfigError, NonFiniteScores, OutOfMemory
+from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory
 from service.planning import Estimate
-from service.segmenter import Segmenter, check_memory, exhausted
+from service.segmenter import Segmenter, check_memory, exhausted, translated
 from service.volume import Options, Volume, VoxelSize
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
@@ -55,7 +55,7 @@ def volume(phantom) -> Volume:
 
 
 def test_classes_are_those_of_the_phantom(eager, volume, phantom):
-    segmentation, seconds, notes = eager.segment(volume, Options())
+    segmentation, seconds, notes, _ = eager.segment(volume, Options())
     assert segmentation.pixels.shape == phantom.classes.shape
     assert segmentation.kind == "classes"
     assert segmentation.names == ("background", "dim", "bright")
@@ -103,6 +103,7 @@ def test_precision_and_layout_hardly_change_the_classes(bands, eager, volume, en
 def test_overlap_and_blending_are_used(eager, volume):
     steps = []
     eager.segment(volume, Options(overlap=0.0), progress=lambda done, total: steps.append((done, total)))
+    assert steps[0] == (0, 18)
     assert steps[-1] == (18, 18)
     assert eager.estimate(volume, Options(overlap=0.0)).windows == 18
     assert eager.estimate(volume, Options(overlap=0.5)).windows > 18
@@ -186,9 +187,10 @@ def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, err
             raise error
         return forward(x)
 
-    segmentation, _, notes = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
-    assert np.array_equal(segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
-    assert [note.split(" ")[4] for note in notes] == ["5", "2"]
+    result = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
+    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
+    assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
+    assert result.fallbacks == 2
 
 
 def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
@@ -208,6 +210,17 @@ def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
     with pytest.raises(RuntimeError, match="misallocated"):
         with_network(bands, network).segment(volume, Options())
     assert not exhausted(RuntimeError("allocation"))
+
+
+def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
+    gone = torch.device("meta")  # holds no numbers, so that nothing computed on it can be read
+    with pytest.raises(DeviceLost, match="meta has failed"), translated(needed, gone):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    with pytest.raises(RuntimeError, match="triggered"), translated(needed, torch.device("cpu")):
+        raise RuntimeError("triggered")
+    with pytest.raises(OutOfMemory), translated(needed, gone):
+        raise torch.OutOfMemoryError("no")
 
 
 def test_scores_that_are_not_finite(bands, volume):

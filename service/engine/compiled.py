@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor import list_mode_options
 
@@ -38,6 +39,11 @@ def _frozen(compiled: Network) -> Network:
             return compiled(x)
 
     return call
+
+
+def graphs() -> int:
+    """How many graphs this process has compiled; while it serves, a further one is a recompilation."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def use_cache(folder: Path) -> None:

@@ -28,4 +28,4 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(runtime: RuntimeDependency) -> Response:
     """Counters and stage times in Prometheus's text format."""
-    return Response(runtime.metrics.exposition(), media_type=CONTENT_TYPE)
+    return Response(await asyncio.to_thread(runtime.metrics.exposition), media_type=CONTENT_TYPE)
