@@ -266,7 +266,9 @@ def test_openapi_names_every_endpoint_and_error(live: Live) -> None:
     assert {"200", "404", "413", "415", "422", "500", "503", "504", "507"} <= segment["responses"].keys()
     assert "image/tiff" in segment["requestBody"]["content"]
     names = {parameter["name"] for parameter in segment["parameters"]}
-    assert names == {"model", "channel", "time", "axes", "voxel_size", "sw_batch_size", "overlap", "output"}
+    assert names == {
+        *("model", "channel", "time", "axes", "voxel_size", "sw_batch_size", "overlap", "output", "measurements")
+    }
     assert "#/components/schemas/Problem" in json.dumps(segment["responses"]["422"])
 
 
