@@ -68,6 +68,13 @@ private:
   size_t size_ = 0;
 };
 
+// The 36 points of a patch are written side by side. Were they a multiple of 4 KiB apart, they would share one set of the
+// first-level cache, which holds eight lines: hence an odd number of lines.
+inline int64_t spread(int64_t count) {
+  constexpr int64_t line = 64 / sizeof(float);
+  return ((count + line - 1) / line | 1) * line;
+}
+
 // B^T d: six inputs in a row -> their values at the six sampling points (0, 1, -1, 2, -2, infinity).
 inline void sample(const Group d[6], Group t[6]) {
   const Group even = d[4] - 4 * d[2], odd = d[3] - 4 * d[1];
@@ -215,7 +222,8 @@ bool run_column(const float *image, const float *weights, const float *bias, boo
   thread_local Scratch scratch;
   b.tile_rows = std::min(b.tile_rows, (s.height + EDGE - 1) / EDGE - first_row);
   const int64_t tap_stride = b.tiles() * s.inputs;
-  const int64_t sampled_stride = (b.planes + 2) * tap_stride, product_stride = b.planes * b.tiles() * s.outputs;
+  const int64_t sampled_stride = spread((b.planes + 2) * tap_stride);
+  const int64_t product_stride = spread(b.planes * b.tiles() * s.outputs);
   const int64_t rows_size = 6 * (b.tile_columns * EDGE + 2) * s.inputs;
   float *sampled = scratch.take(POINTS * (sampled_stride + product_stride) + rows_size);
   if (!sampled) return false;
