@@ -89,7 +89,7 @@ def main() -> None:
     began = time.perf_counter()
     with torch.inference_mode():
         decoder = make_decoder(spec, labels.shape, "labels", None)
-        decoder.add(0, scores)
+        decoder.add(0, 0, scores)
         decoder.finish()
     ours = time.perf_counter() - began
     print(json.dumps({"stages": seconds, "cpu": cpu, "objects": int(labels.max()), "decode_by_stackseg": ours}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,11 +59,17 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     """
     size = working_size(volume, spec)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    stored = math.prod(volume.shape[1:]) if size != volume.shape[1:] else 0
-    image = 4 * spec.input.channels * (math.prod(grid.padded) + stored)
-    # Sums and the slab that leaves, K each, and three sets of weights: see service.windows.
-    row = 4 * grid.roi[0] * grid.padded[1] * grid.padded[2]
-    running = row * (2 * len(spec.outputs) + 3) + plan.sw_batch_size * window_bytes
+    # Pixels become float32 where a window reads them, unless the whole volume is resampled or lies on the device.
+    resampled = size != tuple(volume.shape[1:])
+    stored = math.prod(volume.shape[1:]) if resampled else 0
+    image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
+    # Sums of one row of windows and the slab that leaves it, and the planes of a layer that the next one reaches: see
+    # service.windows.
+    (depth, height, _), (_, across, along) = grid.roi, grid.padded
+    overlapping = max((depth - (after - start) for start, after in itertools.pairwise(grid.starts[0])), default=0)
+    rows = depth * height * along * (2 * len(spec.outputs) + 1)
+    layer = overlapping * across * along * (len(spec.outputs) + 1)
+    running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
     decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)
     return Estimate(
         windows=grid.count,

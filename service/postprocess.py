@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,13 @@ PLANES = 4
 
 
 class Decoder(Protocol):
-    """Takes slabs of raw scores in z order and then gives the segmentation."""
+    """Takes slabs of raw scores and then gives the segmentation."""
 
-    def add(self, z0: int, scores: Tensor) -> None:
-        """Raw scores float32 [1, K, z, Y, X] of the planes from `z0`, on any device."""
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        """Raw scores float32 [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on, on any device.
+
+        Slabs come without gaps: all rows of some planes in order, then those of the next planes.
+        """
 
     def finish(self) -> Segmentation:
         """The segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
@@ -58,6 +61,12 @@ def bytes_per_voxel(spec: ModelSpec, output: OutputKind) -> int:
     return 40 if output == "labels" else 1
 
 
+def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
+    """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]."""
+    planes, rows = slab.shape[-3:-1]
+    pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
+
+
 class ProbabilityDecoder:
     """All outputs after the model's activation, float32 [K, Z, Y, X]."""
 
@@ -65,7 +74,7 @@ class ProbabilityDecoder:
         self._spec, self._voxel_size = spec, voxel_size
         self._pixels = np.empty((len(spec.outputs), *size), np.float32)
 
-    def add(self, z0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
         match self._spec.activation:
             case "sigmoid":
                 scores = torch.sigmoid(scores)
@@ -73,7 +82,7 @@ class ProbabilityDecoder:
                 scores = torch.softmax(scores, dim=1)
             case "none":
                 pass
-        self._pixels[:, z0 : z0 + scores.shape[2]] = scores[0].cpu().numpy()
+        place(self._pixels, z0, y0, scores[0].cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "probabilities", self._voxel_size, names=self._spec.outputs)
@@ -86,8 +95,8 @@ class ClassDecoder:
         self._spec, self._voxel_size = spec, voxel_size
         self._pixels = np.empty(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
 
-    def add(self, z0: int, scores: Tensor) -> None:
-        self._pixels[z0 : z0 + scores.shape[2]] = scores[0].argmax(0).cpu().numpy()
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        place(self._pixels, z0, y0, scores[0].argmax(0).cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=self._spec.outputs)
@@ -103,8 +112,8 @@ class ForegroundDecoder:
         self._threshold = _logit(decoding.threshold)
         self._pixels = np.empty(size, np.uint8)
 
-    def add(self, z0: int, scores: Tensor) -> None:
-        self._pixels[z0 : z0 + scores.shape[2]] = (scores[0, self._channel] > self._threshold).cpu().numpy()
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        place(self._pixels, z0, y0, (scores[0, self._channel] > self._threshold).cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=("background", self._name))
@@ -126,13 +135,13 @@ class InstanceDecoder:
         self._landscape: Tensor | None = None
         self._size = size
 
-    def add(self, z0: int, scores: Tensor) -> None:
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
         if self._landscape is None:
             padded = [edge + 2 for edge in self._size]
             self._landscape = torch.full(padded, -math.inf, device=scores.device)
-        planes = scores.shape[2]
+        planes, rows = scores.shape[2:4]
         inside = scores[0, self._foreground] > self._threshold
-        target = self._landscape[1 + z0 : 1 + z0 + planes, 1:-1, 1:-1]
+        target = self._landscape[1 + z0 : 1 + z0 + planes, 1 + y0 : 1 + y0 + rows, 1:-1]
         distance = scores[0, self._distance]
         target.copy_(distance.masked_fill(~inside, -math.inf))
 

@@ -1,8 +1,12 @@
-"""Volume -> tensor, normalised and resampled as the model's file says; and the way back to the volume's grid."""
+"""Volume -> image, normalised and resampled as the model's file says; and the way back to the volume's grid.
+
+Normalising takes statistics of the whole volume, but its float32 pixels are made only where a window reads them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, assert_never
 
 import numpy as np
@@ -31,10 +35,55 @@ MOST_RESAMPLING = 64.0
 FARTHEST = 1e6
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """x -> (x - offset) / scale, then at least `lowest` and at most `highest`; scale 0: everything becomes 0."""
+
+    offset: float
+    scale: float
+    lowest: float = -FARTHEST
+    highest: float = FARTHEST
+
+    def apply(self, pixels: Array) -> NDArray[np.float32]:
+        """Pixels of any dtype and shape -> a new float32 array."""
+        if self.scale == 0 or not np.isfinite((self.offset, self.scale)).all():
+            return np.zeros(pixels.shape, np.float32)
+        dtype = np.float64 if pixels.dtype.itemsize > 4 or pixels.dtype in (np.int32, np.uint32) else np.float32
+        with np.errstate(over="ignore"):
+            scaled = np.subtract(pixels, self.offset, dtype=dtype)
+            scaled /= self.scale
+            np.clip(scaled, self.lowest, self.highest, out=scaled)
+        return scaled.astype(np.float32, copy=False)
+
+
+class Image:
+    """Channels of a volume that are normalised where they are read.
+
+    Indexed with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
+    """
+
+    def __init__(self, channels: Sequence[Array], scalings: Sequence[Scaling]) -> None:
+        self._channels, self._scalings = channels, scalings
+        self.shape = (1, len(channels), *channels[0].shape)
+
+    def __getitem__(self, box: tuple[int, slice, slice, slice, slice]) -> Tensor:
+        _, channels, *place = box
+        chosen = zip(self._channels[channels], self._scalings[channels], strict=True)
+        parts = [torch.from_numpy(scaling.apply(channel[tuple(place)])) for channel, scaling in chosen]
+        return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+    def tensor(self) -> Tensor:
+        """All of it, float32 [1, C, Z, Y, X]; plane by plane, so that nothing wider exists of the whole volume."""
+        whole = torch.empty(self.shape)
+        for z in range(self.shape[2]):
+            whole[0, :, z : z + 1] = self[0, slice(None), slice(z, z + 1), slice(None), slice(None)]
+        return whole
+
+
 class Prepared(NamedTuple):
     """What the network gets. `image`: float32 [1, C, Z, Y, X]; `notes`: what was done that a user should know."""
 
-    image: Tensor
+    image: Image | Tensor
     notes: tuple[str, ...]
 
 
@@ -43,21 +92,19 @@ def prepare(volume: Volume, spec: ModelSpec) -> Prepared:
 
     NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros.
     """
-    pixels = volume.array()
-    replaced = 0
-    image = torch.empty((1, *volume.shape), dtype=torch.float32)
-    for channel, out in zip(pixels, image[0].numpy(), strict=True):
+    channels, replaced = [], 0
+    for channel in volume.array():
         finite, bad = _finite(channel)
+        channels.append(finite)
         replaced += bad
-        normalise(finite, spec.input.normalisation, out)
+    image = Image(channels, [scaling(channel, spec.input.normalisation) for channel in channels])
     notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
     target = working_size(volume, spec)
-    if target != volume.shape[1:]:
-        image = functional.interpolate(image, size=target, mode="trilinear", align_corners=False)
-        notes.append(
-            f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for the model's voxel size."
-        )
-    return Prepared(image, tuple(notes))
+    if target == volume.shape[1:]:
+        return Prepared(image, tuple(notes))
+    notes.append(f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for the model's voxel size.")
+    resampled = functional.interpolate(image.tensor(), size=target, mode="trilinear", align_corners=False)
+    return Prepared(resampled, tuple(notes))
 
 
 def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:
@@ -111,23 +158,26 @@ def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
     return z, y, x
 
 
-def normalise(pixels: Array, normalisation: Normalisation, out: NDArray[np.float32]) -> None:
-    """One channel [Z, Y, X] of finite numbers -> `out`, float32 [Z, Y, X], within plus and minus `FARTHEST`."""
+def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
+    """One channel [Z, Y, X] of finite numbers -> float32 [Z, Y, X], within plus and minus `FARTHEST`."""
+    return scaling(pixels, normalisation).apply(pixels)
+
+
+def scaling(pixels: Array, normalisation: Normalisation) -> Scaling:
+    """How one channel [Z, Y, X] of finite numbers is normalised."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
             at_low, at_high = percentiles(pixels, low, high)
             if at_low == at_high:
                 # Hardly any pixel differs from the background, and those that do are all that there is to see.
                 at_low, at_high = float(pixels.min()), float(pixels.max())
-            _scale(pixels, at_low, at_high - at_low, out)
-            if clip is not None:
-                np.clip(out, *clip, out=out)
+            return Scaling(at_low, at_high - at_low, *(clip or ()))
         case ZScoreNormalisation():
             with np.errstate(over="ignore", invalid="ignore"):
                 mean, deviation = (float(f(pixels, dtype=np.float64)) for f in (np.mean, np.std))
-            _scale(pixels, mean, deviation, out)
+            return Scaling(mean, deviation)
         case RangeNormalisation(low=low, high=high):
-            _scale(pixels, low, high - low, out)
+            return Scaling(low, high - low)
         case _:
             assert_never(normalisation)
 
@@ -175,23 +225,6 @@ def _finite(channel: Array) -> tuple[Array, int]:
     replaced = channel.copy()
     replaced[bad] = channel[~bad].min() if not bad.all() else 0
     return replaced, int(bad.sum())
-
-
-def _scale(pixels: Array, offset: float, scale: float, out: NDArray[np.float32]) -> None:
-    """(x - offset) / scale into `out`; zeros where that means nothing.
-
-    Plane by plane, so that no copy in a wider dtype of the whole volume is made.
-    """
-    if scale == 0 or not np.isfinite((offset, scale)).all():
-        out.fill(0)
-        return
-    dtype = np.float64 if pixels.dtype.itemsize > 4 or pixels.dtype in (np.int32, np.uint32) else np.float32
-    difference = np.empty(pixels.shape[1:], dtype)
-    with np.errstate(over="ignore"):
-        for plane, scaled in zip(pixels, out, strict=True):
-            np.subtract(plane, offset, out=difference, dtype=dtype)
-            np.divide(difference, scale, out=scaled, casting="same_kind")
-            np.clip(scaled, -FARTHEST, FARTHEST, out=scaled)
 
 
 def _times(size: Size) -> str:

@@ -24,7 +24,7 @@ from service.preprocess import Size, on_grid
 from service.preprocess import prepare as prepare_volume
 from service.repository import ModelSpec
 from service.volume import Extent, Options, OutputKind, Segmentation, Volume
-from service.windows import Blending, Slab, SlidingWindow
+from service.windows import Blending, Image, Slab, SlidingWindow
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ class Segmenter:
         with torch.inference_mode(), translated(needed, self._device):
             with stages.measure("prepare"):
                 image, notes = prepare_volume(volume, self.spec)
-                image = image.to(self._device)
+                if self._device.type != "cpu":
+                    image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             progress(0, needed.windows)
             decoder, fallbacks, remarks = self._scores(image, plan, volume, stages, cancelled, progress)
             del image
@@ -158,7 +159,7 @@ class Segmenter:
         return estimate(self.spec, volume, plan, self._window_bytes, on_host=self._device.type == "cpu")
 
     def _scores(  # noqa: PLR0913, PLR0917
-        self, image: Tensor, plan: Plan, volume: Volume, stages: Stages, cancelled: Cancelled, progress: Progress
+        self, image: Image, plan: Plan, volume: Volume, stages: Stages, cancelled: Cancelled, progress: Progress
     ) -> tuple[Decoder, list[str], list[str]]:
         """A decoder that has taken in every score, and notes. Where memory runs out, half as many windows are tried."""
         size: Size = (image.shape[2], image.shape[3], image.shape[4])
@@ -222,7 +223,7 @@ def feed(decoder: Decoder, slabs: Iterator[Slab], stages: Stages) -> None:
         if slab is None:
             return
         with stages.measure("decode"):
-            decoder.add(slab.z0, slab.scores)
+            decoder.add(slab.z0, slab.y0, slab.scores)
 
 
 def check_memory(needed: Estimate, available: int | None) -> None:

@@ -1,9 +1,10 @@
-"""Sliding-window inference: one fixed batch shape, preallocated buffers, finished z-slabs given away at once.
+"""Sliding-window inference: one fixed batch shape, buffers for one row of windows, finished scores given away at once.
 
 The result equals `monai.inferers.sliding_window_inference` (same padding, scan positions and importance map), which
 the tests hold to 1e-5 in float32. What differs is the work around the network: windows are gathered into one batch
-that is allocated once, the last batch is filled up instead of having a shape of its own, weights are summed once per
-row of windows instead of once per window, and the scores of the whole volume never exist at the same time.
+that is allocated once, the last batch is filled up instead of having a shape of its own, and neither the padded image
+nor the scores of the whole volume ever exist: windows come in rows along x, rows in layers along z, and of a layer
+only the planes that the next one reaches are kept.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from monai.data.utils import compute_importance_map
 from monai.utils.enums import BlendMode
 from torch import Tensor
-from torch.nn import functional
 
 from service.errors import Cancelled, NonFiniteScores
 from service.networks import Network
@@ -27,10 +27,22 @@ from service.networks import Network
 Size = tuple[int, int, int]
 
 
+class Image(Protocol):
+    """What windows are cut from: a float32 tensor [1, C, Z, Y, X], or what can be indexed like one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """(1, C, Z, Y, X)."""
+
+    def __getitem__(self, box: tuple[int, slice, slice, slice, slice], /) -> Tensor:
+        """The voxels of (0, channels, z, y, x), float32 [C, z, y, x]."""
+
+
 class Slab(NamedTuple):
-    """Finished scores, float32 [1, K, z, Y, X], of the planes that begin at `z0`."""
+    """Finished scores, float32 [1, K, z, y, X], of the planes from `z0` and the rows from `y0` on."""
 
     z0: int
+    y0: int
     scores: Tensor
 
 
@@ -118,25 +130,27 @@ class SlidingWindow:
 
     def run(
         self,
-        image: Tensor,
+        image: Image,
         overlap: float,
         *,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> Iterator[Slab]:
-        """Scores of `image`, float32 [1, C, Z, Y, X] on this device, as slabs in z order without gaps.
+        """Scores of `image`, as slabs without gaps, z slowest.
 
         Raises Cancelled when `cancelled()` says so before a batch, NonFiniteScores for NaN or infinite scores.
         """
         grid = Grid.cover(_triple(image.shape[2:]), self._roi, overlap)
-        image = _pad(image, grid)
+        if grid.padded != grid.size:
+            # What an earlier volume left there would show in the padding.
+            self._batch.zero_()
         blender: _Blender | None = None
         positions = grid.positions()
         done = 0
         while places := list(itertools.islice(positions, len(self._batch))):
             if cancelled():
                 raise Cancelled(f"given up after {done} of {grid.count} windows")
-            scores = self._forward(image, places)
+            scores = self._forward(image, grid, places)
             if blender is None:
                 blender = _Blender(grid, scores.shape[1], self._blending, self._batch.device)
             for place, window in zip(places, scores, strict=False):
@@ -147,57 +161,80 @@ class SlidingWindow:
         if blender is not None:
             yield blender.finish()
 
-    def _forward(self, image: Tensor, places: list[Size]) -> Tensor:
+    def _forward(self, image: Image, grid: Grid, places: list[Size]) -> Tensor:
+        """Scores of the windows at `places`; an axis of the image shorter than the window lies in its middle."""
+        lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
+        inside = (slice(first, first + length) for first, length in zip(grid.before, lengths, strict=True))
+        depth, height, width = inside
         for slot, place in enumerate(places):
             z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._roi, strict=True))
-            self._batch[slot].copy_(image[0, :, z, y, x])
+            self._batch[slot, :, depth, height, width].copy_(image[0, slice(None), z, y, x])
         with torch.inference_mode():
             return self._network(self._batch)
 
 
 class _Blender:
-    """Weighted sums of one row of windows after the other; a plane leaves when no later row reaches it."""
+    """Weighted sums of one row of windows along x at a time, with their weights as one more output, K.
+
+    row     [K + 1, roi z, roi y, X]: the windows of this row, and the part of the row before that lies in it
+    layer   [K + 1, z, Y, X]: the planes of the layer before (one z start) that this layer reaches
+    """
 
     def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device) -> None:
         self._grid = grid
-        depth, height, width = grid.roi[0], grid.padded[1], grid.padded[2]
         self._importance = importance_map(grid.roi, blending, device)
-        self._row_weight = row_weight(grid, self._importance)
-        self._sums = torch.zeros((outputs, depth, height, width), device=device)
-        self._weights = torch.zeros((depth, height, width), device=device)
-        self._z = -1
+        self._row = torch.zeros((outputs + 1, *grid.roi[:2], grid.padded[2]), device=device)
+        deepest = max((grid.roi[0] - step for step in _steps(grid.starts[0])), default=0)
+        self._layer = torch.zeros((outputs + 1, deepest, *grid.padded[1:]), device=device)
+        self._reached = 0
+        self._z = self._y = -1
 
     def add(self, place: Size, window: Tensor) -> Slab | None:
-        """Add the scores [K, *roi] of one window; gives the planes that became final, if any."""
-        slab = None
-        if place[0] != self._z:
-            if self._z >= 0:
-                slab = self._give(place[0] - self._z)
-            self._weights += self._row_weight
-            self._z = place[0]
-        _, y, x = (slice(start, start + edge) for start, edge in zip(place, self._grid.roi, strict=True))
-        self._sums[:, :, y, x].addcmul_(window, self._importance)
+        """Add the scores [K, *roi] of one window; gives the scores that became final, if any."""
+        z, y, left = place
+        slab = self._next_row(z, y) if self._z >= 0 and (z, y) != (self._z, self._y) else None
+        self._z, self._y = z, y
+        x = slice(left, left + self._grid.roi[2])
+        self._row[:-1, :, :, x].addcmul_(window, self._importance)
+        self._row[-1, :, :, x] += self._importance
         return slab
 
     def finish(self) -> Slab:
-        """The planes that are left after the last window; the buffers are given away with them."""
-        return self._slab(self._sums.div_(self._weights))
+        """What is left after the last window."""
+        return self._leave(self._grid.roi[0], self._grid.roi[1])
 
-    def _give(self, planes: int) -> Slab:
-        scores = self._sums[:, :planes] / self._weights[:planes]
-        for buffer in (self._sums, self._weights):
-            kept = buffer.shape[-3] - planes
-            buffer.narrow(-3, 0, kept).copy_(buffer.narrow(-3, planes, kept).clone())
-            buffer.narrow(-3, kept, planes).zero_()
-        return self._slab(scores)
+    def _next_row(self, z: int, y: int) -> Slab:
+        """Take leave of this row, as far as the one that begins at (z, y) does not reach into it."""
+        depth, height, _ = self._grid.roi
+        if z != self._z:
+            slab = self._leave(z - self._z, height)
+            self._row.zero_()
+            self._reached = depth - (z - self._z)
+            return slab
+        step = y - self._y
+        slab = self._leave(self._final_planes(), step)
+        self._row[:, :, : height - step].copy_(self._row[:, :, step:].clone())
+        self._row[:, :, height - step :].zero_()
+        return slab
 
-    def _slab(self, scores: Tensor) -> Slab:
-        # One sum is NaN or infinite as soon as one score is, and reads the slab once while it is still in the cache.
+    def _final_planes(self) -> int:
+        """Planes of this layer that no later one reaches."""
+        later = (start for start in self._grid.starts[0] if start > self._z)
+        return next(later, self._z + self._grid.roi[0]) - self._z
+
+    def _leave(self, planes: int, rows: int) -> Slab:
+        """Take leave of the first `rows` of this row: `planes` of them are final, the next layer gets the others."""
+        sums, here = self._row[:, :, :rows], self._layer[:, :, self._y : self._y + rows]
+        sums[:, : self._reached] += here[:, : self._reached]
+        kept = self._grid.roi[0] - planes
+        here[:, :kept].copy_(sums[:, planes:])
+        scores = sums[:-1, :planes] / sums[-1, :planes]
+        # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
         if not torch.isfinite(scores.sum()):
             raise NonFiniteScores("The network returned NaN or infinite scores for this volume; try precision fp32.")
-        # Only an axis that holds a single window is padded, so z padding is seen here only when the one slab is whole.
-        (front, y, x), (depth, height, width) = self._grid.before, self._grid.size
-        return Slab(self._z, scores[None, :, front : front + depth, y : y + height, x : x + width])
+        # Only an axis that holds a single window is padded, so what is cut off is cut off its only slab.
+        inside = (slice(first, first + n) for first, n in zip(self._grid.before, self._grid.size, strict=True))
+        return Slab(self._z, self._y, scores[(None, slice(None), *inside)])
 
 
 @lru_cache(maxsize=16)
@@ -207,21 +244,8 @@ def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tenso
     return compute_importance_map(roi, mode=mode, sigma_scale=blending.sigma, device=device, dtype=torch.float32)
 
 
-def row_weight(grid: Grid, importance: Tensor) -> Tensor:
-    """Sum of the weights of the windows of one row (one z), float32 [roi z, padded Y, padded X]; equal for all rows."""
-    total = torch.zeros((grid.roi[0], *grid.padded[1:]), device=importance.device)
-    for y, x in itertools.product(*grid.starts[1:]):
-        total[:, y : y + grid.roi[1], x : x + grid.roi[2]] += importance
-    return total
-
-
-def _pad(image: Tensor, grid: Grid) -> Tensor:
-    if grid.padded == grid.size:
-        return image
-    edges: list[int] = []
-    for size, padded, before in reversed(list(zip(grid.size, grid.padded, grid.before, strict=True))):
-        edges += [before, padded - size - before]
-    return functional.pad(image, edges)
+def _steps(starts: Sequence[int]) -> list[int]:
+    return [after - start for start, after in itertools.pairwise(starts)]
 
 
 def _starts(length: int, edge: int, step: int) -> tuple[int, ...]:

@@ -50,12 +50,13 @@ def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 
 def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels") -> Segmentation:
-    """Decode scores [1, K, Z, Y, X], handed over in slabs that begin at `cuts`."""
+    """Decode scores [1, K, Z, Y, X], in slabs of planes that begin at `cuts`, each in two halves of rows."""
     depth, height, width = scores.shape[2:]
     decoder = make_decoder(spec, (depth, height, width), output, VoxelSize(2, 1, 1))
     edges = [0, *cuts, depth]
     for low, high in itertools.pairwise(edges):
-        decoder.add(low, scores[:, :, low:high])
+        for top, bottom in ((0, height // 2), (height // 2, height)):
+            decoder.add(low, top, scores[:, :, low:high, top:bottom])
     return decoder.finish()
 
 

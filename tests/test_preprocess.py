@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -16,8 +17,8 @@ DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64
 
 
 def normalised(pixels, normalisation=PERCENTILE):
-    out = np.full(pixels.shape, np.nan, np.float32)
-    normalise(pixels, normalisation, out)
+    out = normalise(pixels, normalisation)
+    assert out.dtype == np.float32
     return out
 
 
@@ -113,29 +114,43 @@ def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
     lowest = pixels[np.isfinite(pixels)].min()
     clean[0, 0, 0, :4] = lowest
     got = prepare(Volume.from_array(pixels), bands)
-    np.testing.assert_array_equal(got.image.numpy(), prepare(Volume.from_array(clean), bands).image.numpy())
+    expected = prepare(Volume.from_array(clean), bands).image.tensor()
+    np.testing.assert_array_equal(got.image.tensor().numpy(), expected.numpy())
     assert got.notes == ("4 NaN or infinite pixels were taken for the lowest finite intensity.",)
 
 
 def test_a_volume_of_nan_becomes_zeros(bands):
     spec = spec_of(bands, normalisation=PERCENTILE)
     got = prepare(Volume.from_array(np.full((1, 2, 3, 4), np.nan, np.float32)), spec)
-    assert not got.image.any()
+    assert not got.image.tensor().any()
 
 
 def test_channels_are_normalised_each_on_its_own(bands):
     pixels = np.stack([some_pixels("uint16"), 7 * some_pixels("uint16") + 100])
     got = prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
     assert got.image.shape == (1, 2, 3, 7, 11)
-    np.testing.assert_allclose(got.image[0, 0], got.image[0, 1], atol=1e-5)
+    first, second = got.image.tensor()[0]
+    np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "int32"])
+def test_pixels_are_normalised_where_they_are_read(bands, channels, dtype):
+    pixels = np.stack([some_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
+    spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
+    image = prepare(Volume.from_array(pixels), spec).image
+    expected = np.stack([normalised(channel) for channel in pixels])
+    part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
+    assert part.dtype == torch.float32
+    np.testing.assert_array_equal(part.numpy(), expected[:, 1:4, 2:99, 0:5])
+    np.testing.assert_array_equal(image.tensor().numpy(), expected[None])
 
 
 def test_read_only_pixels_and_the_volume_are_left_alone(bands):
     pixels = some_pixels("uint16")[None]
     pixels.flags.writeable = False
     image, notes = prepare(Volume.from_array(pixels), bands)
-    assert image.is_contiguous()
-    assert image.dtype.itemsize == 4
+    assert image.tensor().is_contiguous()
     assert notes == ()
 
 

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +6,7 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from service.errors import Cancelled, NonFiniteScores
-from service.windows import Blending, Grid, SlidingWindow, importance_map, row_weight
+from service.windows import Blending, Grid, SlidingWindow
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending("gaussian", 0.125)
@@ -26,13 +24,16 @@ def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1):
 
 
 def whole(slabs) -> Tensor:
-    """The slabs put together; they must follow each other without gaps."""
-    parts, z = [], 0
+    """The slabs put together, which must tile the volume: rows without gaps, then planes without gaps."""
+    layers, rows, z, y = [], [], 0, 0
     for slab in slabs:
-        assert slab.z0 == z
-        z += slab.scores.shape[2]
-        parts.append(slab.scores)
-    return torch.cat(parts, 2)
+        if slab.z0 != z:
+            layers.append(torch.cat(rows, 3))
+            z, y, rows = z + layers[-1].shape[2], 0, []
+        assert (slab.z0, slab.y0) == (z, y)
+        y += slab.scores.shape[3]
+        rows.append(slab.scores)
+    return torch.cat([*layers, torch.cat(rows, 3)], 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,17 +69,6 @@ def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
         seen[tuple(slice(start, start + edge) for start, edge in zip(place, roi, strict=True))] += 1
     assert seen.min() >= 1
     assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
-
-
-@pytest.mark.parametrize("blending", [GAUSSIAN, CONSTANT])
-def test_row_weight_is_the_sum_of_the_weights_of_one_row(blending):
-    grid = Grid.cover((9, 11, 6), (4, 4, 4), 0.5)
-    importance = importance_map(grid.roi, blending, CPU)
-    expected = torch.zeros(4, 11, 6)
-    for y, x in itertools.product(grid.starts[1], grid.starts[2]):
-        expected[:, y : y + 4, x : x + 4] += importance
-    assert torch.equal(row_weight(grid, importance), expected)
-    assert expected.min() > 0
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
@@ -131,9 +121,13 @@ def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
         return x
 
     window = make(network, (4, 4, 4), 1)
-    starts = [(slab.z0, len(calls)) for slab in window.run(torch.rand(1, 1, 10, 4, 4), 0.5)]
-    # Windows begin at 0, 2, 4 and 6: two planes are final each time that one begins, and the rest at the end.
-    assert starts == [(0, 2), (2, 3), (4, 4), (6, 4)]
+    slabs = window.run(torch.rand(1, 1, 6, 10, 7), 0.5)
+    left = [(slab.z0, slab.y0, tuple(slab.scores.shape[2:]), len(calls)) for slab in slabs]
+    # Three windows along x to a row, rows from 0, 2, 4 and 6, layers from 0 and 2.
+    assert left == [
+        *((0, 0, (2, 2, 7), 4), (0, 2, (2, 2, 7), 7), (0, 4, (2, 2, 7), 10), (0, 6, (2, 4, 7), 13)),
+        *((2, 0, (4, 2, 7), 16), (2, 2, (4, 2, 7), 19), (2, 4, (4, 2, 7), 22), (2, 6, (4, 4, 7), 24)),
+    ]
 
 
 def test_progress_counts_windows():
