@@ -26,11 +26,12 @@ from starlette.types import ASGIApp
 from service import errors
 from service.config import Settings
 from service.errors import ConfigError
-from service.routes import gpu, health, inspect, models, segment
+from service.routes import gpu, health, inspect, jobs, models, segment
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.runtime import Runtime
 from service.schemas import Problem, explain
+from service.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.Unauthorized: 401,
     errors.Misdirected: 421,
     errors.RateLimited: 429,
+    errors.UnknownJob: 404,
+    errors.NotFinished: 409,
+    errors.ResultGone: 410,
     errors.CapacityError: 503,
     errors.OutOfMemory: 507,
     errors.OutOfStorage: 507,
@@ -103,7 +107,8 @@ def create_app(settings: Settings) -> FastAPI:
         responses=_problem_responses(),
     )
     app.state.runtime = Runtime(settings)
-    for module in (segment, inspect, models, health, gpu):
+    app.state.spool = Spool(settings)
+    for module in (segment, jobs, inspect, models, health, gpu):
         app.include_router(module.router)
     app.add_api_route("/", lambda: RedirectResponse("/docs"), include_in_schema=False)
     app.add_exception_handler(errors.StackSegError, _answer_error)
@@ -116,9 +121,14 @@ def create_app(settings: Settings) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
+    spool: Spool = app.state.spool
     runtime.start()
     try:
-        yield
+        spool.start(runtime)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(spool.stop)
     finally:
         await asyncio.to_thread(runtime.stop)
 
@@ -240,14 +250,7 @@ def _answer_unexpected(request: Request, _error: Exception) -> Response:
 def _problem_responses() -> dict[int | str, dict[str, Any]]:
     """Every error status with an example of each problem that leads to it, for the OpenAPI document."""
     kinds: dict[int, list[type[errors.StackSegError]]] = {}
-    for kind in (
-        *STATUS,
-        errors.QueueFull,
-        errors.NotReady,
-        errors.DeviceLost,
-        errors.BrokenModel,
-        errors.NonFiniteScores,
-    ):
+    for kind in (*STATUS, *_WITHOUT_ROW):
         if kind not in _ABSTRACT:
             kinds.setdefault(next(STATUS[parent] for parent in kind.__mro__ if parent in STATUS), []).append(kind)
     return {
@@ -263,6 +266,17 @@ def _problem_responses() -> dict[int | str, dict[str, Any]]:
         for status, raised in sorted(kinds.items())
     }
 
+
+# What is raised with the status of its parent.
+_WITHOUT_ROW = (
+    errors.QueueFull,
+    errors.NotReady,
+    errors.DeviceLost,
+    errors.Interrupted,
+    errors.BrokenModel,
+    errors.NonFiniteScores,
+    errors.InternalError,
+)
 
 # Parents that are never raised themselves, and the one that is never answered.
 _ABSTRACT = (errors.StackSegError, errors.RequestError, errors.CapacityError, errors.ModelError, errors.Cancelled)

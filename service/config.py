@@ -108,6 +108,21 @@ class Limits(_Section):
     request_seconds: PositiveFloat = 3600.0
 
 
+class Jobs(_Section):
+    """Jobs that are answered later, and what is kept of them.
+
+    folder        of their inputs, states and results; None: in the scratch folder, and gone with the process
+    quota_bytes   of inputs and results together; the oldest results make room for new ones
+    keep_hours    how long a job and its result are kept once it is over
+    attempts      how often a job may be begun when the process dies while it runs
+    """
+
+    folder: Path | None = None
+    quota_bytes: PositiveInt = 64 * 2**30
+    keep_hours: PositiveFloat = 168.0
+    attempts: PositiveInt = 3
+
+
 class Server(_Section):
     """Where to listen, and where uploads live until they are answered (None: the system's temporary folder).
 
@@ -177,6 +192,7 @@ class Settings(_Section):
     engine: Engine = Engine()
     windows: Windows = Windows()
     limits: Limits = Limits()
+    jobs: Jobs = Jobs()
     server: Server = Server()
     access: Access = Access()
     watchdog: Watchdog = Watchdog()

@@ -9,18 +9,23 @@ StackSegError
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
 |   |-- UnknownModel        no model of that name
 |   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
-|   `-- Misdirected         meant for a host that this service is not
+|   |-- Misdirected         meant for a host that this service is not
+|   |-- UnknownJob          no job of that id, or not this caller's
+|   |-- NotFinished         the result of a job that still waits or runs
+|   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
 |-- CapacityError           nobody's fault: the same request may succeed later
 |   |-- QueueFull           too many requests are waiting
 |   |-- RateLimited         the caller's key has been used too often, or for too much at a time
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
 |   |-- DeviceLost          the device has failed for good; a new process may find it well
 |   |-- TimedOut            not finished within the time that the operator allows for a request
-|   |-- OutOfStorage        the folder for uploads is full
-|   `-- OutOfMemory         the volume does not fit after every fallback
+|   |-- OutOfStorage        the folder for uploads or jobs is full
+|   |-- OutOfMemory         the volume does not fit after every fallback
+|   `-- Interrupted         the process died too often while a job ran
 |-- ModelError              the operator's fault
 |   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
 |   `-- NonFiniteScores     the network returned NaN or infinity
+|-- InternalError           a fault of the service itself that ended a job
 |-- ConfigError             a configuration key or value that is not understood; raised at start-up only
 `-- Cancelled               the caller went away; never answered, only logged
 
@@ -92,6 +97,24 @@ class Misdirected(RequestError):
     slug = "misdirected"
 
 
+class UnknownJob(RequestError):
+    """No job of that id, or it is somebody else's."""
+
+    slug = "unknown-job"
+
+
+class NotFinished(RequestError):
+    """The job still waits or runs; its result can be had once its state is done."""
+
+    slug = "not-finished"
+
+
+class ResultGone(RequestError):
+    """The job was cancelled, or its result was deleted to make room for newer ones."""
+
+    slug = "result-gone"
+
+
 class CapacityError(StackSegError):
     """The service cannot do it now."""
 
@@ -142,7 +165,7 @@ class TimedOut(CapacityError):
 
 
 class OutOfStorage(CapacityError):
-    """The disk that holds uploads and decoded pixels while a request lasts is full."""
+    """The disk that holds uploads, decoded pixels and jobs is full, or the jobs' share of it."""
 
     slug = "out-of-storage"
 
@@ -155,6 +178,12 @@ class OutOfMemory(CapacityError):
     def __init__(self, message: str, needed_bytes: int) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+
+
+class Interrupted(CapacityError):
+    """The process died more often than the operator allows while this job ran; memory is the likely reason."""
+
+    slug = "interrupted"
 
 
 class ModelError(StackSegError):
@@ -173,6 +202,12 @@ class NonFiniteScores(ModelError):
     """The network returned NaN or infinity for this volume."""
 
     slug = "non-finite-scores"
+
+
+class InternalError(StackSegError):
+    """A fault of the service ended the job; the log tells more."""
+
+    slug = "internal-error"
 
 
 class ConfigError(StackSegError):

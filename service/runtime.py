@@ -140,6 +140,11 @@ class Runtime:
         self.queue.cancel_all()
 
     @property
+    def draining(self) -> bool:
+        """Whether the service was told to stop."""
+        return self._draining
+
+    @property
     def ended(self) -> bool:
         """Whether the worker has ended."""
         return not self._worker.alive
@@ -199,21 +204,26 @@ class Runtime:
 
     def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
         """Let the worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
-        name, estimate = segmenter.spec.name, segmenter.estimate(volume, options)
+        windows = segmenter.estimate(volume, options).windows
 
         def work(job: Job[Result]) -> Result:
-            progress = self.metrics.counting(name, estimate.sw_batch_size, job.advance)
-            try:
-                result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=progress)
-            except DeviceLost as error:
-                self._watchdog.give_up(str(error))
-                raise
-            self.metrics.count_fallbacks(name, result.fallbacks)
-            return result
+            return self.segment(job, segmenter, volume, options)
 
-        job: Job[Result] = Job(name, work, windows=estimate.windows)
+        job: Job[Result] = Job(segmenter.spec.name, work, windows=windows)
         self.queue.offer(job)
         return job
+
+    def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
+        """The work of a job, in the worker's thread. Raises what `Segmenter.segment` raises."""
+        name = segmenter.spec.name
+        progress = self.metrics.counting(name, segmenter.estimate(volume, options).sw_batch_size, job.advance)
+        try:
+            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=progress)
+        except DeviceLost as error:
+            self._watchdog.give_up(str(error))
+            raise
+        self.metrics.count_fallbacks(name, result.fallbacks)
+        return result
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
         """Write the result as OME-TIFF; see `service.formats.tiff.write`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,6 +13,7 @@ from service.hardware import CpuStatus, GpuStatus
 from service.planning import Estimate
 from service.repository import Input
 from service.segmenter import EngineReport
+from service.store import JobState
 from service.volume import Description, Options, OutputKind, Selection, VoxelSize
 
 
@@ -128,6 +130,79 @@ class Inspection(BaseModel):
     normalisation: dict[str, Any]
     estimate: Estimate | None
     problem: str | None
+
+
+class JobProgress(BaseModel):
+    """Windows that are done, of how many."""
+
+    done: int
+    total: int
+
+
+class JobProblem(BaseModel):
+    """Why a job failed, as the problem document of its result says it."""
+
+    type: str
+    detail: str
+
+
+class JobReport(BaseModel):
+    """A job. `state`: waiting, running, done, failed, cancelled, or expired once its result had to make room.
+
+    position      1 for the job whose turn is next, only while it waits
+    seconds_left  until the result is there, those before it included; null where that cannot be told yet
+    seconds       by stage, as far as the job has come
+    warnings      what a user should know about the result
+    expires       when the job and its result are deleted
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21",
+                "state": "running",
+                "model": "nuclei",
+                "name": "embryo.tif",
+                "parameters": {"overlap": 0.5},
+                "created": "2026-03-01T10:00:00Z",
+                "started": "2026-03-01T10:00:09Z",
+                "ended": None,
+                "expires": None,
+                "position": None,
+                "progress": {"done": 48, "total": 320},
+                "seconds_left": 51.2,
+                "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
+                "warnings": [],
+                "objects": None,
+                "result": None,
+                "problem": None,
+            }
+        }
+    )
+
+    id: str
+    state: JobState
+    model: str
+    name: str
+    parameters: dict[str, Any]
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    expires: datetime | None
+    position: int | None
+    progress: JobProgress
+    seconds_left: float | None
+    seconds: dict[str, float]
+    warnings: list[str]
+    objects: int | None
+    result: str | None
+    problem: JobProblem | None
+
+
+class JobList(BaseModel):
+    """The caller's jobs, newest first."""
+
+    jobs: list[JobReport]
 
 
 class ModelInfo(BaseModel):

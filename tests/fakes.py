@@ -46,7 +46,7 @@ class FakeSegmenter:
 
     def estimate(self, volume: Any, options: Any) -> Estimate:
         plan = make_plan(self.spec, self.settings, options)
-        return Estimate(1, plan.sw_batch_size, plan.overlap, volume.shape[1:], volume.nbytes, 0)
+        return Estimate(1, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0)
 
     def report(self) -> EngineReport:
         return EngineReport(

@@ -15,14 +15,14 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
+from service.answers import answer_name
 from service.app import create_app
 from service.config import Settings
-from service.metrics import Stages
 from service.repository import ModelSpec
-from service.routes.segment import NOTE_LETTERS, answer_name, headers_of
+from service.routes.answers import NOTE_LETTERS, headers_of
 from service.runtime import Runtime
-from service.segmenter import Result
-from service.volume import Segmentation, VoxelSize
+from service.store import Outcome
+from service.volume import VoxelSize
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -171,31 +171,28 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
         assert {answer.json()["type"] for answer in answers} == {"urn:stackseg:problem:not-ready"}
 
 
-def result(notes: tuple[str, ...] = (), **facts: Any) -> Result:
-    return Result(Segmentation(np.zeros((1, 1, 1), np.uint16), "labels", **facts), {}, notes)
+def outcome(**facts: Any) -> Outcome:
+    return Outcome("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", facts.pop("seconds", {}), **facts)
 
 
 def test_notes_reach_the_client_as_plain_text() -> None:
     notes = ("0.2 µm per voxel.", "Channel 'ß\r\nX-Evil: 1\x7f'.")
-    header = headers_of("nuclei/1", result(notes), Stages())["X-StackSeg-Note"]
+    header = headers_of(outcome(notes=notes))["X-StackSeg-Note"]
     assert header == "0.2 um per voxel. Channel '?  X-Evil: 1 '."
     assert header.isascii()
     assert header.isprintable()
-    assert len(headers_of("nuclei/1", result(("x" * 10_000,)), Stages())["X-StackSeg-Note"]) == NOTE_LETTERS
+    assert len(headers_of(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == NOTE_LETTERS
 
 
 def test_headers_say_only_what_is_known() -> None:
-    assert headers_of("nuclei/1", result(), Stages()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
-    known = headers_of("nuclei/1", result(count=3, voxel_size=VoxelSize(0.5, 0.1, 1e-7)), Stages())
+    assert headers_of(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
+    known = headers_of(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-7)))
     assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-07")
 
 
 def test_server_timing_is_in_milliseconds() -> None:
-    stages = Stages()
-    stages.add("windows", 1.2345)
-    first, last = headers_of("nuclei/1", result(), stages)["Server-Timing"].split(", ")
-    assert first == "windows;dur=1234.5"
-    assert last.startswith("total;dur=")
+    timing = headers_of(outcome(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
+    assert timing == "windows;dur=1234.5, total;dur=2000.0"
 
 
 @pytest.mark.parametrize(

@@ -1,62 +1,93 @@
-"""What goes back for a finished segmentation: the label file, its objects' measurements, or both."""
+"""An answer with pixels: the document of it, its headers, and the response that lets go of what it held."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple
-from zipfile import ZIP_STORED, ZipFile
+from typing import Any
 
-from service.metrics import Stages
-from service.routes.threads import in_thread
-from service.runtime import Runtime
-from service.schemas import Query
-from service.volume import Segmentation, Volume
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
-LABELS = "labels.ome.tif"
-MEASUREMENTS = "measurements.csv"
-ARCHIVE = "labels.zip"
+from service.store import Outcome
+from service.volume import VoxelSize
 
+NOTE_LETTERS = 2000
 
-class Answer(NamedTuple):
-    """A file to send. `suffix` follows the stem of the input's name; `seconds` by stage: measure, write."""
-
-    path: Path
-    media_type: str
-    suffix: str
-    seconds: dict[str, float]
-
-
-async def write_answer(
-    runtime: Runtime, query: Query, source: Path, volume: Volume, segmentation: Segmentation
-) -> Answer:
-    """Write what the query asks for beside `source`, the uploaded file. Raises what reading and writing raise.
-
-    Every channel of the file is measured, also where one of them was segmented.
-    """
-    folder, stages = source.parent, Stages()
-    labels, table = folder / LABELS, folder / MEASUREMENTS
-    if query.measurements is not None:
-        with stages.measure("measure"):
-            if query.channel is not None:
-                every = replace(query.selection, channel=None)
-                volume = await in_thread(partial(runtime.read, source, every, folder), runtime.readers)
-            await in_thread(partial(runtime.measure, segmentation, volume, table))
-    if query.measurements == "csv":
-        return Answer(table, "text/csv", f"_{MEASUREMENTS}", stages.seconds)
-    with stages.measure("write"):
-        await in_thread(partial(runtime.write, segmentation, labels))
-        if query.measurements == "zip":
-            await in_thread(partial(_pack, folder / ARCHIVE, (labels, table)))
-    if query.measurements == "zip":
-        return Answer(folder / ARCHIVE, "application/zip", "_labels.zip", stages.seconds)
-    return Answer(labels, "image/tiff", f"_{segmentation.kind}.ome.tif", stages.seconds)
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
+        "probabilities CZYX. With measurements=csv a table of the objects instead, with measurements=zip both.",
+        "content": {
+            "image/tiff": {"schema": {"type": "string", "format": "binary"}},
+            "text/csv": {"schema": {"type": "string"}},
+            "application/zip": {"schema": {"type": "string", "format": "binary"}},
+        },
+        "headers": {
+            "X-StackSeg-Model": {
+                "description": "Name and version of the model",
+                "schema": {"type": "string", "example": "nuclei/1"},
+            },
+            "X-StackSeg-Objects": {
+                "description": "Number of objects; only with output=labels",
+                "schema": {"type": "integer", "example": 87},
+            },
+            "X-StackSeg-Voxel-Size": {
+                "description": "Z,Y,X in micrometres; only where it is known",
+                "schema": {"type": "string", "example": "0.5,0.2,0.2"},
+            },
+            "X-StackSeg-Note": {
+                "description": "What a user should know about this result",
+                "schema": {"type": "string"},
+            },
+            "Server-Timing": {
+                "description": "Milliseconds per stage",
+                "schema": {"type": "string", "example": "receive;dur=12.1, read;dur=8.0, queue;dur=0.1"},
+            },
+        },
+    }
+}
 
 
-def _pack(path: Path, files: tuple[Path, ...]) -> None:
-    """Stored, not compressed: what is large in it is compressed already."""
-    with ZipFile(path, "w", ZIP_STORED) as archive:
-        for file in files:
-            archive.write(file, file.name)
-            file.unlink()
+class LabelResponse(FileResponse):
+    """Streams the result and then, however that ended, lets go of everything the request held."""
+
+    chunk_size = 2**20
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.held = AsyncExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.held:
+            await super().__call__(scope, receive, send)
+
+
+def headers_of(outcome: Outcome) -> dict[str, str]:
+    """What the answer says beside the pixels."""
+    headers = {
+        "Cache-Control": "no-store",
+        "X-StackSeg-Model": outcome.model,
+        "Server-Timing": ", ".join(f"{name};dur={1000 * value:.1f}" for name, value in outcome.seconds.items()),
+    }
+    if outcome.objects is not None:
+        headers["X-StackSeg-Objects"] = str(outcome.objects)
+    if outcome.voxel_size is not None:
+        headers["X-StackSeg-Voxel-Size"] = written(outcome.voxel_size)
+    if outcome.notes:
+        headers["X-StackSeg-Note"] = in_ascii(" ".join(outcome.notes))[:NOTE_LETTERS]
+    return headers
+
+
+def written(size: VoxelSize) -> str:
+    """As the parameter `voxel_size` takes it."""
+    return ",".join(f"{edge:.10g}" for edge in size)
+
+
+def in_ascii(text: str) -> str:
+    """Without what a header cannot carry: control characters, and letters beyond ASCII."""
+    return (
+        "".join(letter if letter.isprintable() else " " for letter in text.replace("µ", "u"))
+        .encode("ascii", "replace")
+        .decode()
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from fastapi import Query as QueryParameters
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
 from service.segmenter import Segmenter
+from service.spool import Spool
 
 T = TypeVar("T")
 
@@ -48,6 +49,33 @@ async def _runtime(request: Request) -> Runtime:
 
 
 RuntimeDependency = Annotated[Runtime, Depends(_runtime)]
+
+
+async def _spool(request: Request) -> Spool:
+    spool: Spool = request.app.state.spool
+    return spool
+
+
+SpoolDependency = Annotated[Spool, Depends(_spool)]
+
+RESPOND_ASYNC = "respond-async"
+
+PreferHeader = Annotated[
+    str | None,
+    Header(description=f"{RESPOND_ASYNC}: answer with a job instead of waiting (RFC 7240).", examples=[RESPOND_ASYNC]),
+]
+
+
+def wants_a_job(prefer: str | None) -> bool:
+    """Whether the client would rather come back for its answer."""
+    wishes = (wish.partition(";")[0].strip().lower() for wish in (prefer or "").split(","))
+    return RESPOND_ASYNC in wishes
+
+
+def caller_of(request: Request) -> str | None:
+    """Whose request this is, where callers are told apart; what is kept for one caller is hidden from others."""
+    caller: str | None = getattr(request.state, "caller", None)
+    return caller
 
 
 async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotated[Query, QueryParameters()]) -> Query:
@@ -84,6 +112,17 @@ async def work_folder(runtime: Runtime) -> AsyncIterator[Path]:
             await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
+@asynccontextmanager
+async def incoming_folder(spool: Spool) -> AsyncIterator[Path]:
+    """A folder for a job's file, deleted at the end unless the job was accepted and took it over."""
+    with storage():
+        folder = spool.make_incoming()
+        try:
+            yield folder
+        finally:
+            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
 class Posted:
     """A file that has arrived, with its parameters. Its folder goes at the end of `posted`, unless it is kept."""
 
@@ -97,11 +136,20 @@ class Posted:
 
 
 @asynccontextmanager
-async def posted(request: Request, runtime: Runtime, query: Query, stages: Stages) -> AsyncIterator[Posted]:
-    """Receive the file into a folder of its own, and limit the time of the block. Raises what `receive` raises."""
+async def posted(
+    request: Request,
+    runtime: Runtime,
+    query: Query,
+    stages: Stages,
+    place: AbstractAsyncContextManager[Path] | None = None,
+) -> AsyncIterator[Posted]:
+    """Receive the file into a folder of its own, and limit the time of the block. Raises what `receive` raises.
+
+    The folder is a `work_folder` unless another `place` is given.
+    """
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(work_folder(runtime))
+        folder = await stack.enter_async_context(place or work_folder(runtime))
         async with time_limit(limits.request_seconds):
             with stages.measure("receive"):
                 upload = await receive(request, folder, limits.upload_bytes)

@@ -1,0 +1,186 @@
+"""Jobs: the work of `/segment` without waiting for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from starlette.responses import FileResponse, JSONResponse, StreamingResponse
+
+from service.errors import UnknownJob
+from service.metrics import Stages
+from service.routes.answers import ANSWER, LabelResponse, headers_of
+from service.routes.requests import (
+    BODY,
+    AdmittedQuery,
+    RuntimeDependency,
+    SpoolDependency,
+    caller_of,
+    check_output,
+    incoming_folder,
+    posted,
+    while_connected,
+)
+from service.routes.threads import in_thread
+from service.runtime import Runtime
+from service.schemas import JobList, JobProblem, JobProgress, JobReport
+from service.schemas import Query as Parameters
+from service.spool import Spool, View
+
+router = APIRouter(tags=["jobs"])
+
+EVENT_SECONDS = 0.5
+# So that proxies do not take a silent connection for a dead one.
+SILENT_SECONDS = 15.0
+
+JobId = Annotated[str, Path(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
+
+LOCATION: dict[str, Any] = {
+    "Location": {
+        "description": "Where the job is found",
+        "schema": {"type": "string", "example": "/jobs/0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"},
+    }
+}
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {"description": "The job was accepted and outlives a restart.", "model": JobReport, "headers": LOCATION}
+}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The job, as GET /jobs/{id} gives it, whenever it changes; the last event has its final state.",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": 'data: {"id": "0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21", "state": "running", ...}\n\n',
+            }
+        },
+    }
+}
+
+
+@router.post("/jobs", status_code=202, responses=ACCEPTED, openapi_extra=BODY)
+async def submit(
+    request: Request, runtime: RuntimeDependency, spool: SpoolDependency, query: AdmittedQuery
+) -> Response:
+    """Segment a 3D stack later: the same body and parameters as `/segment`, answered with the address of a job.
+
+    What can be known to be wrong without decoding a pixel is refused at once.
+    """
+    return await accept(request, runtime, spool, query)
+
+
+@router.get("/jobs")
+async def list_jobs(
+    request: Request,
+    spool: SpoolDependency,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many jobs at most.")] = 100,
+) -> JobList:
+    """The caller's jobs, newest first."""
+    views = await in_thread(partial(spool.of, caller_of(request), limit))
+    return JobList(jobs=[report(spool, view) for view in views])
+
+
+@router.get("/jobs/{job}")
+async def show(request: Request, spool: SpoolDependency, job: JobId) -> JobReport:
+    """State, position in the queue, progress in windows, seconds left, stage times, warnings."""
+    return report(spool, await in_thread(partial(spool.view, job, caller_of(request))))
+
+
+@router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
+async def events(request: Request, runtime: RuntimeDependency, spool: SpoolDependency, job: JobId) -> StreamingResponse:
+    """The same as server-sent events, until the job is over."""
+    caller = caller_of(request)
+    first = await in_thread(partial(spool.view, job, caller))
+    return StreamingResponse(
+        _changes(runtime, spool, first, caller),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+@router.get("/jobs/{job}/result", response_class=FileResponse, responses=ANSWER)
+async def result(request: Request, spool: SpoolDependency, job: JobId) -> LabelResponse:
+    """What `/segment` would have answered: the labels with their headers, or the problem that the job failed with."""
+    file, outcome = await in_thread(partial(spool.result, job, caller_of(request)))
+    response = LabelResponse(
+        # Open already, so that a result that has to make room meanwhile is still sent whole.
+        FilePath(f"/proc/self/fd/{file.fileno()}"),
+        media_type=outcome.media_type,
+        headers=headers_of(outcome),
+        filename=outcome.file_name,
+    )
+    response.held.callback(file.close)
+    return response
+
+
+@router.delete("/jobs/{job}", status_code=204)
+async def cancel(request: Request, spool: SpoolDependency, job: JobId) -> None:
+    """Cancel a job that waits or runs: the device stops before its next batch of windows. Forget one that is over."""
+    await in_thread(partial(spool.cancel, job, caller_of(request)))
+
+
+async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parameters) -> Response:
+    """Receive the file into the jobs folder, and answer with the job."""
+    stages = Stages()
+    async with posted(request, runtime, query, stages, incoming_folder(spool)) as arrived:
+        upload, query = arrived.upload, arrived.query
+        check_output(runtime, query)
+        enter = partial(spool.submit, upload.path, upload.name, query, caller_of(request), stages.seconds["receive"])
+        view = await while_connected(request, in_thread(enter, runtime.readers))
+    told = report(spool, view)
+    return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})
+
+
+def report(spool: Spool, view: View) -> JobReport:
+    """A job in the JSON that is spoken."""
+    record = view.record
+    over = record.ended is not None
+    return JobReport(
+        id=record.id,
+        state=record.state,
+        model=record.outcome.model if record.outcome else record.order.model,
+        name=record.order.name,
+        parameters=record.order.parameters,
+        created=_time(record.created),
+        started=None if record.started is None else _time(record.started),
+        ended=None if record.ended is None else _time(record.ended),
+        expires=None if record.ended is None else _time(record.ended + spool.keep_seconds),
+        position=view.position,
+        progress=JobProgress(done=view.progress.done, total=view.progress.total),
+        seconds_left=None if view.seconds_left is None or over else round(view.seconds_left, 1),
+        seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
+        warnings=list(record.outcome.notes) if record.outcome else [],
+        objects=record.outcome.objects if record.outcome else None,
+        result=f"/jobs/{record.id}/result" if record.state == "done" else None,
+        problem=None
+        if record.failure is None
+        else JobProblem(type=f"urn:stackseg:problem:{record.failure.slug}", detail=str(record.failure)),
+    )
+
+
+async def _changes(runtime: Runtime, spool: Spool, view: View, caller: str | None) -> AsyncIterator[str]:
+    told, silent = "", 0.0
+    while True:
+        text = report(spool, view).model_dump_json()
+        if text != told:
+            yield f"data: {text}\n\n"
+            told, silent = text, 0.0
+        elif silent > SILENT_SECONDS:
+            yield ": still the same\n\n"
+            silent = 0.0
+        if view.record.over or runtime.draining:
+            return
+        await asyncio.sleep(EVENT_SECONDS)
+        silent += EVENT_SECONDS
+        try:
+            view = await in_thread(partial(spool.view, view.record.id, caller))
+        except UnknownJob:
+            return
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

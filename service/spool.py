@@ -1,0 +1,286 @@
+"""Jobs that are answered later: accepted, run through the device's queue, kept, run again after a crash, forgotten."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from service.answers import outcome_of, write_answer
+from service.config import Settings
+from service.errors import Cancelled, DeviceLost, NotFinished, ResultGone, StackSegError
+from service.jobs import Job, Progress
+from service.metrics import Stages
+from service.runtime import JOIN_SECONDS, Runtime, storage
+from service.schemas import Query
+from service.segmenter import Result
+from service.store import JobStore, Order, Outcome, Record
+from service.volume import Volume
+
+WRITERS = 2
+EXPIRY_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class View(NamedTuple):
+    """A job as its owner sees it: what is on disk, and what this process knows beyond that.
+
+    position      1 for the job whose turn is next; None once it does not wait
+    seconds_left  until the result is there; None where that cannot be told
+    seconds       by stage, as far as the job has come
+    """
+
+    record: Record
+    progress: Progress
+    position: int | None = None
+    seconds_left: float | None = None
+    seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
+
+
+class _Live:
+    """A job that is not over, in this process. `folder` holds its decoded pixels."""
+
+    def __init__(self, number: str, order: Order) -> None:
+        self.id, self.order = number, order
+        self.query = Query.model_validate(order.parameters)
+        self.stages = Stages()
+        self.stages.add("receive", order.receive_seconds)
+        self.folder: Path | None = None
+        self.volume: Volume | None = None
+        self.over = threading.Event()
+        self.job: Job[Result]
+
+
+class Spool:
+    """Owns the jobs folder, and the threads that write results. All methods but `start` block for a disk at most.
+
+    Raises ConfigError for a jobs folder that cannot be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._store: JobStore
+        if settings.jobs.folder is not None:
+            self._store = self._open(settings.jobs.folder)
+        self._live: dict[str, _Live] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._runtime: Runtime
+        self._writers: ThreadPoolExecutor
+        self._expiry = threading.Thread(target=self._expire, name="expire", daemon=True)
+
+    def start(self, runtime: Runtime) -> None:
+        """Run again what an earlier process left behind. The runtime has to be started, and stopped after this."""
+        self._runtime = runtime
+        self._writers = ThreadPoolExecutor(WRITERS, "write")
+        if self._settings.jobs.folder is None:
+            self._store = self._open(runtime.root / "jobs")
+        for record in self._store.recover():
+            log.info("job %s of an earlier process runs again", record.id)
+            live = self._prepare(record.id, record.order)
+            runtime.queue.put(live.job)
+            self._read_ahead(live)
+        self._expiry.start()
+
+    def stop(self) -> None:
+        """Leave what waits on disk, let what runs finish within the time to drain, close the store."""
+        with self._lock:
+            lives = list(self._live.values())
+        for live in lives:
+            if live.job.state == "waiting":
+                live.job.cancel()
+        if self._runtime.draining:
+            _await(lives, self._settings.server.drain_seconds)
+        for live in lives:
+            live.job.cancel()
+        _await(lives, JOIN_SECONDS)
+        self._stopped.set()
+        self._writers.shutdown()
+        if self._expiry.ident is not None:
+            self._expiry.join()
+        self._store.close()
+
+    def make_incoming(self) -> Path:
+        """A new folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""
+        return self._store.make_incoming()
+
+    def submit(self, upload: Path, name: str, query: Query, owner: str | None, receive_seconds: float) -> View:
+        """Accept a file that arrived in a folder of `make_incoming`; when this returns, the job outlives the process.
+
+        What can be known to be wrong without decoding a pixel is refused at once. Raises what `Runtime.inspect` and
+        `Segmenter.estimate` raise, QueueFull, NotReady and OutOfStorage.
+        """
+        segmenter = self._runtime.segmenter(query.model)
+        file = self._runtime.inspect(upload, query.selection)
+        windows = segmenter.estimate(file, query.options).windows
+        parameters = query.model_dump(mode="json", exclude_unset=True)
+        order = Order(segmenter.spec.name, parameters, name, windows, receive_seconds)
+        live = self._prepare(upload.parent.name, order)
+        try:
+            self._runtime.queue.offer(live.job)
+            with storage():
+                self._store.accept(upload, owner, order)
+        except BaseException:
+            live.job.cancel()
+            raise
+        self._read_ahead(live)
+        return self.view(live.id, owner)
+
+    def view(self, job: str, owner: str | None) -> View:
+        """A job of this owner. Raises UnknownJob."""
+        return self._view(self._store.find(job, owner))
+
+    def of(self, owner: str | None, most: int) -> list[View]:
+        """The newest jobs of this owner, newest first."""
+        return [self._view(record) for record in self._store.of(owner, most)]
+
+    def cancel(self, job: str, owner: str | None) -> None:
+        """Give up a job that waits or runs; forget one that is over, and its result. Raises UnknownJob."""
+        self._store.find(job, owner)
+        if not self._store.cancel(job):
+            self._store.delete(job)
+            return
+        with self._lock:
+            live = self._live.get(job)
+        if live is not None:
+            live.job.cancel()
+
+    def result(self, job: str, owner: str | None) -> tuple[BinaryIO, Outcome]:
+        """The open file, which stays whole whatever happens to the job, and what is told beside it.
+
+        Raises UnknownJob, NotFinished, ResultGone, and what a failed job failed with.
+        """
+        record = self._store.find(job, owner)
+        if record.failure is not None:
+            raise record.failure
+        if record.state == "cancelled":
+            raise ResultGone("The job was cancelled; post the stack again.")
+        if record.outcome is None:
+            raise NotFinished(f"The job is {record.state}; its result can be had once GET /jobs/{job} says done.")
+        try:
+            return self._store.result(job).open("rb"), record.outcome
+        except FileNotFoundError:
+            raise ResultGone("The result was deleted to make room for newer ones; post the stack again.") from None
+
+    @property
+    def keep_seconds(self) -> float:
+        """How long a job is kept once it is over."""
+        return self._settings.jobs.keep_hours * 3600
+
+    def _open(self, folder: Path) -> JobStore:
+        jobs = self._settings.jobs
+        return JobStore(folder, quota_bytes=jobs.quota_bytes, keep_seconds=self.keep_seconds, attempts=jobs.attempts)
+
+    def _view(self, record: Record) -> View:
+        with self._lock:
+            live = self._live.get(record.id)
+        if record.over or live is None:
+            done = record.order.windows if record.state == "done" else 0
+            seconds = record.outcome.seconds if record.outcome else {}
+            return View(record, Progress(done, record.order.windows), seconds=seconds)
+        queue, job = self._runtime.queue, live.job
+        progress = job.progress if job.progress.total else Progress(0, record.order.windows)
+        return View(record, progress, queue.position(job), queue.seconds_left(job), dict(live.stages.seconds))
+
+    def _prepare(self, number: str, order: Order) -> _Live:
+        live = _Live(number, order)
+        live.job = Job(order.model, partial(self._segment, live), windows=order.windows, ready=False)
+        with self._lock:
+            self._live[live.id] = live
+        live.job.future.add_done_callback(partial(self._settle, live))
+        return live
+
+    def _read_ahead(self, live: _Live) -> None:
+        """Decode the file while others are computed; only then may the job take its turn."""
+        self._runtime.readers.submit(self._read, live).add_done_callback(partial(self._was_read, live))
+
+    def _read(self, live: _Live) -> None:
+        if live.job.cancelled():
+            raise Cancelled("given up before it was read")
+        with storage(), live.stages.measure("read"):
+            live.folder = self._runtime.make_folder()
+            live.volume = self._runtime.read(self._store.input(live.id), live.query.selection, live.folder)
+
+    def _was_read(self, live: _Live, reading: Future[None]) -> None:
+        error = reading.exception()
+        if error is None:
+            self._runtime.queue.release(live.job)
+            return
+        _log_unforeseen(live, error)
+        live.job.refuse(error)
+
+    def _segment(self, live: _Live, job: Job[Result]) -> Result:
+        """The work on the device, in the worker's thread."""
+        if self._runtime.draining or live.volume is None or not self._store.begin(live.id):
+            raise Cancelled("not begun")
+        live.stages.add("queue", max(job.seconds_waited - live.stages.seconds["read"], 0.0))
+        segmenter = self._runtime.segmenter(live.order.model)
+        return self._runtime.segment(job, segmenter, live.volume, live.query.options)
+
+    def _settle(self, live: _Live, future: Future[Result]) -> None:
+        """The device is done with it, one way or the other; the rest happens in another thread than the device's."""
+        if self._stopped.is_set():
+            return
+        error = Cancelled("given up") if future.cancelled() else future.exception()
+        if error is not None:
+            self._writers.submit(self._end, live, error)
+        else:
+            self._writers.submit(self._keep, live, future.result()).add_done_callback(partial(self._was_kept, live))
+
+    def _was_kept(self, live: _Live, keeping: Future[None]) -> None:
+        error = keeping.exception()
+        _log_unforeseen(live, error)
+        self._end(live, error)
+
+    def _keep(self, live: _Live, result: Result) -> None:
+        assert live.volume is not None  # noqa: S101 - it was segmented
+        spec = self._runtime.segmenter(live.order.model).spec
+        live.stages.update(result.seconds)
+        with storage():
+            source = self._store.input(live.id)
+            answer = write_answer(self._runtime, live.query, source, live.volume, result.segmentation)
+            live.stages.update(answer.seconds)
+            outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
+            if not self._store.finish(live.id, answer.path, outcome):
+                return
+        count, seconds = result.segmentation.count, live.stages.seconds
+        self._runtime.metrics.count_segmentation(spec.name, live.volume.voxels, count, seconds)
+
+    def _end(self, live: _Live, error: BaseException | None) -> None:
+        """Note how it ended. What the service gives up, and not its owner, waits on disk for the next process."""
+        try:
+            if isinstance(error, Cancelled):
+                self._store.put_back(live.id)
+            elif isinstance(error, DeviceLost):
+                log.error("job %s runs again once the service was started anew", live.id)
+            elif error is not None:
+                self._store.fail(live.id, error)
+        finally:
+            if live.folder is not None:
+                shutil.rmtree(live.folder, ignore_errors=True)
+            self._store.tidy(live.id)
+            with self._lock:
+                del self._live[live.id]
+            live.over.set()
+
+    def _expire(self) -> None:
+        while not self._stopped.wait(EXPIRY_SECONDS):
+            self._store.expire()
+
+
+def _await(lives: list[_Live], seconds: float) -> None:
+    """Wait until all of them are over, or so many seconds in all."""
+    deadline = time.monotonic() + seconds
+    for live in lives:
+        live.over.wait(max(deadline - time.monotonic(), 0.0))
+
+
+def _log_unforeseen(live: _Live, error: BaseException | None) -> None:
+    if error is not None and not isinstance(error, StackSegError):
+        log.error("unexpected failure of job %s", live.id, exc_info=error)

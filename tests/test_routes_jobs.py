@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from fakes import FakeSegmenter, until
+from live import as_tiff
+from starlette.testclient import TestClient
+
+from service.app import create_app
+from service.config import Settings
+from service.errors import OutOfMemory
+from service.runtime import Runtime
+
+TIFF = {"Content-Type": "image/tiff"}
+STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+
+
+class Service:
+    """The application with a fake segmenter, called without a socket; `caller` is who asks."""
+
+    def __init__(self, client: TestClient) -> None:
+        self.client, self.runtime, self.spool = client, client.app.state.runtime, client.app.state.spool
+        self.caller: str | None = None
+
+    @property
+    def fake(self) -> FakeSegmenter:
+        until(lambda: self.runtime.obstacles() == ())
+        fake: Any = self.runtime.segmenter(None)
+        return fake
+
+    def submit(self, stack: bytes = STACK, **parameters: Any) -> dict[str, Any]:
+        response = self.client.post("/jobs", content=stack, params=parameters, headers=TIFF)
+        assert response.status_code == 202, response.text
+        return dict(response.json())
+
+    def show(self, job: dict[str, Any]) -> dict[str, Any]:
+        return dict(self.client.get(f"/jobs/{job['id']}").json())
+
+    def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
+        until(lambda: self.show(job)["state"] in states)
+        return self.show(job)
+
+    def result(self, job: dict[str, Any]) -> Any:
+        return self.client.get(f"/jobs/{job['id']}/result")
+
+
+@contextmanager
+def start(models: Path, folder: Path, **sections: Any) -> Iterator[Service]:
+    """A service whose jobs live in `folder`, as they do when it is started there again."""
+    (folder / "scratch").mkdir(exist_ok=True)
+    chosen = {
+        "models": {"folder": models},
+        "server": {"scratch_folder": folder / "scratch", "drain_seconds": 0.2},
+        "jobs": {"folder": folder / "jobs"},
+    }
+    settings = Settings.model_validate(chosen | sections)
+    app = create_app(settings)
+    app.state.runtime = Runtime(settings, FakeSegmenter)
+    service: list[Service] = []
+
+    @app.middleware("http")
+    async def identify(request: Any, call_next: Any) -> Any:
+        request.state.caller = service[0].caller
+        return await call_next(request)
+
+    with TestClient(app, raise_server_exceptions=False) as client:
+        service.append(Service(client))
+        assert service[0].fake
+        yield service[0]
+
+
+@pytest.fixture(scope="module")
+def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with start(bands_repository, tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def open_gate(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "service" in request.fixturenames:
+        service: Service = request.getfixturevalue("service")
+        service.caller, service.fake.error, service.fake.notes = None, None, ()
+        service.fake.gate.set()
+        until(lambda: service.runtime.queue.waiting == 0 and service.runtime.queue.running is None)
+
+
+def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) -> None:
+    service.fake.gate.clear()
+    service.fake.notes = ("a note",)
+    response = service.client.post("/jobs?overlap=0.5", content=STACK, headers=TIFF | {"X-Filename": "cells.tif"})
+    job = response.json()
+    assert (response.status_code, response.headers["location"]) == (202, f"/jobs/{job['id']}")
+    assert job["state"] == "waiting"
+    running = service.wait(job, "running")
+    assert (running["progress"], running["position"], running["result"]) == ({"done": 0, "total": 1}, None, None)
+    assert running["parameters"] == {"overlap": 0.5}
+    early = service.result(job)
+    assert (early.status_code, early.json()["type"]) == (409, "urn:stackseg:problem:not-finished")
+    service.fake.gate.set()
+    done = service.wait(job, "done")
+    assert (done["model"], done["warnings"], done["seconds_left"]) == ("bands/1", ["a note"], None)
+    assert done["progress"]["done"] == done["progress"]["total"]
+    assert {"receive", "read", "queue", "windows", "write"} <= done["seconds"].keys()
+    assert done["expires"] > done["ended"] >= done["started"] >= done["created"]
+    result = service.client.get(done["result"])
+    assert np.array_equal(tifffile.imread(io.BytesIO(result.content)), np.ones((3, 8, 8)))
+    assert "cells_classes.ome.tif" in result.headers["content-disposition"]
+    assert result.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
+    assert result.headers["x-stackseg-note"] == "a note"
+    assert int(result.headers["content-length"]) == len(result.content)
+    assert list(service.runtime.scratch.iterdir()) == []
+
+
+def test_result_is_what_segment_answers(service: Service) -> None:
+    job = service.wait(service.submit(), "done")
+    at_once = service.client.post("/segment", content=STACK, headers=TIFF)
+    later = service.result(job)
+    assert np.array_equal(*(tifffile.imread(io.BytesIO(answer.content)) for answer in (at_once, later)))
+    own = {"server-timing", "x-request-id", "content-length", "last-modified", "etag"}
+    assert {k: v for k, v in later.headers.items() if k not in own} == {
+        k: v for k, v in at_once.headers.items() if k not in own
+    }
+
+
+@pytest.mark.parametrize(
+    ("prefer", "status"), [("respond-async", 202), ("wait=10, Respond-Async;x=1", 202), ("handling=strict", 200)]
+)
+def test_segment_answers_with_a_job_where_that_is_preferred(service: Service, prefer: str, status: int) -> None:
+    response = service.client.post("/segment", content=STACK, headers=TIFF | {"Prefer": prefer})
+    assert response.status_code == status
+    if status == 202:
+        assert response.headers["preference-applied"] == "respond-async"
+        job = service.client.get(response.headers["location"]).json()
+        assert service.wait(job, "done")["id"] == response.json()["id"]
+
+
+def test_form_is_taken_with_its_fields(service: Service) -> None:
+    files = {"file": ("a.tif", STACK, "image/tiff")}
+    response = service.client.post("/jobs", files=files, data={"voxel_size": "3,2,1"})
+    assert response.status_code == 202
+    assert service.wait(response.json(), "done")["name"] == "a.tif"
+    assert service.result(response.json()).headers["x-stackseg-voxel-size"] == "3,2,1"
+    assert service.client.post("/jobs", files=files, data={"model": "livers"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "status", "slug"),
+    [
+        ("overlop=1", STACK, 422, "bad-parameter"),
+        ("model=livers", STACK, 404, "unknown-model"),
+        ("", b"II*\0\0\0\0\0", 422, "bad-file"),
+        ("", b"not a TIFF", 415, "unsupported-media"),
+        ("", b"", 422, "bad-parameter"),
+        ("channel=7", STACK, 422, "bad-parameter"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_job_is_made(
+    service: Service, query: str, body: bytes, status: int, slug: str
+) -> None:
+    before = service.client.get("/jobs?limit=1000").json()
+    response = service.client.post(f"/jobs?{query}", content=body, headers=TIFF)
+    assert (response.status_code, response.json()["type"]) == (status, f"urn:stackseg:problem:{slug}")
+    assert service.client.get("/jobs?limit=1000").json() == before
+    assert list(service.spool._store._incoming.iterdir()) == []
+
+
+def test_job_that_fails_says_why_as_segment_would(service: Service) -> None:
+    service.fake.error = OutOfMemory("too much", 123)
+    job = service.wait(service.submit(), "failed")
+    assert job["problem"] == {"type": "urn:stackseg:problem:out-of-memory", "detail": "too much"}
+    result = service.result(job)
+    assert (result.status_code, result.json()["needed_bytes"]) == (507, 123)
+    service.fake.error = KeyError("the password")
+    job = service.wait(service.submit(), "failed")
+    assert (service.result(job).status_code, job["problem"]["type"]) == (500, "urn:stackseg:problem:internal-error")
+    assert "password" not in json.dumps(job)
+
+
+def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_place(service: Service) -> None:
+    service.fake.gate.clear()
+    running = service.submit()
+    service.wait(running, "running")
+    waiting = service.submit()
+    until(lambda: service.show(waiting)["position"] == 1)
+    for job in (waiting, running):
+        assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+        assert service.show(job)["state"] == "cancelled"
+    until(lambda: service.runtime.queue.running is None and service.runtime.queue.waiting == 0)
+    gone = service.result(running)
+    assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
+    until(lambda: list(service.runtime.scratch.iterdir()) == [])
+    until(lambda: not service.spool._store.input(running["id"]).parent.exists())
+    service.fake.gate.set()
+    assert service.wait(service.submit(), "done")
+
+
+def test_deleting_what_is_over_forgets_it(service: Service) -> None:
+    job = service.wait(service.submit(), "done")
+    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+    for response in (
+        service.client.get(f"/jobs/{job['id']}"),
+        service.result(job),
+        service.client.get(f"/jobs/{job['id']}/events"),
+        service.client.delete(f"/jobs/{job['id']}"),
+    ):
+        assert (response.status_code, response.json()["type"]) == (404, "urn:stackseg:problem:unknown-job")
+
+
+def test_caller_sees_only_own_jobs(service: Service) -> None:
+    service.caller = "ada"
+    job = service.wait(service.submit(), "done")
+    assert [one["id"] for one in service.client.get("/jobs").json()["jobs"]] == [job["id"]]
+    for stranger in ("bob", None):
+        service.caller = stranger
+        assert job["id"] not in service.client.get("/jobs?limit=1000").text
+        for path in ("", "/result", "/events"):
+            assert service.client.get(f"/jobs/{job['id']}{path}").status_code == 404
+        assert service.client.delete(f"/jobs/{job['id']}").status_code == 404
+    service.caller = "ada"
+    assert service.result(job).status_code == 200
+
+
+def test_events_tell_the_way_to_the_end(service: Service) -> None:
+    service.fake.gate.clear()
+    job = service.submit()
+    threading.Timer(1.0, service.fake.gate.set).start()
+    response = service.client.get(f"/jobs/{job['id']}/events")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    states = [event["state"] for event in events]
+    assert states[-1] == "done"
+    assert "running" in states
+    assert {event["id"] for event in events} == {job["id"]}
+    assert events[-1] == service.show(job)
+
+
+def test_queue_that_is_full_refuses_jobs_too(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, limits={"waiting": 1}) as service:
+        service.fake.gate.clear()
+        jobs = [service.submit()]
+        service.wait(jobs[0], "running")
+        jobs.append(service.submit())
+        refused = service.client.post("/jobs", content=STACK, headers=TIFF)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:queue-full")
+        assert int(refused.headers["retry-after"]) >= 1
+        service.fake.gate.set()
+        for job in jobs:
+            service.wait(job, "done")
+
+
+def test_jobs_that_were_not_done_are_done_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path) as service:
+        done = service.wait(service.submit(), "done")
+        service.fake.gate.clear()
+        running = service.submit(voxel_size="3,2,1")
+        service.wait(running, "running")
+        waiting, cancelled = service.submit(), service.submit()
+        service.client.delete(f"/jobs/{cancelled['id']}")
+    with start(bands_repository, tmp_path) as service:
+        for job in (running, waiting):
+            assert service.wait(job, "done")["created"] == job["created"]
+        assert service.result(running).headers["x-stackseg-voxel-size"] == "3,2,1"
+        assert service.show(done) == done
+        assert service.result(done).status_code == 200
+        assert service.show(cancelled)["state"] == "cancelled"
+
+
+def test_job_whose_model_is_gone_after_a_restart_fails(
+    write_model: Any, bands_content: dict[str, Any], bands_repository: Path, tmp_path: Path
+) -> None:
+    write_model({**bands_content, "name": "gone"})
+    with start(tmp_path / "models", tmp_path) as service:
+        service.fake.gate.clear()
+        job = service.submit()
+        service.wait(job, "running")
+    with start(bands_repository, tmp_path) as service:
+        assert service.wait(job, "failed")["problem"]["type"] == "urn:stackseg:problem:unknown-model"
+
+
+def test_running_job_may_finish_while_the_service_drains(bands_repository: Path, tmp_path: Path) -> None:
+    slow = {"scratch_folder": tmp_path / "scratch", "drain_seconds": 30}
+    with start(bands_repository, tmp_path, server=slow) as service:
+        service.fake.gate.clear()
+        running = service.submit()
+        service.wait(running, "running")
+        waiting = service.submit()
+        fake = service.fake
+        service.runtime.drain()
+        assert service.client.get(f"/jobs/{running['id']}/events").text.count("data:") == 1
+        threading.Timer(0.5, fake.gate.set).start()
+    with start(bands_repository, tmp_path) as service:
+        service.fake.gate.clear()
+        assert service.show(running)["state"] == "done"
+        assert service.show(waiting)["state"] in {"waiting", "running"}
+
+
+def test_without_a_folder_jobs_end_with_the_service_and_leave_nothing(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, jobs={}) as service:
+        job = service.wait(service.submit(), "done")
+        assert service.result(job).status_code == 200
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_result_is_sent_whole_though_it_has_to_make_room(service: Service) -> None:
+    job = service.wait(service.submit(), "done")
+    file, _ = service.spool.result(job["id"], None)
+    with file:
+        service.client.delete(f"/jobs/{job['id']}")
+        assert np.array_equal(tifffile.imread(io.BytesIO(file.read())), np.ones((3, 8, 8)))
+
+
+def test_documented_headers_and_members_are_those_that_come(service: Service) -> None:
+    paths = service.client.get("/openapi.json").json()
+    answer = paths["paths"]["/jobs"]["post"]["responses"]["202"]
+    assert answer["headers"].keys() == {"Location"}
+    schema = paths["components"]["schemas"]["JobReport"]
+    assert service.submit().keys() == schema["properties"].keys()
+    assert schema["example"].keys() <= schema["properties"].keys()
+    for path, methods in paths["paths"].items():
+        if path.startswith("/jobs/"):
+            for operation in methods.values():
+                assert {"404", "409", "410"} <= operation["responses"].keys()

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.errors import (
+    BadFile,
+    ConfigError,
+    InternalError,
+    Interrupted,
+    NotReady,
+    OutOfMemory,
+    OutOfStorage,
+    UnknownJob,
+)
+from service.store import INPUT, JobStore, Order, Outcome
+from service.volume import VoxelSize
+
+ORDER = Order("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
+OUTCOME = Outcome(
+    "nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {"windows": 1.5}, ("a note",), 3, VoxelSize(1, 0.5, 2)
+)
+
+
+def open_store(folder: Path, **limits: Any) -> JobStore:
+    return JobStore(folder, **{"quota_bytes": 1000, "keep_seconds": 3600.0, "attempts": 2} | limits)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    opened = open_store(tmp_path / "jobs")
+    yield opened
+    opened.close()
+
+
+def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
+    upload = store.make_incoming() / INPUT
+    upload.write_bytes(bytes(size))
+    return store.accept(upload, owner, ORDER).id
+
+
+def finish(store: JobStore, job: str, size: int = 20) -> bool:
+    store.begin(job)
+    written = store.input(job).with_name("labels.ome.tif")
+    written.write_bytes(bytes(size))
+    return store.finish(job, written, OUTCOME)
+
+
+def died(store: JobStore, **limits: Any) -> JobStore:
+    """What the next process finds. Closing writes nothing that is not on disk already."""
+    store.close()
+    return open_store(store._folder, **limits)
+
+
+def files(store: JobStore) -> list[str]:
+    return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
+
+
+def test_job_goes_its_way(store: JobStore) -> None:
+    job = accept(store, owner="ada")
+    record = store.get(job)
+    assert (record.state, record.order, record.owner, record.input_bytes) == ("waiting", ORDER, "ada", 10)
+    assert store.begin(job)
+    assert not store.begin(job)
+    assert store.get(job).state == "running"
+    assert finish(store, job)
+    record = store.get(job)
+    assert (record.state, record.over, record.outcome, record.result_bytes) == ("done", True, OUTCOME, 20)
+    assert record.created <= record.started <= record.ended
+    assert files(store) == [job, f"{job}/result"]
+    store.delete(job)
+    with pytest.raises(UnknownJob):
+        store.get(job)
+    assert files(store) == []
+
+
+def test_owner_sees_only_his_own(store: JobStore) -> None:
+    hers, nobodys = accept(store, owner="ada"), accept(store)
+    newest = accept(store, owner="ada")
+    assert [record.id for record in store.of("ada", 10)] == [newest, hers]
+    assert [record.id for record in store.of("ada", 1)] == [newest]
+    assert [record.id for record in store.of(None, 10)] == [nobodys]
+    assert store.find(hers, "ada").id == hers
+    for stranger in ("bob", None):
+        with pytest.raises(UnknownJob):
+            store.find(hers, stranger)
+
+
+@pytest.mark.parametrize("error", [BadFile("cut short"), OutOfMemory("too much", 123), NotReady("loading")])
+def test_failure_keeps_its_kind_and_its_words(store: JobStore, error: Any) -> None:
+    job = accept(store)
+    assert store.fail(job, error)
+    failure = store.get(job).failure
+    assert (type(failure), str(failure)) == (type(error), str(error))
+    assert getattr(failure, "needed_bytes", None) == getattr(error, "needed_bytes", None)
+    assert store.get(job).state == "failed"
+
+
+def test_unforeseen_failure_tells_no_secrets(store: JobStore) -> None:
+    job = accept(store)
+    store.fail(job, KeyError("the password"))
+    assert isinstance(store.get(job).failure, InternalError)
+    assert "password" not in str(store.get(job).failure)
+
+
+def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
+    job = accept(store)
+    store.begin(job)
+    assert store.cancel(job)
+    assert not finish(store, job)
+    assert not store.fail(job, BadFile("late"))
+    assert not store.cancel(job)
+    assert not store.put_back(job)
+    store.tidy(job)
+    assert (store.get(job).state, files(store)) == ("cancelled", [])
+
+
+def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
+    done, running, waiting = accept(store), accept(store), accept(store)
+    finish(store, done)
+    store.begin(running)
+    (store.input(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
+    store.make_incoming().joinpath(INPUT).write_bytes(b"half")
+    later = died(store)
+    try:
+        assert [record.id for record in later.recover()] == [running, waiting]
+        assert later.get(done).outcome == OUTCOME
+        assert later.result(done).stat().st_size == 20
+        assert {record.state for record in later.pending()} == {"waiting"}
+        assert not list(later._incoming.iterdir())
+        assert [path.name for path in later.input(running).parent.iterdir()] == [INPUT]
+    finally:
+        later.close()
+
+
+def test_result_that_was_written_but_not_noted_is_never_served(store: JobStore) -> None:
+    job = accept(store)
+    store.begin(job)
+    store.result(job).write_bytes(b"written, but the process died before it said so")
+    store.recover()
+    assert store.get(job).state == "waiting"
+    assert files(store) == [job, f"{job}/{INPUT}"]
+
+
+def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store: JobStore) -> None:
+    (store._jobs / "orphan").mkdir()
+    lost, short = accept(store), accept(store)
+    store.input(lost).unlink()
+    store.input(short).write_bytes(b"")
+    assert store.recover() == []
+    assert [store.get(job).state for job in (lost, short)] == ["failed", "failed"]
+    assert files(store) == []
+
+
+def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> None:
+    job = accept(store)
+    for _ in range(2):
+        assert store.begin(job)
+        record = store.recover()
+    assert record == []
+    assert isinstance(store.get(job).failure, Interrupted)
+    assert "2 times" in str(store.get(job).failure)
+
+
+def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
+    job = accept(store)
+    for _ in range(5):
+        store.begin(job)
+        store.put_back(job)
+    assert (store.get(job).state, store.get(job).attempts) == ("waiting", 0)
+
+
+def test_numbers_and_ids_are_not_given_twice(store: JobStore) -> None:
+    first = accept(store)
+    number = store.get(first).number
+    store.cancel(first)
+    store.delete(first)
+    second = accept(store)
+    assert (store.get(second).number, second != first) == (number + 1, True)
+
+
+def test_oldest_results_make_room(store: JobStore) -> None:
+    jobs = [accept(store) for _ in range(3)]
+    for job in jobs:
+        finish(store, job, size=300)
+    assert store.used_bytes() == 900
+    newest = accept(store, size=350)
+    assert [store.get(job).state for job in jobs] == ["expired", "done", "done"]
+    assert not store.result(jobs[0]).exists()
+    store.begin(newest)
+    assert finish(store, newest, size=900)
+    assert [store.get(job).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
+
+
+def test_inputs_of_jobs_that_are_not_over_are_never_deleted(store: JobStore) -> None:
+    waiting, running = accept(store, size=400), accept(store, size=400)
+    store.begin(running)
+    with pytest.raises(OutOfStorage):
+        accept(store, size=201)
+    assert store.input(waiting).exists()
+    assert store.input(running).exists()
+    store.cancel(waiting)
+    accept(store, size=201)
+
+
+def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "jobs", keep_seconds=0.05)
+    try:
+        done, waiting = accept(store), accept(store)
+        finish(store, done)
+        store.expire()
+        assert store.get(done).state == "done"
+        time.sleep(0.06)
+        store.expire()
+        with pytest.raises(UnknownJob):
+            store.get(done)
+        assert store.get(waiting).state == "waiting"
+        assert files(store) == [waiting, f"{waiting}/{INPUT}"]
+    finally:
+        store.close()
+
+
+def test_folder_has_one_owner(store: JobStore) -> None:
+    with pytest.raises(ConfigError, match="in use by another service"):
+        open_store(store._folder)
+
+
+def test_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"jobs\.folder"):
+        open_store(tmp_path / "file" / "jobs")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="not a database"):
+        open_store(tmp_path / "odd")
+
+
+def test_database_of_another_version_is_left_alone(store: JobStore) -> None:
+    database = sqlite3.connect(store._folder / "jobs.sqlite3")
+    database.execute("PRAGMA user_version = 7")
+    database.close()
+    store.close()
+    with pytest.raises(ConfigError, match="another version"):
+        open_store(store._folder)
+
+
+def test_database_that_finds_the_disk_full_is_out_of_storage(store: JobStore) -> None:
+    store._database.execute("PRAGMA max_page_count = 6")
+
+    def fill() -> None:
+        for _ in range(200):
+            accept(store, size=1)
+
+    with pytest.raises(OutOfStorage):
+        fill()
+    assert len(files(store)) == 2 * len(store.pending()), "what was not accepted leaves nothing"
