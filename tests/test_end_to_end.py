@@ -21,6 +21,7 @@ import tifffile
 from live import Answer, Live, as_tiff, classes, eager, serve, until
 
 from service.access import hash_of
+from service.schemas import Query
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -261,14 +262,13 @@ def test_state_endpoints(live: Live) -> None:
 def test_openapi_names_every_endpoint_and_error(live: Live) -> None:
     document = live.client.get("/openapi.json").json()
     expected = {"/segment", "/inspect", "/models", "/models/{name}", "/health", "/health/live", "/health/ready", "/gpu"}
+    expected |= {"/jobs", "/jobs/{job}", "/jobs/{job}/events", "/jobs/{job}/result"}
     assert expected <= document["paths"].keys()
     segment = document["paths"]["/segment"]["post"]
     assert {"200", "404", "413", "415", "422", "500", "503", "504", "507"} <= segment["responses"].keys()
     assert "image/tiff" in segment["requestBody"]["content"]
-    names = {parameter["name"] for parameter in segment["parameters"]}
-    assert names == {
-        *("model", "channel", "time", "axes", "voxel_size", "sw_batch_size", "overlap", "output", "measurements")
-    }
+    names = {parameter["name"] for parameter in segment["parameters"] if parameter["in"] == "query"}
+    assert names == Query.model_fields.keys()
     assert "#/components/schemas/Problem" in json.dumps(segment["responses"]["422"])
 
 
