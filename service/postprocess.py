@@ -7,7 +7,7 @@ of a volume never exist at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,17 +17,9 @@ from torch import Tensor
 
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
+from service.watershed import Basins, Watershed
 
 Size = tuple[int, int, int]
-
-# One of each pair of opposite neighbours, as steps along (z, y, x).
-HALF_NEIGHBOURHOOD = tuple(
-    (z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) > (0, 0, 0)
-)
-
-
-# Planes that are looked at together: their integers stay in the processor's cache.
-PLANES = 4
 
 
 class Decoder(Protocol):
@@ -55,10 +47,10 @@ def make_decoder(spec: ModelSpec, size: Size, output: OutputKind, voxel_size: Vo
 
 
 def bytes_per_voxel(spec: ModelSpec, output: OutputKind) -> int:
-    """Peak memory of decoding and of its result, per voxel; instances with half of the voxels in the foreground."""
+    """Peak memory of decoding and of its result, per voxel."""
     if output == "probabilities":
         return 4 * len(spec.outputs)
-    return 40 if output == "labels" else 1
+    return 16 if output == "labels" else 1
 
 
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
@@ -120,133 +112,158 @@ class ForegroundDecoder:
 
 
 class InstanceDecoder:
-    """Objects, numbered from 1 in the order of their peaks; see `ascend` and `merge_shallow`.
+    """Objects, numbered from 1 in the order of the places of their peaks; see `Watershed` and `merge_shallow`.
 
-    Keeps one float32 per voxel: the distance in the foreground, minus infinity elsewhere.
+    Keeps one int32 per voxel, and the distance in the planes that are coming in.
     """
 
     def __init__(self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None) -> None:
-        self._decoding, self._voxel_size = decoding, voxel_size
+        self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
         self._threshold = _logit(decoding.threshold)
-        self._squash = spec.activation == "sigmoid"
-        # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
-        self._landscape: Tensor | None = None
-        self._size = size
+        self._relief = Relief(decoding.persistence, squashed=spec.activation == "sigmoid")
+        self._smoother = Smoother(decoding.smoothing)
+        self._watershed: Watershed | None = None
+        # Planes of which not every row has come.
+        self._distances, self._inside = torch.empty(0), torch.empty(0, dtype=torch.bool)
 
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        if self._landscape is None:
-            padded = [edge + 2 for edge in self._size]
-            self._landscape = torch.full(padded, -math.inf, device=scores.device)
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
         planes, rows = scores.shape[2:4]
-        inside = scores[0, self._foreground] > self._threshold
-        target = self._landscape[1 + z0 : 1 + z0 + planes, 1 + y0 : 1 + y0 + rows, 1:-1]
-        distance = scores[0, self._distance]
-        target.copy_(distance.masked_fill(~inside, -math.inf))
+        if y0 == 0:
+            shape = (planes, *self._size[1:])
+            self._distances = torch.empty(shape, device=scores.device)
+            self._inside = torch.empty(shape, dtype=torch.bool, device=scores.device)
+        self._distances[:, y0 : y0 + rows] = scores[0, self._distance]
+        torch.gt(scores[0, self._foreground], self._threshold, out=self._inside[:, y0 : y0 + rows])
+        if y0 + rows == self._size[1]:
+            self._climb(self._smoother.add(self._distances, self._inside), scores.device)
+
+    def _climb(self, planes: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> None:
+        if self._watershed is None:
+            self._watershed = Watershed(self._size, self._relief.floor, device)
+        for heights, inside in planes:
+            self._watershed.add(heights, inside)
 
     def finish(self) -> Segmentation:
-        if self._landscape is None:
+        if self._watershed is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
-        if self._squash:
-            # At once, not slab by slab: the last bit of a vectorised sigmoid depends on where a row of memory begins.
-            background = self._landscape == -math.inf
-            self._landscape.sigmoid_().masked_fill_(background, -math.inf)
-        labels, count = decode_instances(self._landscape, self._decoding.persistence, self._decoding.minimum_size)
+        self._climb(self._smoother.finish(), self._distances.device)
+        labels, count = label_basins(self._watershed.finish(), self._relief, self._decoding)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
 
 
-class Basins(NamedTuple):
-    """Voxels of the foreground and the maxima that they ascend to.
+class Relief(NamedTuple):
+    """How deep a pass must lie below a peak to part two objects: `persistence`, in units of the distance.
 
-    places   int64 [N]: flat indices of the foreground in the padded landscape, ascending
-    basin    int64 [N]: number of the basin of each
-    peaks    float32 [R]: height of each basin's maximum
+    squashed   the landscape holds logits of the distance, which climb alike and need no sigmoid for each voxel
     """
 
-    places: Tensor
-    basin: Tensor
-    peaks: Tensor
+    persistence: float
+    squashed: bool
+
+    @property
+    def depth(self) -> float:
+        """Neighbouring maxima of one plateau are one maximum, even without any persistence."""
+        return max(self.persistence, float(np.finfo(np.float32).tiny))
+
+    def distance(self, heights: Tensor) -> Tensor:
+        """Heights of the landscape -> distances, float64."""
+        return heights.double().sigmoid() if self.squashed else heights.double()
+
+    def floor(self, peaks: Tensor) -> Tensor:
+        """Heights from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
+        lowest = self.distance(peaks) - self.depth
+        if self.squashed:
+            lowest = torch.logit(lowest.clamp(0, 1))
+        return (lowest - 1e-5 * lowest.abs()).float()
 
 
-def decode_instances(
-    landscape: Tensor, persistence: float, minimum_size: int
-) -> tuple[NDArray[np.unsignedinteger], int]:
-    """Objects of a padded landscape, float32 [Z + 2, Y + 2, X + 2] with -inf as background.
+class Smoother:
+    """Averages the distance with its neighbours `times` times, weights 1, 2, 1 along each axis; planes come and leave.
 
-    Returns labels [Z, Y, X], uint16 or uint32 as their number demands, and the number of objects.
+    At the faces of the volume the outermost voxel stands for what is missing. A plane leaves as soon as those above
+    that it needs have come, so that the result does not depend on how the planes were cut.
     """
-    size = tuple(edge - 2 for edge in landscape.shape)
-    basins, numbers = ascend(landscape)
-    if len(basins.places) == 0:
-        return np.zeros(size, label_dtype(0)), 0
-    group = merge_shallow(basins, saddles(basins, landscape, numbers), persistence)
-    objects = torch.from_numpy(group).to(landscape.device)[basins.basin]
-    kept = torch.bincount(objects, minlength=int(group.max()) + 1) >= max(minimum_size, 1)
-    renumbered = torch.where(kept, kept.cumsum(0), 0)
-    count = int(renumbered.max())
-    labels = numbers.fill_(0).view(-1)
-    labels[basins.places] = renumbered[objects].to(labels.dtype)
-    inner = labels.view(landscape.shape)[1:-1, 1:-1, 1:-1]
-    return inner.cpu().numpy().astype(label_dtype(count)), count
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._planes: Tensor | None = None
+        self._masks: list[Tensor] = []
+
+    def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The next planes, float32 and bool [planes, Y, X] -> those that are finished."""
+        if not self._times:
+            yield heights, inside
+            return
+        first = heights[:1].expand(self._times, -1, -1) if self._planes is None else self._planes
+        self._planes = torch.cat((first, heights))
+        self._masks.append(inside)
+        yield from self._give()
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The planes that waited for others above them."""
+        if self._planes is not None:
+            self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
+            yield from self._give()
+
+    def _give(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._planes is None or (finished := len(self._planes) - 2 * self._times) < 1:
+            return
+        heights, masks = self._planes, torch.cat(self._masks)
+        for _ in range(self._times):
+            heights = (heights[:-2] + heights[2:]) * 0.25 + heights[1:-1] * 0.5
+            for axis in (1, 2):
+                heights = _average(heights, axis)
+        self._planes, self._masks = self._planes[finished:], [masks[finished:]]
+        yield heights, masks[:finished]
 
 
-def ascend(landscape: Tensor) -> tuple[Basins, Tensor]:
-    """Follow the steepest of the 26 neighbours uphill, for all voxels at once.
-
-    Pointer jumping (Wyllie 1979): each step doubles the length of the paths that are already known. Of equal
-    heights the later voxel counts as higher, so plateaus drain too and the result does not depend on chance.
-    Also returns an int32 tensor of the landscape's shape: the position in `places` of every voxel of the foreground.
-    """
-    flat = landscape.view(-1)
-    places, target = _steepest(landscape)
-    numbers = torch.zeros(landscape.shape, dtype=torch.int32, device=landscape.device)
-    numbers.view(-1)[places] = torch.arange(len(places), dtype=torch.int32, device=landscape.device)
-    parent = numbers.view(-1)[target].long()
-    while not torch.equal(grandparent := parent[parent], parent):
-        parent = grandparent
-    own = torch.arange(len(places), device=parent.device)
-    summits = (parent == own).nonzero().squeeze(1)
-    basin_of_summit = torch.zeros_like(own)
-    basin_of_summit[summits] = torch.arange(len(summits), device=parent.device)
-    return Basins(places, basin_of_summit[parent], flat[places[summits]]), numbers
+def _average(heights: Tensor, axis: int) -> Tensor:
+    """Weights 1, 2, 1 along one axis of [z, y, x], the ends standing for what lies beyond them."""
+    last = heights.shape[axis] - 1
+    before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
+    after = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)
+    return (before + after) * 0.25 + heights * 0.5
 
 
-def saddles(basins: Basins, landscape: Tensor, numbers: Tensor) -> NDArray[np.float64]:
-    """Passes between touching basins, float64 [E, 3] of (basin, basin, height), every pair once, highest pass first.
-
-    `numbers`, int32 of the landscape's shape, is overwritten with the basin of every voxel, from 1.
-    """
-    flat, basin = landscape.view(-1), numbers.fill_(0).view(-1)
-    basin[basins.places] = basins.basin.to(torch.int32) + 1
-    borders = _borders(numbers)
-    count = len(basins.peaks) + 1
-    keys, heights = [], []
-    for offset in _offsets(landscape):
-        here, there = basin[borders].long(), basin[borders + offset].long()
-        crossing = ((here != there) & (there > 0)).nonzero().squeeze(1)
-        here, there, places = here[crossing], there[crossing], borders[crossing]
-        keys.append(torch.minimum(here, there) * count + torch.maximum(here, there))
-        heights.append(torch.minimum(flat[places], flat[places + offset]))
-    pairs, inverse = torch.unique(torch.cat(keys), return_inverse=True)
-    highest = torch.full((len(pairs),), -math.inf, device=flat.device)
-    highest.scatter_reduce_(0, inverse, torch.cat(heights), "amax")
-    edges = torch.stack((pairs // count - 1, pairs % count - 1, highest.double()), dim=1).cpu().numpy()
-    return edges[np.argsort(-edges[:, 2], kind="stable")]
+def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[NDArray[np.unsignedinteger], int]:
+    """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number."""
+    group = torch.from_numpy(merge_shallow(basins, relief)).to(basins.basin_of.device)
+    voxels = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.int64, device=group.device)
+    kept = voxels.index_add_(0, group, basins.voxels) >= max(decoding.minimum_size, 1)
+    if decoding.border == "drop":
+        kept[group[_at_faces(basins)]] = False
+    numbers = torch.where(kept, kept.cumsum(0), 0)
+    count = int(kept.sum())
+    of_piece = torch.cat((numbers[group], numbers.new_zeros(1)))[basins.basin_of].int()
+    labels = np.empty(basins.pieces.shape, label_dtype(count))
+    for plane, pieces in zip(labels, basins.pieces, strict=True):
+        plane[:] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()
+    return labels, count
 
 
-def merge_shallow(basins: Basins, passes: NDArray[np.float64], persistence: float) -> NDArray[np.int64]:
-    """Join a basin to its higher neighbour where its peak rises less than `persistence` above the pass between them.
+def _at_faces(basins: Basins) -> Tensor:
+    """Basins with a voxel in the first or last plane along an axis that has more than one, int64 [N]."""
+    faces = [
+        basins.pieces.select(axis, end).flatten()
+        for axis, edge in enumerate(basins.pieces.shape)
+        for end in (0, -1)
+        if edge > 1
+    ]
+    touching = basins.basin_of[torch.unique(torch.cat(faces)).long()] if faces else basins.basin_of[:0]
+    return touching[touching >= 0]
+
+
+def merge_shallow(basins: Basins, relief: Relief) -> NDArray[np.int64]:
+    """Join a basin to its higher neighbour where its peak rises less than the persistence above the pass between them.
 
     Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
     of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
     because merging only raises peaks, and is therefore left out beforehand.
     """
-    peaks = basins.peaks.cpu().numpy().astype(np.float64)
-    # Neighbouring maxima of one plateau are one maximum, even without any persistence.
-    depth = max(persistence, float(np.finfo(np.float32).tiny))
-    first, second = passes[:, 0].astype(np.int64), passes[:, 1].astype(np.int64)
-    shallow = np.flatnonzero(np.minimum(peaks[first], peaks[second]) - passes[:, 2] < depth)
+    peaks = relief.distance(basins.peaks).cpu().numpy()
+    first, second, height = shallow_passes(basins, relief)
     parent = list(range(len(peaks)))
 
     def root(basin: int) -> int:
@@ -255,65 +272,32 @@ def merge_shallow(basins: Basins, passes: NDArray[np.float64], persistence: floa
             basin = parent[basin]
         return basin
 
-    for edge in shallow:
-        high, low = root(int(first[edge])), root(int(second[edge]))
+    for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
+        high, low = root(one), root(other)
         if peaks[high] < peaks[low]:
             high, low = low, high
-        if high != low and peaks[low] - passes[edge, 2] < depth:
+        if high != low and peaks[low] - saddle < relief.depth:
             parent[low] = high
     roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
     return np.unique(roots, return_inverse=True)[1]
 
 
-def _steepest(landscape: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat indices of the foreground, and of the highest voxel in the 3x3x3 neighbourhood of each (or itself).
+def shallow_passes(basins: Basins, relief: Relief) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Pairs of basins and the distance at the highest pass between them, where it is shallow to the lower peak.
 
-    Height and index share one integer, the height's bits above the index's: the highest neighbour then is a maximum
-    filter, which separates into three passes along the axes.
+    Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
     """
-    depth, height, width = landscape.shape
-    places, targets = [], []
-    index = torch.arange(height * width, device=landscape.device).view(1, height, width)
-    for low in range(1, depth - 1, PLANES):
-        high = min(low + PLANES, depth - 1)
-        block = landscape[low - 1 : high + 1]
-        bits = block.view(torch.int32)
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        planes = torch.arange(low - 1, high + 1, device=landscape.device).view(-1, 1, 1)
-        key = (ordered.long() << 32) + planes * (height * width) + index
-        inside = (block[1:-1, 1:-1, 1:-1] > -math.inf).nonzero(as_tuple=True)
-        targets.append(_filter(key, torch.maximum)[inside] & 0xFFFFFFFF)
-        z, y, x = inside
-        places.append(((z + low) * height + y + 1) * width + x + 1)
-    return torch.cat(places), torch.cat(targets)
-
-
-def _borders(basin: Tensor) -> Tensor:
-    """Flat indices of the voxels of basins (from 1; 0 is background) that touch another basin; int32 [Z, Y, X] in."""
-    depth, height, width = basin.shape
-    found = []
-    for low in range(1, depth - 1, PLANES):
-        high = min(low + PLANES, depth - 1)
-        block = basin[low - 1 : high + 1]
-        own = block[1:-1, 1:-1, 1:-1]
-        # The background must not count as a neighbour: it wraps to the largest value for the minimum.
-        lowest = _filter(torch.where(block == 0, torch.iinfo(torch.int32).max, block), torch.minimum)
-        z, y, x = ((own > 0) & (_filter(block, torch.maximum) != lowest)).nonzero(as_tuple=True)
-        found.append(((z + low) * height + y + 1) * width + x + 1)
-    return torch.cat(found)
-
-
-def _filter(block: Tensor, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The extreme of every 3x3x3 neighbourhood: [z, y, x] -> [z - 2, y - 2, x - 2]."""
-    block = choose(choose(block[:-2], block[1:-1]), block[2:])
-    block = choose(choose(block[:, :-2], block[:, 1:-1]), block[:, 2:])
-    return choose(choose(block[:, :, :-2], block[:, :, 1:-1]), block[:, :, 2:])
-
-
-def _offsets(landscape: Tensor) -> list[int]:
-    """Distance in memory to one of each pair of opposite neighbours."""
-    _, height, width = landscape.shape
-    return [(z * height + y) * width + x for z, y, x in HALF_NEIGHBOURHOOD]
+    first, second = torch.minimum(*basins.passes[:2]), torch.maximum(*basins.passes[:2])
+    height, peaks = relief.distance(basins.passes.height), relief.distance(basins.peaks)
+    shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < relief.depth)
+    pairs, inverse = torch.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
+    highest = torch.zeros(len(pairs), dtype=torch.float64, device=pairs.device)
+    highest.scatter_reduce_(0, inverse, height[shallow], "amax", include_self=False)
+    order = torch.argsort(highest, descending=True, stable=True)
+    pairs = pairs[order]
+    columns = (pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order])
+    first_, second_, height_ = (column.cpu().numpy() for column in columns)
+    return first_, second_, height_
 
 
 def _logit(probability: float) -> float:

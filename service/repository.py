@@ -100,6 +100,8 @@ class Instances(_Frozen):
     threshold      foreground probability above which a voxel belongs to an object
     persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
     minimum_size   objects of fewer voxels are dropped
+    smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
+    border         what becomes of objects that touch a face of the volume
     """
 
     kind: Literal["instances"]
@@ -108,6 +110,8 @@ class Instances(_Frozen):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     persistence: Annotated[float, Field(ge=0)] = 0.1
     minimum_size: Annotated[int, Field(ge=0)] = 16
+    smoothing: Annotated[int, Field(ge=0, le=16)] = 0
+    border: Literal["keep", "drop"] = "keep"
 
 
 class Classes(_Frozen):

@@ -8,27 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from landscapes import decode, hills
 from numpy.typing import NDArray
-from scipy.ndimage import distance_transform_edt, label
+from scipy.ndimage import correlate1d, distance_transform_edt, label
 from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 from torch import Tensor
 
-from service.postprocess import decode_instances, make_decoder
+from service.postprocess import Smoother, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
 from service.volume import OutputKind, Segmentation, VoxelSize
 
 Array = NDArray[Any]
-
-
-def landscape(heights: Array) -> Tensor:
-    """Heights [Z, Y, X] with -inf as background -> the padded tensor that the decoder works on."""
-    return torch.from_numpy(np.pad(heights.astype(np.float32), 1, constant_values=-np.inf))
-
-
-def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0) -> tuple[Array, int]:
-    return decode_instances(landscape(heights), persistence, minimum_size)
 
 
 def line(*heights: float) -> Array:
@@ -215,3 +207,51 @@ def test_classes_are_the_highest_scores(bands: ModelSpec) -> None:
     assert result.pixels.dtype == np.uint8
     assert np.array_equal(result.pixels, scores[0].numpy().argmax(axis=0))
     assert result.names == ("background", "dim", "bright")
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 4), (5,), tuple(range(1, 9))])
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_smoothing_averages_the_distance_however_the_planes_are_cut(times: int, cuts: tuple[int, ...]) -> None:
+    heights = torch.from_numpy(np.nan_to_num(hills(0, (9, 12, 11)), neginf=-1.0))
+    smoother, kernel = Smoother(times), np.array([0.25, 0.5, 0.25])
+    parts = []
+    for low, high in itertools.pairwise([0, *cuts, 9]):
+        parts += list(smoother.add(heights[low:high], heights[low:high] > 0))
+    parts += list(smoother.finish()) if times else []
+    expected = np.pad(heights.numpy(), times, mode="edge")[:, times : -times or None, times : -times or None]
+    for _ in range(times):
+        for axis in (1, 2):
+            expected = correlate1d(expected, kernel, axis, mode="nearest")
+        expected = correlate1d(expected, kernel, 0)
+    expected = expected[times : len(expected) - times]
+    np.testing.assert_allclose(torch.cat([part for part, _ in parts]), expected, atol=1e-6)
+    assert torch.equal(torch.cat([mask for _, mask in parts]), heights > 0)
+
+
+def test_smoothing_joins_what_noise_has_split(random_nuclei: ModelSpec) -> None:
+    inside = balls((12, 12, 12, 8))
+    noise = np.random.default_rng(0).normal(0, 1.5, inside.shape)
+    scores = np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside) + noise])
+    tensor = torch.from_numpy(scores)[None].float()
+    counts = [
+        run(with_decoding(random_nuclei, persistence=1.0, minimum_size=0, smoothing=times), tensor, (5,)).count
+        for times in (0, 3)
+    ]
+    assert counts[0] > 3
+    assert counts[1] == 1
+
+
+@pytest.mark.parametrize("z", [0, 23])
+def test_objects_at_the_border_can_be_dropped(random_nuclei: ModelSpec, z: int) -> None:
+    inside = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    assert run(random_nuclei, scores).count == 3
+    result = run(with_decoding(random_nuclei, border="drop"), scores)
+    assert result.count == 1
+    assert np.array_equal(result.pixels == 1, balls((12, 26, 26, 5)))
+
+
+def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
+    inside = balls((0, 12, 12, 5), size=(1, 40, 40))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1

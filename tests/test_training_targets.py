@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from landscapes import decode
 from numpy.typing import NDArray
 from scipy.ndimage import label, maximum_filter
-from torch import from_numpy
 
-from service.postprocess import decode_instances
 from service.training.evaluate import score
 from service.training.synthesis import synthesise
 from service.training.targets import distance_target
@@ -54,6 +53,6 @@ def test_decoding_the_target_gives_the_labels_back() -> None:
         region = labels[box]
         region[(ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
     heights = np.where(labels > 0, distance_target(labels), -np.inf).astype(np.float32)
-    decoded, count = decode_instances(from_numpy(np.pad(heights, 1, constant_values=-np.inf)), 0.1, 8)
+    decoded, count = decode(heights, 0.1, 8)
     assert count == 4
     assert score(labels, decoded).iou > 0.98

@@ -1,0 +1,267 @@
+"""Basins of a landscape that arrives plane by plane: every voxel climbs to a maximum, and passes lead between basins.
+
+Planes are worked on in blocks that fit a processor's cache, and of a finished block only the numbers of its voxels are
+kept. Neither basins nor passes depend on where planes were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Size = tuple[int, int, int]
+
+# The least 32-bit integer, below every height.
+BACKGROUND = -(2**31)
+
+# Voxels that are worked on together: some megabytes.
+BLOCK = 2**22
+
+# A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
+PLACE_BITS = 0b11111
+
+NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
+
+
+class Passes(NamedTuple):
+    """Ways over the border of two basins: their numbers, int64 [E] each, and height, float32 [E].
+
+    The height is that of the lower of two voxels that touch. Many rows may join one pair, or a basin with itself.
+    """
+
+    first: Tensor
+    second: Tensor
+    height: Tensor
+
+
+@dataclass(frozen=True)
+class Basins:
+    """What all planes together make; basins are numbered from 0 in the order of the places of their maxima.
+
+    basin_of  int64 [P]: the basin of each piece; the background is piece 0 and has basin -1
+    pieces    int32 [Z, Y, X]: the piece of every voxel
+    peaks     float32 [R]: height of each basin's maximum
+    voxels    int64 [R]: size of each basin
+    passes    every pass that is not below the floor of one of its two peaks
+    """
+
+    basin_of: Tensor
+    pieces: Tensor
+    peaks: Tensor
+    voxels: Tensor
+    passes: Passes
+
+
+class _Roots(NamedTuple):
+    """Where the paths of one block end, int64 [P] each: a piece per row.
+
+    link     the piece that its highest neighbour belongs to; itself at a maximum
+    place    place of its end in the volume with its rim
+    top      key of the highest neighbour of its end
+    voxels   size of the piece
+    """
+
+    link: Tensor
+    place: Tensor
+    top: Tensor
+    voxels: Tensor
+
+
+class _Climb(NamedTuple):
+    """The foreground of a block in flat memory, int32 [N] each, and the ends of its paths, int32 [P] each.
+
+    row_of   int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the planes at either end
+    place    where every voxel is, counted from the plane below the block; `own` is its key
+    piece    which of the P ends its path leads to
+    targets  place of the highest neighbour of each end, or the end itself; `tops` is the key there
+    """
+
+    row_of: Tensor
+    place: Tensor
+    own: Tensor
+    piece: Tensor
+    targets: Tensor
+    tops: Tensor
+
+
+class Watershed:
+    """Takes a landscape in planes and gives its basins.
+
+    Every voxel climbs to the highest of its 26 neighbours, as in the watershed by topographical distance (Meyer 1994);
+    where that leads is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its block
+    ends there as a piece of its own; pieces are joined at the end. Heights are compared by all but their last five
+    bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are passes of
+    its own height.
+
+    size    (Z, Y, X)
+    floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
+    block   voxels that are worked on together
+    """
+
+    def __init__(self, size: Size, floor: Callable[[Tensor], Tensor], device: torch.device, block: int = BLOCK) -> None:
+        depth, height, width = size
+        self._floor, self._device = floor, device
+        # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
+        self._rows = (height + 2, width + 2)
+        self._plane = self._rows[0] * self._rows[1]
+        self._most = max(block // self._plane, 1)
+        self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
+        self._codes = _codes(self._most + 2, self._rows, device)
+        self._offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]
+        self._steps = _steps(self._plane, self._rows[1], device)
+        # The plane below the next block, and then the one that waits for its upper neighbour.
+        self._waiting = self._empty()
+        # The first plane of the next block, counted with the rim.
+        self._z = 1
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._roots = [_Roots(zero, zero - 1, zero, zero)]
+        self._count = 1
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, float32 and bool [planes, Y, X]; what is not inside is background."""
+        for low in range(0, len(heights), self._most):
+            part = slice(low, low + self._most)
+            above = (self._z - 1 + len(self._waiting)) % 3
+            keys = _keys(heights[part])
+            keys |= self._codes[above : above + len(keys), 1:-1, 1:-1]
+            padded = torch.full((len(keys), *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
+            padded[:, 1:-1, 1:-1] = torch.where(inside[part], keys, BACKGROUND)
+            self._advance(padded)
+
+    def finish(self) -> Basins:
+        """Once all planes were added."""
+        self._advance(self._empty())
+        pieces = self._pieces.view(-1)
+        link, place, top, voxels = (torch.cat(column) for column in zip(*self._roots, strict=True))
+        maxima = (link == torch.arange(len(link), device=self._device)).nonzero().squeeze(1)[1:]
+        maxima = maxima[place[maxima].argsort()]
+        # Paths that went up could not know the piece above.
+        link[1:] = pieces[place[1:]].long()
+        while not torch.equal(further := link[link], link):
+            link = further
+        basin = torch.full_like(link, -1)
+        basin[maxima] = torch.arange(len(maxima), device=self._device)
+        basin_of = basin[link]
+        total = torch.zeros(len(maxima) + 1, dtype=torch.int64, device=self._device)
+        total.index_add_(0, basin_of + 1, voxels)
+        inner = self._pieces[1:-1, 1:-1, 1:-1]
+        return Basins(basin_of, inner, _heights(top[maxima].int()), total[1:], self._passes(basin_of))
+
+    def _passes(self, basin_of: Tensor) -> Passes:
+        if not self._found:
+            none = torch.zeros(0, dtype=torch.int64, device=self._device)
+            return Passes(none, none, none.float())
+        here, place, key = (torch.cat(column) for column in zip(*self._found, strict=True))
+        return Passes(basin_of[here.long()], basin_of[self._pieces.view(-1)[place].long()], _heights(key))
+
+    def _empty(self) -> Tensor:
+        return torch.full((1, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
+
+    def _advance(self, keys: Tensor) -> None:
+        """Work on the planes whose upper neighbours have come now."""
+        block = torch.cat((self._waiting, keys))
+        if len(block) > 2:
+            climb = self._climb(block.view(-1))
+            if climb is not None:
+                self._number(climb)
+                self._search(climb, block.view(-1))
+            self._z += len(block) - 2
+        self._waiting = block[-2:].clone()
+
+    def _climb(self, keys: Tensor) -> _Climb | None:
+        """Where the voxels between the first and the last plane climb to; None without any foreground."""
+        highest, rim = _highest(keys, self._plane, self._rows[1])
+        inside = keys > BACKGROUND
+        # Rows count from 1 in the order of their places; row 0 stands for everything outside of the block.
+        inside[: self._plane] = inside[-self._plane :] = False
+        row_of = inside.cumsum(0, dtype=torch.int32)
+        count = int(row_of[-1])
+        if not count:
+            return None
+        row_of *= inside
+        place = inside.nonzero().squeeze(1).int()
+        own, highest = keys.index_select(0, place), highest.index_select(0, place - rim)
+        target = place + self._steps.index_select(0, ((own & PLACE_BITS) << 5) | (highest & PLACE_BITS))
+        rows = torch.arange(1, count + 1, dtype=torch.int32, device=self._device)
+        parent = row_of.index_select(0, target)
+        parent = torch.where(parent == 0, rows, parent) - 1
+        while not torch.equal(further := parent.index_select(0, parent), parent):
+            parent = further
+        ends = (parent == rows - 1).nonzero().squeeze(1)
+        numbers = torch.zeros_like(rows)
+        numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
+        piece = numbers.index_select(0, parent)
+        return _Climb(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
+
+    def _number(self, climb: _Climb) -> None:
+        """Write the pieces of a block into the volume, and note where they lead."""
+        pieces = self._pieces.view(-1)
+        low = (self._z - 1) * self._plane
+        inner = climb.row_of[self._plane : -self._plane]
+        number_of = torch.cat((climb.piece.new_zeros(1), climb.piece + self._count))
+        torch.index_select(number_of, 0, inner, out=pieces[low + self._plane :][: len(inner)])
+        place = low + climb.targets.long()
+        voxels = torch.bincount(climb.piece, minlength=len(climb.targets))
+        self._roots.append(_Roots(pieces[place].long(), place, climb.tops.long(), voxels))
+        self._count += len(climb.targets)
+
+    def _search(self, climb: _Climb, keys: Tensor) -> None:
+        """Find passes to other pieces near the tops of a block's pieces; those of the plane above are not yet known."""
+        limits = _keys(self._floor(_heights(climb.tops))) & ~PLACE_BITS
+        limit = limits.index_select(0, climb.piece)
+        near = (climb.own >= limit).nonzero().squeeze(1)
+        index, own, limit, here = (each.index_select(0, near) for each in (climb.place, climb.own, limit, climb.piece))
+        here += self._count - len(climb.targets)
+        base = (self._z - 1) * self._plane
+        pieces = self._pieces.view(-1)
+        for offset in self._offsets:
+            key = keys.index_select(0, index + offset)
+            rows = (key >= limit).nonzero().squeeze(1)
+            place = base + index.index_select(0, rows).long() + offset
+            differs = (pieces.index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
+            rows = rows.index_select(0, differs)
+            height = torch.minimum(own.index_select(0, rows), key.index_select(0, rows))
+            self._found.append((here.index_select(0, rows), place.index_select(0, differs), height))
+
+
+def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
+    """The highest key among each voxel and its 26 neighbours, and how many voxels at either end have none.
+
+    Rows lie one behind the other in flat memory, where the rim keeps them apart: one filter per axis, each contiguous.
+    """
+    for step in (1, row, plane):
+        keys = torch.maximum(torch.maximum(keys[: -2 * step], keys[step:-step]), keys[2 * step :])
+    return keys, 1 + row + plane
+
+
+def _keys(heights: Tensor) -> Tensor:
+    """float32 -> int32 in the same order, the bits of the place being zero."""
+    bits = heights.view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & ~PLACE_BITS
+
+
+def _heights(keys: Tensor) -> Tensor:
+    """The inverse of `_keys`, but for the bits that were dropped."""
+    ordered = keys & ~PLACE_BITS
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _codes(planes: int, rows: tuple[int, int], device: torch.device) -> Tensor:
+    """int32 [planes, *rows]: 9 z + 3 y + x, each modulo 3."""
+    z, y, x = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes, *rows))
+    return 9 * z[:, None, None] + 3 * y[:, None] + x
+
+
+def _steps(plane: int, row: int, device: torch.device) -> Tensor:
+    """int32 [1024]: from a voxel of one code to its neighbour of another, at own code * 32 + the other."""
+    code = torch.arange(32)
+    steps = torch.zeros(32, 32, dtype=torch.int64)
+    for weight, step in ((9, plane), (3, row), (1, 1)):
+        digit = code // weight % 3
+        steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
+    return steps.view(-1).to(device, torch.int32)
