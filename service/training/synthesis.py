@@ -7,7 +7,7 @@ illumination and attenuation with depth, photons, the camera. All randomness com
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -40,6 +40,11 @@ class Scene:
     photons         expected photons of a nucleus of brightness 1
     read_noise      standard deviation of the camera's noise, in photons
     bits            8 or 16; `saturation` is the part of the brightest voxels that clip
+    debris          number of bright specks
+    overreach       outline over visible radius along z, besides `margin`: annotators follow the blur between planes
+    dividing        share of nuclei in division, as bright plates
+    bleed           light of another channel, a grained body around each nucleus
+    walls           number of thin bright shells, as of autofluorescent cell walls
     """
 
     diameter: float
@@ -63,23 +68,28 @@ class Scene:
     bits: int
     saturation: float
     debris: int
+    overreach: float = 1.0
+    dividing: float = 0.0
+    bleed: float = 0.0
+    walls: int = 0
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
         """A scene at random, over the range of stacks that the model is meant for."""
-        anisotropy = float(rng.choice(np.array([1.0, rng.uniform(1, 2.5), rng.uniform(2, 4)]), p=[0.35, 0.45, 0.2]))
+        anisotropy = float(rng.choice(np.array([1.0, rng.uniform(1, 2.5), rng.uniform(2, 6)]), p=[0.3, 0.5, 0.2]))
         dense = rng.random() < 0.55
+        elongation = float(rng.uniform(1.0, 4.5))
         return cls(
-            diameter=_log_uniform(rng, max(8.0, 4.5 * anisotropy), 32.0),
+            diameter=_log_uniform(rng, max(8.0, 4.0 * anisotropy), 40.0),
             anisotropy=anisotropy,
             fill=float(rng.uniform(0.2, 0.65) if dense else _log_uniform(rng, 0.01, 0.2)),
             clustering=float(rng.choice([0.2, 0.6, 0.9])),
             contact=float(rng.uniform(0.72, 1.0)),
             spread=float(rng.choice([0.15, 0.35, 0.8], p=[0.4, 0.35, 0.25])),
             texture=float(rng.uniform(0.0, 0.6)),
-            margin=float(rng.uniform(1.0, 1.15)),
+            margin=float(rng.uniform(1.0, 1.06 if dense else 1.15)),
             blur=_log_uniform(rng, 0.4, 1.8),
-            elongation=float(rng.uniform(1.0, 3.5)) / anisotropy,
+            elongation=elongation / anisotropy,
             haze=float(rng.choice([0.0, rng.uniform(0.05, 0.5)])),
             floor=_log_uniform(rng, 0.01, 0.6),
             glow=float(rng.choice([0.0, rng.uniform(0.02, 0.4)])),
@@ -91,6 +101,10 @@ class Scene:
             bits=int(rng.choice([8, 16])),
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
             debris=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
+            overreach=1.0 if dense else float(rng.uniform(1, 1.2 + 0.1 * elongation)),
+            dividing=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
+            bleed=float(rng.choice([0.0, rng.uniform(0.02, 0.25)], p=[0.7, 0.3])),
+            walls=int(rng.integers(1, 4) if rng.random() < 0.2 else 0),
         )
 
 
@@ -157,14 +171,19 @@ def _is_free(scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> bo
 
 
 def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> None:
-    """A rotated ellipsoid with a bumpy surface; where nuclei meet, each voxel goes to the nearer one."""
+    """One nucleus; where two meet, each voxel goes to the nearer one."""
     shape = canvas.labels.shape
     low = np.maximum(np.floor(centre - 1.7 * radii), 0).astype(int)
     high = np.minimum(np.ceil(centre + 1.7 * radii) + 1, shape).astype(int)
     if np.any(high <= low):
         return
     box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
-    gauge = _gauge(rng, [np.arange(a, b) for a, b in zip(low, high, strict=True)], centre, radii)
+    axes = [np.arange(a, b) for a, b in zip(low, high, strict=True)]
+    surface = _Surface.draw(rng)
+    splitting = scene.dividing > 0 and rng.random() < scene.dividing
+    if splitting:
+        surface = surface.flattened(rng)
+    gauge = surface.gauge(axes, centre, radii)
     owned = gauge < canvas.gauge[box]
     if not owned.any():
         return
@@ -173,24 +192,54 @@ def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats,
     canvas.count += 1
     canvas.labels[box][owned] = canvas.count
     canvas.gauge[box][owned] = gauge[owned]
-    canvas.light[box][owned] = _emission(rng, scene, gauge)[owned]
+    visible = gauge
+    if scene.overreach > 1:
+        visible = surface.gauge(axes, centre, radii * np.array([1 / scene.overreach, 1, 1], np.float32))
+    light = _emission(rng, scene, visible)
+    if splitting:
+        light *= np.float32(rng.uniform(1.2, 2.5))
+    canvas.light[box][owned] = light[owned]
 
 
-def _gauge(rng: Generator, axes: list[NDArray[Any]], centre: Floats, radii: Floats) -> Floats:
-    """Distance from the centre over the distance of the outline in that direction; [z, y, x], below 1 inside."""
-    z, y, x = (
-        ((axis - c) / r).astype(np.float32).reshape([-1 if i == n else 1 for i in range(3)])
-        for n, (axis, c, r) in enumerate(zip(axes, centre, radii, strict=True))
-    )
-    rotation = Rotation.random(random_state=rng).as_matrix().astype(np.float32)
-    stretch = np.exp(rng.normal(0, 0.18, 3)).astype(np.float32)
-    stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65, 1.5)
-    u, v, w = ((row[0] * z + row[1] * y + row[2] * x) / s for row, s in zip(rotation, stretch, strict=True))
-    radius = np.sqrt(u * u + v * v + w * w) + np.float32(1e-6)
-    bumps = rng.normal(0, 0.07, 6).astype(np.float32)
-    surface = (bumps[0] * u * v + bumps[1] * v * w + bumps[2] * w * u) / radius**2
-    surface += (bumps[3] * u * u * v + bumps[4] * v * v * w + bumps[5] * w * w * u) / radius**3
-    return np.asarray(radius / (1 + 2 * surface), np.float32)
+@dataclass(frozen=True)
+class _Surface:
+    """A rotated ellipsoid with bumps, of the volume of the unit ball.
+
+    rotation   [3, 3]; its rows are the axes of the ellipsoid
+    stretch    [3], radii along them
+    bumps      [6], weights of the second and third order
+    """
+
+    rotation: Floats
+    stretch: Floats
+    bumps: Floats
+
+    @classmethod
+    def draw(cls, rng: Generator) -> Self:
+        rotation = Rotation.random(random_state=rng).as_matrix().astype(np.float32)
+        stretch = np.exp(rng.normal(0, 0.18, 3)).astype(np.float32)
+        stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65, 1.5)
+        return cls(rotation, stretch, rng.normal(0, 0.07, 6).astype(np.float32))
+
+    def flattened(self, rng: Generator) -> Self:
+        """The plate of condensed chromosomes in metaphase, of about half the volume."""
+        plate = np.array([rng.uniform(0.35, 0.55), rng.uniform(0.9, 1.1), rng.uniform(0.9, 1.1)], np.float32)
+        return replace(self, stretch=plate)
+
+    def gauge(self, axes: list[NDArray[Any]], centre: Floats, radii: Floats) -> Floats:
+        """Distance from the centre over the distance of the outline in that direction; [z, y, x], below 1 inside."""
+        z, y, x = (
+            ((axis - c) / r).astype(np.float32).reshape([-1 if i == n else 1 for i in range(3)])
+            for n, (axis, c, r) in enumerate(zip(axes, centre, radii, strict=True))
+        )
+        u, v, w = (
+            (row[0] * z + row[1] * y + row[2] * x) / s for row, s in zip(self.rotation, self.stretch, strict=True)
+        )
+        radius = np.sqrt(u * u + v * v + w * w) + np.float32(1e-6)
+        bumps = self.bumps
+        surface = (bumps[0] * u * v + bumps[1] * v * w + bumps[2] * w * u) / radius**2
+        surface += (bumps[3] * u * u * v + bumps[4] * v * v * w + bumps[5] * w * w * u) / radius**3
+        return np.asarray(radius / (1 + 2 * surface), np.float32)
 
 
 def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
@@ -219,6 +268,8 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     light = canvas.light
     _add_debris(rng, scene, light)
     _add_ghosts(rng, scene, light)
+    _add_walls(rng, scene, light)
+    _add_bleed(rng, scene, canvas)
     sigma = np.array([scene.blur * scene.elongation, scene.blur, scene.blur])
     light = gaussian_filter(light, sigma, truncate=3)
     if scene.glow:
@@ -259,6 +310,30 @@ def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
         z, y, x = (int(rng.integers(0, edge)) for edge in light.shape)
         size = int(rng.integers(1, 3))
         light[z : z + 1, y : y + size, x : x + size] += np.float32(rng.uniform(0.5, 6))
+
+
+def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
+    """Pieces of large bright shells, about two voxels thick in the plane."""
+    for _ in range(scene.walls):
+        radius = scene.diameter * rng.uniform(1.5, 5)
+        z, y, x = (
+            ((np.arange(edge, dtype=np.float32) - np.float32(rng.uniform(-radius, edge + radius))) * np.float32(step))
+            ** 2
+            for edge, step in zip(light.shape, (scene.anisotropy, 1, 1), strict=True)
+        )
+        from_shell = np.sqrt(z[:, None, None] + y[:, None] + x) - np.float32(radius)
+        light += np.float32(_log_uniform(rng, 0.2, 4)) * np.exp(-(from_shell**2) / np.float32(rng.uniform(1, 4)))
+
+
+def _add_bleed(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
+    """Another channel's stain of the cell around each nucleus."""
+    if not scene.bleed:
+        return
+    around = _spread(
+        (canvas.labels > 0).astype(np.float32), (0.6 * scene.diameter / scene.anisotropy, 0.6 * scene.diameter)
+    )
+    grain = np.clip(1 + 0.7 * _smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)
+    canvas.light += np.float32(2 * scene.bleed) * around * grain
 
 
 def _expose(rng: Generator, scene: Scene, light: Floats) -> NDArray[Any]:
