@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -137,14 +137,24 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def run_models(options: argparse.Namespace, settings: Settings) -> int:
-    """List the models; nothing is loaded."""
+    """List the models, and how each was found to run best; nothing is loaded."""
+    from service.engine import plans  # noqa: PLC0415
+
     specs = read_repository(settings.models.folder, settings.models.serve)
+    folder = plans.home(settings.engine.cache_folder)
+    kept = {spec.name: plans.every(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if options.json:
-        sys.stdout.write(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=2) + "\n")
+        told = [
+            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in kept[spec.name]]}
+            for spec in specs.values()
+        ]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
         return 0
     for spec in specs.values():
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
+        for plan in kept[spec.name]:
+            sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
     return 0
 
 

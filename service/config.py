@@ -56,32 +56,36 @@ class Engine(_Section):
     """How the network runs.
 
     kind            winograd: compiled, with convolutions of fewer multiplications (CPUs in float32)
-                    auto: winograd where it applies, else compiled
+    kind            auto: the fastest that gives the same labels, found by trying, other keys that are auto included
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
-    channels_last   memory format channels_last_3d
+    channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed
     compile_mode    auto: reduce-overhead on CUDA, default elsewhere
     freeze          CPU only: weights become constants of the compiled graph
-    cache_folder    where compiled artefacts are kept between starts
+    tune_seconds    after which nothing new is tried
+    tolerance       share of the sample's labels that what is tried may change
+    cache_folder    where plans and compiled artefacts are kept between starts
     """
 
-    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph"] = "auto"
+    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino"] = "auto"
     precision: Precision = "auto"
-    channels_last: bool = True
+    channels_last: bool | Literal["auto"] = "auto"
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
     freeze: bool = True
+    tune_seconds: PositiveFloat = 180.0
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     cache_folder: Path | None = None
 
 
 class Windows(_Section):
     """How the volume is covered.
 
-    sw_batch_size  windows per call of the network
+    sw_batch_size  windows per call of the network; auto: the fastest with engine.kind auto, else what suits the device
     overlap        share of a window that it has in common with the next one
     blending       weight of a voxel inside its window
     sigma          width of the Gaussian, as a share of the window's edge
     """
 
-    sw_batch_size: PositiveInt = 2
+    sw_batch_size: PositiveInt | Literal["auto"] = "auto"
     overlap: Overlap = 0.25
     blending: Literal["constant", "gaussian"] = "gaussian"
     sigma: PositiveFloat = 0.125
@@ -200,7 +204,8 @@ class Settings(_Section):
 
     @model_validator(mode="after")
     def _within_own_limits(self) -> Self:
-        if self.windows.sw_batch_size > self.limits.sw_batch_size:
+        chosen = self.windows.sw_batch_size
+        if chosen != "auto" and chosen > self.limits.sw_batch_size:
             raise ValueError("windows.sw_batch_size exceeds limits.sw_batch_size")
         if self.windows.overlap > self.limits.overlap:
             raise ValueError("windows.overlap exceeds limits.overlap")
@@ -227,7 +232,7 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"The configuration is not understood: {faults}") from error
 
 

@@ -143,6 +143,14 @@ def available_memory(cgroup: Path = CGROUP) -> int | None:
     return in_container if on_host is None else min(on_host, in_container)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that this process may still take on the device, None where nobody says."""
+    if device.type != "cuda":
+        return available_memory()
+    free, _total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)

@@ -87,6 +87,12 @@ class Metrics:
             ["model"],
             registry=self._registry,
         )
+        self._recomputed = Counter(
+            "stackseg_recomputed",
+            "Volumes whose scores were not finite, and were computed again in float32.",
+            ["model"],
+            registry=self._registry,
+        )
         ProcessCollector(registry=self._registry)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
@@ -129,6 +135,9 @@ class Metrics:
             tell(done, total)
 
         return count
+
+    def count_recomputed(self, model: str, times: int) -> None:
+        self._recomputed.labels(model).inc(times)
 
     def count_fallbacks(self, model: str, fallbacks: int) -> None:
         self._fallbacks.labels(model).inc(fallbacks)

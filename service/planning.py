@@ -18,6 +18,9 @@ from service.repository import ModelSpec
 from service.volume import Extent, Options, OutputKind
 from service.windows import Grid
 
+# Windows per call where the operator leaves that open and nothing was tuned.
+UNTUNED_BATCH = 2
+
 
 class Plan(NamedTuple):
     """A request's options after the operator's defaults and limits."""
@@ -39,10 +42,14 @@ class Estimate:
     device_bytes: int
 
 
-def make_plan(spec: ModelSpec, settings: Settings, options: Options) -> Plan:
-    """Raises BadParameter for options beyond the operator's limits, and for outputs that the model does not have."""
+def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
+    """`tuned` is the batch size where the operator leaves it open.
+
+    Raises BadParameter for options beyond the operator's limits, and for outputs that the model does not have.
+    """
     windows, limits = settings.windows, settings.limits
-    batch_size = windows.sw_batch_size if options.sw_batch_size is None else options.sw_batch_size
+    configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
+    batch_size = configured if options.sw_batch_size is None else options.sw_batch_size
     overlap = windows.overlap if options.overlap is None else options.overlap
     if not 1 <= batch_size <= limits.sw_batch_size:
         raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")

@@ -223,6 +223,7 @@ class Runtime:
             self._watchdog.give_up(str(error))
             raise
         self.metrics.count_fallbacks(name, result.fallbacks)
+        self.metrics.count_recomputed(name, int(result.recomputed))
         return result
 
     def write(self, segmentation: Segmentation, path: Path) -> None:

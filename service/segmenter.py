@@ -13,18 +13,19 @@ from torch import Tensor
 
 from service import hardware
 from service.config import Settings
-from service.engine import compiled, precision, select
-from service.engine.prepare import prepare
-from service.errors import BadParameter, DeviceLost, OutOfMemory
+from service.engine import compiled, select
+from service.engine.plans import Trial
+from service.errors import BadParameter, DeviceLost, NonFiniteScores, OutOfMemory
 from service.metrics import Stages
-from service.networks import Network, load
+from service.networks import load
 from service.planning import Estimate, Plan, activation_bytes, estimate, make_plan
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, on_grid
 from service.preprocess import prepare as prepare_volume
 from service.repository import ModelSpec
 from service.volume import Extent, Options, OutputKind, Segmentation, Volume
-from service.windows import Blending, Image, Slab, SlidingWindow
+from service.warmup import Warm, WarmUp
+from service.windows import Image, Slab, SlidingWindow
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +36,26 @@ Progress = Callable[[int, int], None]
 class Result(NamedTuple):
     """What came out.
 
-    seconds    by stage, in order: prepare, windows, decode
-    notes      what a user should know about this result
-    fallbacks  how often memory did not hold the batch, and a smaller one was taken
+    seconds     by stage, in order: prepare, windows, decode
+    notes       what a user should know about this result
+    fallbacks   how often memory did not hold the batch, and a smaller one was taken
+    recomputed  whether the scores had to be computed a second time, in float32
     """
 
     segmentation: Segmentation
     seconds: dict[str, float]
     notes: tuple[str, ...]
     fallbacks: int = 0
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape."""
+    """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
+
+    planned  fixed by the configuration, tuned at this start, or cached by an earlier one
+    trials   what was considered where it was tuned, and why it was not taken
+    """
 
     device: str
     device_name: str
@@ -62,6 +69,17 @@ class EngineReport:
     blending: str
     warm_up_seconds: float
     warnings: tuple[str, ...]
+    planned: str = "fixed"
+    trials: tuple[Trial, ...] = ()
+
+
+class _Made(NamedTuple):
+    """A decoder that has taken in every score, and what happened on the way."""
+
+    decoder: Decoder
+    fallbacks: list[str]
+    remarks: list[str]
+    recomputed: bool
 
 
 class Segmenter:
@@ -79,20 +97,17 @@ class Segmenter:
             torch.set_num_threads(settings.device.threads or hardware.usable_cores())
         if settings.engine.cache_folder is not None:
             compiled.use_cache(settings.engine.cache_folder)
-        self._precision = precision.choose(settings.engine.precision, hardware.native_precisions(self._device))
-        self._format = torch.channels_last_3d if settings.engine.channels_last else torch.contiguous_format
         network = load(spec)
-        float32_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
-        self._window_bytes = float32_bytes * self._precision.dtype.itemsize // 4
-        self._module = prepare(network, self._device, self._precision.dtype, self._format)
-        self._engine: select.Engine | None = None
-        self._warm: SlidingWindow | None = None
+        self._window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
+        self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
+        self._choice = self._warm_up.preliminary()
+        self._module = self._warm_up.module(self._choice)
+        self._warm: Warm | None = None
 
     def warm_up(self) -> None:
-        """Compile and run the network with its one batch shape, until it runs as it always will."""
-        window = self._sliding_window(self._module, self._settings.windows.sw_batch_size)
-        self._engine = select.build(self._module, window.batch, self._settings.engine)
-        self._warm = window.with_network(self._engine.network)
+        """Settle how the network runs, and run it with its one batch shape, until it runs as it always will."""
+        warm = self._warm_up.run()
+        self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
@@ -107,9 +122,9 @@ class Segmenter:
         """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on.
 
         Raises BadParameter for options or channels that do not fit, Cancelled once `cancelled()` is true between two
-        batches, OutOfMemory, NonFiniteScores, and DeviceLost.
+        batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
         """
-        plan = make_plan(self.spec, self._settings, options)
+        plan = self._plan(options)
         self._check_channels(volume.shape[0], volume.channels)
         needed = self._estimate(volume, plan)
         check_memory(needed, hardware.available_memory())
@@ -120,88 +135,94 @@ class Segmenter:
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             progress(0, needed.windows)
-            decoder, fallbacks, remarks = self._scores(image, plan, volume, stages, cancelled, progress)
+            made = self._scores(image, plan, volume, stages, cancelled, progress)
             del image
             with stages.measure("decode"):
-                segmentation = on_grid(decoder.finish(), volume.shape[1:])
-        return Result(segmentation, stages.seconds, (*notes, *fallbacks, *remarks), len(fallbacks))
+                segmentation = on_grid(made.decoder.finish(), volume.shape[1:])
+        remarks = (*notes, *made.fallbacks, *made.remarks)
+        return Result(segmentation, stages.seconds, remarks, len(made.fallbacks), made.recomputed)
 
     def report(self) -> EngineReport:
-        """The engine in use; before `warm_up` the one that is being built."""
-        engine, windows = self._engine, self._settings.windows
-        warnings = engine.warnings if engine else ()
+        """The engine in use; before `warm_up` the one that would run without it."""
+        warm, choice, windows = self._warm, self._choice, self._settings.windows
+        planned = "fixed" if warm is None or warm.plan is None else ("cached" if warm.cached else "tuned")
         return EngineReport(
             device=str(self._device),
             device_name=hardware.device_name(self._device),
-            engine=engine.kind if engine else "starting",
-            precision=self._precision.name,
-            memory_format="channels_last_3d" if self._settings.engine.channels_last else "contiguous",
-            compile_mode=engine.compile_mode if engine else None,
+            engine=choice.engine if warm else "starting",
+            precision=choice.precision,
+            memory_format=choice.memory_format,
+            compile_mode=choice.compile_mode,
             roi_size=self.spec.input.roi_size,
-            sw_batch_size=windows.sw_batch_size,
+            sw_batch_size=choice.sw_batch_size,
             overlap=windows.overlap,
             blending=windows.blending,
-            warm_up_seconds=engine.seconds if engine else 0.0,
-            warnings=(*([self._precision.warning] if self._precision.warning else []), *warnings),
+            warm_up_seconds=warm.seconds if warm else 0.0,
+            warnings=warm.warnings if warm else (),
+            planned=planned,
+            trials=warm.plan.trials if warm and warm.plan else (),
         )
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """What segmenting a volume of this shape and voxel size would take. Raises BadParameter like `segment`."""
-        plan = make_plan(self.spec, self._settings, options)
+        plan = self._plan(options)
         self._check_channels(volume.shape[0], volume.channels if isinstance(volume, Volume) else ())
         return self._estimate(volume, plan)
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
-        return make_plan(self.spec, self._settings, options).output
+        return self._plan(options).output
 
     def _estimate(self, volume: Extent, plan: Plan) -> Estimate:
-        return estimate(self.spec, volume, plan, self._window_bytes, on_host=self._device.type == "cpu")
+        window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
+        return estimate(self.spec, volume, plan, window_bytes, on_host=self._device.type == "cpu")
+
+    def _plan(self, options: Options) -> Plan:
+        return make_plan(self.spec, self._settings, options, self._choice.sw_batch_size)
 
     def _scores(  # noqa: PLR0913, PLR0917
         self, image: Image, plan: Plan, volume: Volume, stages: Stages, cancelled: Cancelled, progress: Progress
-    ) -> tuple[Decoder, list[str], list[str]]:
-        """A decoder that has taken in every score, and notes. Where memory runs out, half as many windows are tried."""
+    ) -> _Made:
+        """Where memory runs out, half as many windows are tried; where scores are not finite, the FP32 network."""
         size: Size = (image.shape[2], image.shape[3], image.shape[4])
-        batch_size, fallbacks = plan.sw_batch_size, list[str]()
+        batch_size, fallbacks, spoilt = plan.sw_batch_size, list[str](), list[str]()
         while True:
             decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size)
-            window = self._window(batch_size)
+            window = self._warm_up.reference(batch_size) if spoilt else self._window(batch_size)
             try:
                 feed(decoder, window.run(image, plan.overlap, cancelled=cancelled, progress=progress), stages)
             except (RuntimeError, MemoryError) as error:
                 if not exhausted(error) or batch_size == 1:
                     raise
+                fallbacks.append(f"Memory did not hold {batch_size} windows at once; fewer were taken.")
+                batch_size //= 2
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+            except NonFiniteScores:
+                if spoilt or self._is_reference:
+                    raise
+                how = f"{self._choice.engine}, {self._choice.precision}"
+                spoilt.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
             else:
-                return decoder, fallbacks, self._remarks(window)
-            fallbacks.append(f"Memory did not hold {batch_size} windows at once; fewer were taken.")
-            batch_size //= 2
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+                remarks = spoilt or self._remarks(window)
+                return _Made(decoder, fallbacks, remarks, recomputed=bool(spoilt))
+
+    @property
+    def _is_reference(self) -> bool:
+        """Whether computing again in eager float32 would change nothing."""
+        return self._choice.engine == "eager" and self._choice.precision == "fp32"
 
     def _window(self, batch_size: int) -> SlidingWindow:
         """The warm one, or an eager one for another batch size: compiling that would take longer than it saves."""
-        if self._warm is not None and len(self._warm.batch) == batch_size:
-            return self._warm
-        return self._sliding_window(self._module, batch_size)
+        if self._warm is not None and self._choice.sw_batch_size == batch_size:
+            return self._warm.window
+        return self._warm_up.sliding_window(self._module, self._choice, batch_size)
 
     def _remarks(self, used: SlidingWindow) -> list[str]:
-        if self._engine is None or self._engine.kind == "eager" or used is self._warm:
+        warm = self._warm
+        if warm is None or self._choice.engine == "eager" or used is warm.window:
             return []
-        return [f"Ran eagerly: only sw_batch_size {self._settings.windows.sw_batch_size} is compiled."]
-
-    def _sliding_window(self, network: Network, batch_size: int) -> SlidingWindow:
-        windows = self._settings.windows
-        return SlidingWindow(
-            network,
-            self.spec.input.channels,
-            self.spec.input.roi_size,
-            batch_size,
-            blending=Blending(windows.blending, windows.sigma),
-            device=self._device,
-            dtype=self._precision.dtype,
-            memory_format=self._format,
-        )
+        return [f"Ran eagerly: only sw_batch_size {self._choice.sw_batch_size} is compiled."]
 
     def _check_channels(self, have: int, names: tuple[str, ...]) -> None:
         want = self.spec.input.channels

@@ -122,6 +122,11 @@ class SlidingWindow:
         """The one batch buffer, [B, C, *roi]: its shape, dtype and strides are those the network always sees."""
         return self._batch
 
+    @property
+    def network(self) -> Network:
+        """What the windows run through."""
+        return self._network
+
     def with_network(self, network: Network) -> SlidingWindow:
         """The same windows in the same batch buffer through another network."""
         other = copy.copy(self)

@@ -1,15 +1,18 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from service import config
 from service.engine import select
+from service.engine.plans import Choice
+from service.engine.select import KINDS, build, choices
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def choice_of(engine, precision="fp32", memory_format="contiguous", mode=None):
+    return Choice(engine, precision, memory_format, 2, mode)
 
 
 class Counting(nn.Module):
@@ -33,80 +36,91 @@ class Uncompilable(nn.Module):
         return 2 * x
 
 
-class Broken(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("broken")
-
-
 def test_eager_runs_the_module_itself():
     module = Counting()
-    engine = select.build(module, EXAMPLE, config.Engine(kind="eager"))
+    built = build(module, EXAMPLE, choice_of("eager"), config.Engine())
     assert module.calls == select.WARM_UP_CALLS
-    assert (engine.kind, engine.compile_mode, engine.warnings) == ("eager", None, ())
-    assert engine.seconds > 0
-    assert torch.equal(engine.network(EXAMPLE + 1), EXAMPLE + 2)
+    assert built.seconds > 0
+    assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
 
 
-@pytest.mark.parametrize("kind", ["auto", "compiled"])
-def test_a_module_that_cannot_be_compiled_runs_eagerly_with_a_warning(kind):
-    engine = select.build(Uncompilable(), EXAMPLE, config.Engine(kind=kind))
-    assert (engine.kind, engine.compile_mode) == ("eager", None)
-    assert torch.equal(engine.network(EXAMPLE + 1), EXAMPLE + 2)
-    (warning,) = engine.warnings
-    assert "compiled engine failed" in warning
-    assert "\n" not in warning
+def test_a_module_that_cannot_be_compiled_is_an_error():
+    with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
+        build(Uncompilable(), EXAMPLE, choice_of("compiled", mode="default"), config.Engine())
+    assert "\n" not in select.first_line(caught.value)
 
 
-def test_a_module_that_does_not_run_at_all_is_an_error():
-    with pytest.raises(RuntimeError, match="broken"):
-        select.build(Broken(), EXAMPLE, config.Engine(kind="compiled"))
+def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
+    for width in range(9):
+        module = nn.Sequential(nn.Conv3d(1, 1 + width, 1)).eval().requires_grad_(requires_grad=False)
+        built = build(module, EXAMPLE, choice_of("compiled", mode="default"), config.Engine(freeze=False))
+        assert built.network(EXAMPLE).shape[1] == 1 + width
 
 
-def test_cuda_graphs_on_a_cpu_run_eagerly_with_a_warning():
-    engine = select.build(Counting(), EXAMPLE, config.Engine(kind="cudagraph"))
-    assert engine.kind == "eager"
-    assert "CUDA" in engine.warnings[0]
+def test_an_error_without_words_is_called_by_its_name():
+    assert select.first_line(RuntimeError()) == "RuntimeError"
+
+
+def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
+    kind = select.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
+    monkeypatch.setitem(KINDS, "other", kind)
+    assert isinstance(build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).network, nn.ReLU)
+
+
+def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
+    kind = select.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
+    monkeypatch.setitem(KINDS, "other", kind)
+    with pytest.raises(ImportError, match="install it"):
+        build(Counting(), EXAMPLE, choice_of("other"), config.Engine())
+
+
+def test_every_engine_that_can_be_configured_is_known():
+    literal = config.Engine.model_fields["kind"].annotation
+    assert set(literal.__args__) == {"auto", *KINDS}
+
+
+def test_a_cpu_tries_its_own_engines_in_every_open_format():
+    found = choices(config.Engine(), CPU, ("fp32",), 2)
+    assert set(found) >= {
+        choice_of("eager"),
+        choice_of("eager", memory_format="channels_last_3d"),
+        choice_of("openvino"),
+        choice_of("compiled", memory_format="channels_last_3d", mode="default"),
+    }
+    assert "cudagraph" not in {choice.engine for choice in found}
+    assert found[-1].engine == "eager"
+
+
+def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
+    found = choices(config.Engine(), CUDA, ("bf16", "fp32"), 8)
+    assert {choice.engine for choice in found} == {"cudagraph", "compiled", "eager"}
+    assert {choice.compile_mode for choice in found} == {None, "reduce-overhead", "max-autotune"}
+    assert {choice.sw_batch_size for choice in found} == {8}
+    precisions = [choice.precision for choice in found if choice.engine == "eager"]
+    assert precisions == sorted(precisions)
+
+
+def test_what_is_fixed_is_not_varied():
+    settings = config.Engine(channels_last=False, compile_mode="max-autotune", precision="bf16")
+    found = choices(settings, CPU, ("bf16",), 2)
+    assert {choice.memory_format for choice in found} == {"contiguous"}
+    assert {choice.precision for choice in found} == {"bf16"}
+    assert {choice.compile_mode for choice in found} == {None, "max-autotune"}
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "expected"),
+    ("setting", "device", "kind", "expected"),
     [
-        ("auto", "cpu", "default"),
-        ("auto", "cuda", "reduce-overhead"),
-        ("max-autotune", "cpu", "max-autotune"),
-        ("default", "cuda", "default"),
+        ("auto", CPU, "auto", ("default",)),
+        ("auto", CUDA, "compiled", ("reduce-overhead",)),
+        ("auto", CUDA, "auto", ("reduce-overhead", "max-autotune")),
+        ("max-autotune", CPU, "auto", ("max-autotune",)),
     ],
 )
-def test_compile_modes(setting, device, expected):
-    assert select.compile_mode(config.Engine(compile_mode=setting), torch.device(device)) == expected
+def test_compile_modes(setting, device, kind, expected):
+    assert select.compile_modes(config.Engine(compile_mode=setting, kind=kind), device) == expected
 
 
-NO_COMPILER = """
-import torch
-from torch import nn
-from service import config
-from service.engine import select
-
-torch.set_num_threads(1)
-module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU()).eval()
-x = torch.rand(1, 1, 8, 8, 8)
-engine = select.build(module, x, config.Engine())
-assert engine.kind == "eager", engine
-assert "compiled engine failed" in engine.warnings[0], engine
-with torch.inference_mode():
-    assert torch.equal(engine.network(x), module(x))
-"""
-
-
-def test_without_a_compiler_the_model_still_runs(tmp_path):
-    environment = {
-        "CXX": "/nowhere/g++",
-        "PATH": "",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-c", NO_COMPILER]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_an_engine_of_its_own_precision_keeps_float32_outside():
+    assert select.batch_dtype(choice_of("openvino", "bf16")) == torch.float32
+    assert select.batch_dtype(choice_of("eager", "bf16")) == torch.bfloat16

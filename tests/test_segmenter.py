@@ -1,3 +1,4 @@
+import copy
 import logging
 
 import numpy as np
@@ -6,6 +7,7 @@ import torch
 from torch import Tensor
 
 from service.config import Device, Engine, Settings, Windows
+from service.engine.compiled import graphs
 from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory
 from service.planning import Estimate
 from service.segmenter import Segmenter, check_memory, exhausted, translated
@@ -55,7 +57,7 @@ def volume(phantom) -> Volume:
 
 
 def test_classes_are_those_of_the_phantom(eager, volume, phantom):
-    segmentation, seconds, notes, _ = eager.segment(volume, Options())
+    segmentation, seconds, notes, *counts = eager.segment(volume, Options())
     assert segmentation.pixels.shape == phantom.classes.shape
     assert segmentation.kind == "classes"
     assert segmentation.names == ("background", "dim", "bright")
@@ -66,6 +68,7 @@ def test_classes_are_those_of_the_phantom(eager, volume, phantom):
     assert list(seconds) == ["prepare", "windows", "decode"]
     assert min(seconds.values()) > 0
     assert notes == ()
+    assert counts == [0, False]
 
 
 def test_compiled_and_eager_agree(eager, compiled, volume):
@@ -78,12 +81,22 @@ def test_compiled_and_eager_agree(eager, compiled, volume):
     assert np.mean(one.pixels != other.pixels) < 1e-5
 
 
-def test_nothing_is_compiled_again_once_warm(compiled, volume):
-    torch._dynamo.utils.counters.clear()
-    for size in ((24, 70, 80), (3, 40, 33), (17, 32, 32)):
-        part = volume.array()[:, : size[0], : size[1], : size[2]]
-        compiled.segment(Volume.from_array(part), Options(overlap=0.5))
-    assert not torch._dynamo.utils.counters["stats"]
+def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
+    pixels, rng = volume.array(), np.random.default_rng(0)
+    shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
+    assert len(shapes) >= 20
+    before = graphs()
+    for z, y, x in shapes:
+        compiled.segment(Volume.from_array(pixels[:, :z, :y, :x]), Options(overlap=0.5))
+    assert graphs() == before
+
+
+def test_a_graph_that_is_compiled_is_counted(bands, volume):
+    segmenter = Segmenter(bands, settings_of())
+    segmenter._module = torch.compile(segmenter._module, backend="eager")
+    before = graphs()
+    segmenter.segment(volume, Options())
+    assert graphs() > before
 
 
 def test_another_batch_size_runs_eagerly_and_says_so(eager, compiled, volume):
@@ -228,6 +241,26 @@ def test_scores_that_are_not_finite(bands, volume):
         with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
 
 
+def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
+    segmenter = Segmenter(bands, settings_of(precision="bf16"))
+    segmenter._module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    result = segmenter.segment(volume, Options())
+    assert result.recomputed
+    (note,) = result.notes
+    assert "not finite (eager, bf16)" in note
+    expected = eager.segment(volume, Options()).segmentation.pixels
+    assert np.mean(result.segmentation.pixels != expected) < 1e-5
+
+
+def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content, bands_network, volume):
+    broken = copy.deepcopy(bands_network)
+    with torch.no_grad():
+        next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
+    segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
+    with pytest.raises(NonFiniteScores):
+        segmenter.segment(volume, Options())
+
+
 def test_a_volume_that_cannot_fit_is_refused_at_once():
     needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=3 * 2**30, device_bytes=0)
     check_memory(needed, None)
@@ -261,8 +294,8 @@ def test_a_report_before_and_after_warming_up(bands):
 def test_warnings_are_reported_and_logged(bands, caplog):
     with caplog.at_level(logging.WARNING):
         segmenter = started(bands, settings_of("cudagraph"))
-    assert "CUDA graphs need a CUDA device" in segmenter.report().warnings[0]
-    assert "bands/1: CUDA graphs need" in caplog.text
+    assert segmenter.report().warnings == ("The cudagraph engine needs a CUDA device; running eagerly.",)
+    assert "bands/1: The cudagraph engine needs" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")

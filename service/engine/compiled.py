@@ -7,11 +7,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor import list_mode_options
 
 from service.networks import Network
+
+# All modules are entered through the same forward, of which torch would compile eight variants and no more.
+dynamo.recompile_limit = 1024
+dynamo.accumulated_recompile_limit = 1024
 
 
 def make(module: nn.Module, mode: str, *, freeze: bool) -> Network:

@@ -29,3 +29,8 @@ def choose(setting: Precision, native: frozenset[torch.dtype]) -> Choice:
     if DTYPES[setting] in native:
         return Choice(setting)
     return Choice(setting, f"This device has no {setting} units; {setting} is emulated and likely slower than fp32.")
+
+
+def candidates(setting: Precision, native: frozenset[torch.dtype]) -> tuple[str, ...]:
+    """What to try, the narrowest and so the fastest first: what is set, or everything native."""
+    return tuple(name for name, dtype in DTYPES.items() if dtype in native) if setting == "auto" else (setting,)

@@ -1,95 +1,163 @@
-"""Build the engine that the settings ask for, warm it up, and fall back to eager where it does not run."""
+"""Which engines there are, which choices the settings leave, and how one choice becomes a network that has run."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from service import config
-from service.engine import compiled, cudagraph, eager, winograd
+from service.engine import compiled, cudagraph, eager, openvino, winograd
+from service.engine.plans import Choice
+from service.engine.precision import DTYPES
 from service.networks import Network
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3
 
-log = logging.getLogger(__name__)
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+Make = Callable[[nn.Module, Tensor, Choice, config.Engine], Network]
+BOTH = ("channels_last_3d", "contiguous")
+
+
+def _present() -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A network that has run. `compile_mode` is None where nothing is compiled."""
+class Kind:
+    """One engine.
+
+    make       prepared module, the batch it will be called with, choice and settings -> network
+    formats    memory formats to try by device type, the most promising first; a type that is missing has no such engine
+    transform  applied to the prepared module first
+    suits      whether it makes anything of a module that others do not
+    compiles   by torch.compile, and so in one of its modes
+    precisions that it computes, of those that the device has
+    float32    batch and weights stay float32; `precision` is a hint to the engine
+    slow_build seconds that making it takes on a slow machine: not begun with less time left
+    missing    why it cannot be used here, None where it can
+    """
+
+    make: Make
+    formats: dict[str, tuple[str, ...]]
+    transform: Callable[[nn.Module], nn.Module] = lambda module: module
+    suits: Callable[[nn.Module], bool] = lambda _module: True
+    compiles: bool = False
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    float32: bool = False
+    slow_build: float = 5.0
+    missing: Callable[[], str | None] = _present
+
+
+def _make_eager(module: nn.Module, _example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
+    return eager.make(module)
+
+
+def _make_compiled(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
+    freeze = settings.freeze and example.device.type == "cpu"
+    return compiled.make(module, choice.compile_mode or "default", freeze=freeze)
+
+
+def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
+    return cudagraph.make(module, example)
+
+
+def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings: config.Engine) -> Network:
+    return openvino.make(module, example, choice.precision)
+
+
+KINDS: dict[str, Kind] = {
+    "openvino": Kind(_make_openvino, {"cpu": ("contiguous",)}, float32=True, slow_build=15.0, missing=openvino.missing),
+    "cudagraph": Kind(_make_cudagraph, {"cuda": BOTH}),
+    "winograd": Kind(
+        _make_compiled,
+        {"cpu": ("channels_last_3d",)},
+        transform=winograd.accelerate,
+        suits=lambda module: winograd.candidates(module) > 0,
+        precisions=("fp32",),
+        compiles=True,
+        slow_build=30.0,
+    ),
+    # On the CPU inductor lays convolutions out by itself, and the input's format matters little.
+    "compiled": Kind(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True, slow_build=30.0),
+    "eager": Kind(_make_eager, {"cpu": BOTH, "cuda": BOTH}),
+}
+"""In the order in which they are tried: first what is fast and quickly made, so that what is slow soon falls behind."""
+
+
+class Built(NamedTuple):
+    """A network that has run. `seconds`: making it and the first calls."""
 
     network: Network
-    kind: str
-    compile_mode: str | None
     seconds: float
-    warnings: tuple[str, ...] = ()
 
 
-def build(module: nn.Module, example: Tensor, settings: config.Engine) -> Engine:
+def choices(
+    settings: config.Engine, device: torch.device, precisions: tuple[str, ...], batch_size: int
+) -> tuple[Choice, ...]:
+    """Everything that the settings leave open, in the order in which it is worth trying.
+
+    precisions  to try, the narrowest first
+    batch_size  windows per call of all of them
+    """
+    found = []
+    kinds = KINDS if settings.kind == "auto" else {settings.kind: KINDS[settings.kind]}
+    for name, kind in kinds.items():
+        modes = compile_modes(settings, device) if kind.compiles else (None,)
+        able = (precision for precision in precisions if precision in kind.precisions)
+        for precision, mode, memory_format in itertools.product(able, modes, memory_formats(settings, kind, device)):
+            found.append(Choice(name, precision, memory_format, batch_size, mode))
+    return tuple(found)
+
+
+def memory_formats(settings: config.Engine, kind: Kind, device: torch.device) -> tuple[str, ...]:
+    """Those of one engine that the settings allow, none where it does not run on such a device."""
+    own = kind.formats.get(device.type, ())
+    if settings.channels_last == "auto" or kind.float32 or not own:
+        return own
+    return ("channels_last_3d" if settings.channels_last else "contiguous",)
+
+
+def compile_modes(settings: config.Engine, device: torch.device) -> tuple[str, ...]:
+    """`auto`: where launches cost (CUDA) reduce-overhead, then max-autotune; default elsewhere."""
+    if settings.compile_mode != "auto":
+        return (settings.compile_mode,)
+    if device.type != "cuda":
+        return ("default",)
+    return ("reduce-overhead", "max-autotune") if settings.kind == "auto" else ("reduce-overhead",)
+
+
+def batch_dtype(choice: Choice) -> torch.dtype:
+    """What the engine's input and weights are stored in."""
+    return torch.float32 if KINDS[choice.engine].float32 else DTYPES[choice.precision]
+
+
+def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Built:
     """`module` as `service.engine.prepare` leaves it, `example` [B, C, z, y, x] the one batch it will be called with.
 
-    An engine that fails is replaced by the eager one, with a warning; an error of the eager one passes through.
+    Raises RuntimeError, OSError or ImportError where this engine does not run here.
     """
-    kind = settings.kind
-    if kind == "cudagraph" and example.device.type != "cuda":
-        return _eager(module, example, "CUDA graphs need a CUDA device; running eagerly.")
-    if kind == "winograd" and not (example.device.type == "cpu" and example.dtype == torch.float32):
-        return _eager(module, example, "Winograd convolutions are for CPUs in float32; running eagerly.")
-    if kind == "eager":
-        return _eager(module, example)
-    kinds = _preferred(module, example) if kind == "auto" else [kind]
-    failures: list[str] = []
-    for candidate in kinds:
-        try:
-            return _fast(module, example, settings, candidate)
-        except (RuntimeError, OSError, ImportError) as error:
-            reason = str(error).strip().splitlines()
-            log.warning("the %s engine failed: %s", candidate, error)
-            failures.append(f"The {candidate} engine failed: {reason[0][:300] if reason else type(error).__name__}")
-    return _eager(module, example, *failures[:-1], f"{failures[-1]} (the model runs eagerly)")
-
-
-def _preferred(module: nn.Module, example: Tensor) -> list[str]:
-    """The engines to try, fastest first as a rule."""
-    if example.device.type != "cpu" or example.dtype != torch.float32:
-        return ["compiled"]
-    return ["winograd", "compiled"] if winograd.candidates(module) else ["compiled"]
-
-
-def _fast(module: nn.Module, example: Tensor, settings: config.Engine, kind: str) -> Engine:
-    mode = compile_mode(settings, example.device)
-    if kind == "winograd":
-        module = winograd.accelerate(module)
-    if kind == "cudagraph":
-        began = time.perf_counter()
-        network = cudagraph.make(module, example)
-        return Engine(network, kind, None, time.perf_counter() - began + _warm_up(network, example))
-    network = compiled.make(module, mode, freeze=settings.freeze and example.device.type == "cpu")
-    return Engine(network, kind, mode, _warm_up(network, example))
-
-
-def compile_mode(settings: config.Engine, device: torch.device) -> str:
-    """`auto`: reduce-overhead where launches cost (CUDA), default elsewhere."""
-    if settings.compile_mode != "auto":
-        return settings.compile_mode
-    return "reduce-overhead" if device.type == "cuda" else "default"
-
-
-def _eager(module: nn.Module, example: Tensor, *warnings: str) -> Engine:
-    network = eager.make(module)
-    return Engine(network, "eager", None, _warm_up(network, example), warnings)
-
-
-def _warm_up(network: Network, example: Tensor) -> float:
+    kind = KINDS[choice.engine]
+    if (reason := kind.missing()) is not None:
+        raise ImportError(reason)
     began = time.perf_counter()
     with torch.inference_mode():
+        network = kind.make(kind.transform(module), example, choice, settings)
         for _ in range(WARM_UP_CALLS):
             network(example)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
-    return time.perf_counter() - began
+    return Built(network, time.perf_counter() - began)
+
+
+def first_line(error: BaseException) -> str:
+    """What is worth showing of an error that a foreign library raised."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

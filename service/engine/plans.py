@@ -1,0 +1,130 @@
+"""How a model may run, what was found when that was tried, and where it is kept between starts. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+FOLDER = "plans"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a network.
+
+    engine          as in `engine.kind`, never auto
+    precision       bf16, fp16 or fp32
+    memory_format   contiguous or channels_last_3d
+    sw_batch_size   windows per call
+    compile_mode    of torch.compile; None unless compiled
+    """
+
+    engine: str
+    precision: str
+    memory_format: str
+    sw_batch_size: int
+    compile_mode: str | None = None
+
+    def __str__(self) -> str:
+        mode = f" ({self.compile_mode})" if self.compile_mode else ""
+        return f"{self.engine}{mode} {self.precision} {self.memory_format} x{self.sw_batch_size}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a choice that was considered.
+
+    verdict             chosen, or why not
+    windows_per_second  None where it was not run
+    difference          share of the sample's voxels whose label differs from that of the eager FP32 network
+    build_seconds       converting, compiling and the first calls
+    """
+
+    choice: Choice
+    verdict: str
+    windows_per_second: float | None = None
+    difference: float | None = None
+    build_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The choice for one model on one machine, every trial that led to it, and what it holds for.
+
+    seconds         that the trials took
+    circumstances   model, hardware, versions and settings; another value of any of them needs another plan
+    """
+
+    model: str
+    choice: Choice
+    trials: tuple[Trial, ...]
+    seconds: float
+    circumstances: dict[str, str]
+
+    def lines(self) -> Iterator[str]:
+        """The plan as a table, the fastest first."""
+        where = self.circumstances.get("device", "another device")
+        if "threads" in self.circumstances:
+            where += f", {self.circumstances['threads']} threads"
+        yield f"tuned in {self.seconds:.0f} s on {where}:"
+        for trial in sorted(self.trials, key=lambda trial: -(trial.windows_per_second or 0)):
+            rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s"
+            share = "" if trial.difference is None else f"{trial.difference:.3%} differ"
+            yield f"{trial.choice!s:50} {rate:>17} {share:>14}  {trial.verdict}"
+
+
+_ADAPTER = TypeAdapter(EnginePlan)
+
+
+def home(configured: Path | None) -> Path:
+    """Where plans are kept: `engine.cache_folder`, else below the user's own cache folder."""
+    if configured is not None:
+        return configured / FOLDER
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(caches) / "stackseg" / FOLDER
+
+
+def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
+    """The plan that was made for exactly these circumstances; None if there is none that can be read."""
+    plan = _read(folder / _file_name(model, circumstances))
+    return plan if plan is not None and plan.circumstances == dict(circumstances) else None
+
+
+def every(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
+    """All plans kept for a model with these weights (SHA-256), the newest first."""
+    files = sorted(folder.glob(f"{model}-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return tuple(plan for plan in _plans_of(model, files) if plan.circumstances.get("weights") == weights)
+
+
+def keep(folder: Path, plan: EnginePlan) -> None:
+    """Write a plan where `find` looks for it, at once or not at all. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
+        file.write(_ADAPTER.dump_json(plan, indent=1))
+    Path(file.name).replace(folder / _file_name(plan.model, plan.circumstances))
+
+
+def _plans_of(model: str, files: list[Path]) -> Iterator[EnginePlan]:
+    for file in files:
+        plan = _read(file)
+        if plan is not None and plan.model == model:
+            yield plan
+
+
+def _read(file: Path) -> EnginePlan | None:
+    try:
+        return _ADAPTER.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _file_name(model: str, circumstances: Mapping[str, str]) -> str:
+    text = json.dumps(dict(circumstances), sort_keys=True)
+    return f"{model}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

@@ -1,0 +1,223 @@
+"""The fastest of several ways to run a network, found by running them: a race within a time limit.
+
+Machines are shared and clocks vary, so nothing is compared with what was measured a minute ago: every newcomer runs in
+turn with the fastest so far, and the last few run in turn with each other. The least of all calls counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+from service.engine.plans import Choice, Trial
+from service.engine.select import KINDS, first_line
+
+log = logging.getLogger(__name__)
+
+# What is slower than this share of the fastest in its first calls is not worth another second.
+FAR_BEHIND = 0.7
+# More windows at once take more memory, and must bring more than noise does.
+WORTH_IT = 1.02
+FIRST_CALLS, CALLS, FINAL_CALLS = 3, 10, 12
+DUEL_SECONDS, FINAL_SECONDS = 2.0, 5.0
+FINALISTS = 3
+
+
+Made = TypeVar("Made")
+
+
+class Entrant(NamedTuple, Generic[Made]):
+    """A network that has run.
+
+    call     one batch from end to end
+    differs  its share of changed labels, NaN if any score was not finite
+    made     what the winner is wanted for
+    """
+
+    call: Callable[[], object]
+    differs: Callable[[], float]
+    made: Made
+
+
+class Won(NamedTuple, Generic[Made]):
+    """What the winner entered with, and what became of every choice."""
+
+    made: Made
+    trials: tuple[Trial, ...]
+
+
+class Rules(NamedTuple):
+    """seconds: after which nothing new is begun; difference: the largest share of changed labels that passes."""
+
+    seconds: float
+    difference: float
+
+
+@dataclass
+class _Runner(Generic[Made]):
+    choice: Choice
+    entrant: Entrant[Made]
+    build_seconds: float
+    least: float = math.inf
+    difference: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Windows per second."""
+        return self.choice.sw_batch_size / self.least
+
+    def trial(self, verdict: str) -> Trial:
+        return Trial(self.choice, verdict, self.rate, self.difference, self.build_seconds)
+
+
+class NothingRuns(RuntimeError):
+    """No choice ran and agreed with the reference."""
+
+
+class Tuner(Generic[Made]):
+    """One race.
+
+    enter  makes an entrant; RuntimeError, OSError, ImportError and MemoryError mean that this choice does not run here
+    fits   why a choice must not even be tried, None if it may
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[Choice], Entrant[Made]],
+        rules: Rules,
+        *,
+        fits: Callable[[Choice], str | None] = lambda _choice: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._enter, self._rules, self._fits, self._clock = enter, rules, fits, clock
+        self._began = clock()
+        self._trials: dict[Choice, Trial] = {}
+        self._passed: list[_Runner[Made]] = []
+        self._builds: dict[str, float] = {}
+
+    def run(self, candidates: Sequence[Choice], batch_sizes: Sequence[int]) -> Won[Made]:
+        """The best of `candidates` and of the best one's other batch sizes, and what became of each.
+
+        batch_sizes  ascending; those of the candidates are among them. Raises NothingRuns.
+        """
+        for choice in candidates:
+            self._try(choice)
+        if not self._passed:
+            reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
+            raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")
+        self._climb(batch_sizes)
+        best = self._final()
+        for runner in self._passed:
+            slower = f"slower: {runner.rate / best.rate:.0%} of the best"
+            self._trials[runner.choice] = runner.trial("chosen" if runner is best else slower)
+        return Won(best.entrant.made, tuple(self._trials.values()))
+
+    @property
+    def seconds(self) -> float:
+        """Since the race began."""
+        return self._clock() - self._began
+
+    def _best(self) -> _Runner[Made] | None:
+        return max(self._passed, key=lambda runner: runner.rate, default=None)
+
+    def _climb(self, batch_sizes: Sequence[int]) -> None:
+        """Other batch sizes of the fastest, larger ones first, in each direction for as long as it pays."""
+        best = self._best()
+        if best is None:
+            return
+        start = batch_sizes.index(best.choice.sw_batch_size)
+        for sizes in (batch_sizes[start + 1 :], list(reversed(batch_sizes[:start]))):
+            for size in sizes:
+                self._try(replace(best.choice, sw_batch_size=size))
+                if (faster := self._best()) is best or faster is None:
+                    break
+                best = faster
+            if best.choice.sw_batch_size > batch_sizes[start]:
+                return
+
+    def _try(self, choice: Choice) -> None:
+        reason = self._why_not(choice)
+        trial = Trial(choice, f"skipped: {reason}") if reason else self._measure(choice)
+        self._trials[choice] = trial
+        rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s, "
+        log.info("tuning, %.0f s: %s: %s%s", self.seconds, choice, rate, trial.verdict)
+
+    def _why_not(self, choice: Choice) -> str | None:
+        for passed in self._passed:
+            same = replace(passed.choice, precision=choice.precision) == choice
+            if same and passed.choice.precision != choice.precision:
+                return f"{passed.choice.precision} is as good"
+        if (reason := self._fits(choice)) is not None:
+            return reason
+        needed = self._builds.get(choice.engine, KINDS[choice.engine].slow_build)
+        left = self._rules.seconds - self.seconds
+        last_resort = choice.engine == "eager" and not self._passed
+        if left < needed and not last_resort:
+            return f"only {max(left, 0):.0f} s of {self._rules.seconds:g} s were left, it may take {needed:.0f} s"
+        return None
+
+    def _measure(self, choice: Choice) -> Trial:
+        began = self._clock()
+        try:
+            entrant = self._enter(choice)
+            runner = _Runner(choice, entrant, self._clock() - began)
+            self._builds[choice.engine] = max(runner.build_seconds, self._builds.get(choice.engine, 0.0))
+            if not self._keeps_up(runner):
+                return runner.trial("dropped: far behind in its first calls")
+            difference = entrant.differs()
+        except (RuntimeError, OSError, ImportError, MemoryError) as error:
+            log.debug("%s does not run", choice, exc_info=True)
+            return Trial(choice, f"failed: {first_line(error)}")
+        if math.isnan(difference):
+            return runner.trial("wrong: scores that are not finite")
+        runner.difference = difference
+        if difference > self._rules.difference:
+            return runner.trial(f"wrong: {difference:.2%} of the labels differ, {self._rules.difference:.2%} may")
+        self._passed.append(runner)
+        return runner.trial("runs")
+
+    def _keeps_up(self, runner: _Runner[Made]) -> bool:
+        """Whether it is worth more than its first calls, taken in turn with those of the fastest so far."""
+        best = self._best()
+        if best is None:
+            self._take_turns([runner], CALLS, DUEL_SECONDS)
+            return True
+        self._take_turns([runner, best], FIRST_CALLS, math.inf)
+        if runner.rate < FAR_BEHIND * best.rate:
+            return False
+        self._take_turns([runner, best], CALLS - FIRST_CALLS, DUEL_SECONDS)
+        return True
+
+    def _final(self) -> _Runner[Made]:
+        """The last few in turn, from scratch; of nearly equal ones the one with fewer windows per call."""
+        ranking = sorted(self._passed, key=lambda runner: runner.rate, reverse=True)
+        finalists = ranking[:FINALISTS]
+        if len(finalists) > 1:
+            for runner in finalists:
+                runner.least = math.inf
+            self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
+        fastest = max(finalists, key=lambda runner: runner.rate)
+        near = [runner for runner in finalists if runner.rate * WORTH_IT >= fastest.rate]
+        return min(near, key=lambda runner: (runner.choice.sw_batch_size, -runner.rate))
+
+    def _take_turns(self, runners: Sequence[_Runner[Made]], rounds: int, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        for _ in range(rounds):
+            for runner in runners:
+                began = self._clock()
+                runner.entrant.call()
+                runner.least = min(runner.least, self._clock() - began)
+            if self._clock() > deadline:
+                return
+
+
+def batch_sizes(base: int, most: int, *, on_cpu: bool) -> tuple[int, ...]:
+    """What to try around `base`, ascending: powers of two up to `most`, and no more than 4 on a CPU."""
+    top = min(most, 4) if on_cpu else most
+    sizes = itertools.takewhile(lambda size: size <= top, (2**power for power in itertools.count()))
+    return tuple(sorted({*sizes, min(base, top)}))

@@ -1,0 +1,258 @@
+"""A network made ready to run: as the operator fixed it, as an earlier start found out, or as trials tell now."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from service import hardware
+from service.config import Settings
+from service.engine import plans, precision, select, tune
+from service.engine.plans import Choice, EnginePlan
+from service.engine.prepare import prepare
+from service.networks import Network
+from service.parity import Parity
+from service.repository import ModelSpec
+from service.windows import Blending, SlidingWindow
+
+# Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
+# where ATen has a slow path for small batches; a GPU needs several to be busy at all.
+CPU_BATCH, CUDA_BATCH = 2, 8
+# Share of the free memory that the layers of one batch may take while engines are compared.
+MEMORY_SHARE = 0.5
+# What a foreign engine raises where it cannot run a network.
+FAILURES = (RuntimeError, OSError, ImportError)
+LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A network that has run.
+
+    window    calls it; `choice` is how
+    module    what it was made from, to be run eagerly with other batch sizes
+    seconds   until it ran, whatever was tried before included
+    plan      what was tried, None where the engine is fixed
+    cached    whether an earlier start made the plan
+    """
+
+    window: SlidingWindow
+    module: nn.Module
+    choice: Choice
+    seconds: float
+    warnings: tuple[str, ...] = ()
+    plan: EnginePlan | None = None
+    cached: bool = False
+
+
+class WarmUp:
+    """Builds any choice for one model on one device, and finds the one to use.
+
+    network       as loaded, float32 on the CPU
+    window_bytes  float32 that its layers take for one window
+    """
+
+    def __init__(
+        self, spec: ModelSpec, settings: Settings, device: torch.device, network: nn.Module, window_bytes: int
+    ) -> None:
+        self._spec, self._settings, self._device = spec, settings, device
+        self._network, self._window_bytes = network, window_bytes
+        self._native = hardware.native_precisions(device)
+
+    def preliminary(self) -> Choice:
+        """What can run before anything was tried: eager, with whatever else is fixed."""
+        name = precision.choose(self._settings.engine.precision, self._native).name
+        return self._eager(name)
+
+    def run(self) -> Warm:
+        """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
+
+        An engine that was asked for and fails is replaced by the eager one, with a warning; an error of that one
+        passes through.
+        """
+        if self._settings.engine.kind != "auto":
+            return self._fixed()
+        folder = plans.home(self._settings.engine.cache_folder)
+        circumstances = self.circumstances()
+        plan = plans.find(folder, self._spec.name, circumstances)
+        if plan is not None:
+            try:
+                return replace(self.build(plan.choice), plan=plan, cached=True, warnings=_failures(plan))
+            except FAILURES as error:
+                reason = select.first_line(error)
+                log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
+        warm = self._tuned(circumstances)
+        if warm.plan is not None:
+            _keep(folder, warm.plan)
+        return warm
+
+    def build(self, choice: Choice) -> Warm:
+        """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
+        module = self.module(choice)
+        window = self.sliding_window(module, choice, choice.sw_batch_size)
+        built = select.build(module, window.batch, choice, self._settings.engine)
+        return Warm(window.with_network(built.network), module, choice, built.seconds)
+
+    def module(self, choice: Choice) -> nn.Module:
+        """The prepared module that a choice is built from."""
+        memory_format = select.FORMATS[choice.memory_format]
+        return prepare(self._network, self._device, select.batch_dtype(choice), memory_format)
+
+    def reference(self, batch_size: int) -> SlidingWindow:
+        """Windows through the network exactly as it was loaded: eager, float32, nothing folded."""
+        network = copy.deepcopy(self._network).to(self._device)
+        return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
+
+    def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:
+        """Windows through `network` in the layout and dtype of `choice`."""
+        windows = self._settings.windows
+        return SlidingWindow(
+            network,
+            self._spec.input.channels,
+            self._spec.input.roi_size,
+            batch_size,
+            blending=Blending(windows.blending, windows.sigma),
+            device=self._device,
+            dtype=select.batch_dtype(choice),
+            memory_format=select.FORMATS[choice.memory_format],
+        )
+
+    def circumstances(self) -> dict[str, str]:
+        """Everything that a plan depends on, by name."""
+        spec, settings = self._spec, self._settings
+        facts: dict[str, object] = {
+            "weights": spec.weights.sha256,
+            "architecture": spec.architecture.model_dump_json(),
+            "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
+            "decoding": spec.decoding.model_dump_json(),
+            "device": hardware.device_name(self._device),
+            "python": platform.python_version(),
+            "engine": settings.engine.model_dump_json(exclude={"cache_folder"}),
+            "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
+        }
+        facts |= {name: _version(name) for name in LIBRARIES}
+        if self._device.type == "cpu":
+            facts |= {"threads": torch.get_num_threads(), "features": " ".join(hardware.cpu().features)}
+        else:
+            facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        return {name: str(fact) for name, fact in facts.items()}
+
+    def _fixed(self) -> Warm:
+        settings = self._settings.engine
+        name, warning = precision.choose(settings.precision, self._native)
+        warnings = (warning,) if warning else ()
+        kind = select.KINDS[settings.kind]
+        formats = select.memory_formats(settings, kind, self._device)
+        if not formats:
+            where = " or ".join("a CUDA device" if place == "cuda" else "a CPU" for place in kind.formats)
+            unfit = f"The {settings.kind} engine needs {where}; running eagerly."
+            return self._warned(self._eager(name), *warnings, unfit)
+        mode = select.compile_modes(settings, self._device)[0] if settings.kind == "compiled" else None
+        choice = Choice(settings.kind, name, formats[0], self._batch_size, mode)
+        try:
+            return self._warned(choice, *warnings)
+        except FAILURES as error:
+            if choice.engine == "eager":
+                raise
+            log.warning("the %s engine failed, running eagerly: %s", choice.engine, error)
+            reason = f"The {choice.engine} engine failed, so the model runs eagerly: {select.first_line(error)}"
+            return self._warned(self._eager(name), *warnings, reason)
+
+    def _tuned(self, circumstances: dict[str, str]) -> Warm:
+        settings = self._settings.engine
+        parity = Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
+        # A precision that the operator chose is the operator's responsibility; one that we choose is ours.
+        rules = tune.Rules(settings.tune_seconds, settings.tolerance if settings.precision == "auto" else 1.0)
+
+        def enter(choice: Choice) -> tune.Entrant[Warm]:
+            warm = self.build(choice)
+            batch = warm.window.batch
+            parity.fill(batch)
+            return tune.Entrant(
+                lambda: self._call(warm.window.network, batch), lambda: parity.difference(warm.window), warm
+            )
+
+        tuner = tune.Tuner(enter, rules, fits=self._fits)
+        names = precision.candidates(settings.precision, self._native)
+        log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
+        try:
+            won = tuner.run(select.choices(settings, self._device, names, self._batch_size), self._batch_sizes)
+        except tune.NothingRuns as nothing:
+            log.warning("%s: %s", self._spec.identifier, nothing)
+            return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
+        plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
+        return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=_failures(plan))
+
+    def _call(self, network: Network, batch: Tensor) -> None:
+        with torch.inference_mode():
+            network(batch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _fits(self, choice: Choice) -> str | None:
+        """Why a choice must not be tried, None if it may."""
+        kind = select.KINDS[choice.engine]
+        if (missing := kind.missing()) is not None:
+            return missing
+        if not kind.suits(self._network):
+            return "it changes nothing in this network"
+        needed = self._window_bytes * select.batch_dtype(choice).itemsize // 4 * choice.sw_batch_size
+        free = hardware.free_bytes(self._device)
+        if free is not None and needed > MEMORY_SHARE * free:
+            return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
+        return None
+
+    @property
+    def _batch_size(self) -> int:
+        """Where tuning begins, and what is taken where it does not happen."""
+        return batch_size(self._settings, self._device)
+
+    @property
+    def _batch_sizes(self) -> tuple[int, ...]:
+        if self._settings.windows.sw_batch_size != "auto":
+            return (self._batch_size,)
+        most = self._settings.limits.sw_batch_size
+        return tune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
+
+    def _eager(self, name: str) -> Choice:
+        memory_format = select.memory_formats(self._settings.engine, select.KINDS["eager"], self._device)[0]
+        return Choice("eager", name, memory_format, self._batch_size)
+
+    def _warned(self, choice: Choice, *warnings: str) -> Warm:
+        return replace(self.build(choice), warnings=warnings)
+
+
+def batch_size(settings: Settings, device: torch.device) -> int:
+    """Windows per call where nothing else is known: what is configured, else what suits the device."""
+    if settings.windows.sw_batch_size != "auto":
+        return settings.windows.sw_batch_size
+    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
+
+
+def _failures(plan: EnginePlan) -> tuple[str, ...]:
+    """What an operator may want to repair, so that more can be tried."""
+    failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
+    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
+
+
+def _keep(folder: Path, plan: EnginePlan) -> None:
+    try:
+        plans.keep(folder, plan)
+    except OSError as error:
+        log.warning("The plan for %s cannot be kept, every start tries anew: %s", plan.model, error)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,52 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from service.engine import openvino
+from service.errors import BadParameter
+
+pytestmark = pytest.mark.skipif(openvino.missing() is not None, reason="openvino is not installed")
+
+
+@pytest.fixture(scope="module")
+def module():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 1))
+    return made.eval().requires_grad_(requires_grad=False)
+
+
+@torch.inference_mode()
+def test_scores_are_those_of_the_module(module):
+    batch = torch.rand(2, 1, 8, 12, 16)
+    network = openvino.make(module, batch, "fp32")
+    torch.testing.assert_close(network(batch), module(batch), atol=1e-5, rtol=1e-5)
+    batch.copy_(torch.rand(2, 1, 8, 12, 16))
+    torch.testing.assert_close(network(batch), module(batch), atol=1e-5, rtol=1e-5)
+    other = torch.rand(2, 1, 8, 12, 16)
+    torch.testing.assert_close(network(other), module(other), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_another_shape_is_refused(module):
+    network = openvino.make(module, torch.rand(2, 1, 8, 8, 8), "fp32")
+    with pytest.raises(BadParameter, match="cannot run"):
+        network(torch.rand(1, 1, 8, 8, 8))
+
+
+@torch.inference_mode()
+def test_the_logging_of_the_service_is_left_alone(module):
+    root = logging.getLogger()
+    before = (root.level, list(root.filters), list(root.handlers))
+    openvino.make(module, torch.rand(1, 1, 8, 8, 8), "fp32")
+    assert (root.level, root.filters, root.handlers) == before
+
+
+def test_nothing_that_reports_to_the_vendor_is_loaded():
+    code = "from service.engine import openvino as e; import sys, openvino; print(sys.modules['openvino_telemetry'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"

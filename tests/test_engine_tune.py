@@ -1,0 +1,143 @@
+import math
+
+import pytest
+
+from service.engine.plans import Choice
+from service.engine.tune import Entrant, NothingRuns, Rules, Tuner, batch_sizes
+
+EAGER = Choice("eager", "fp32", "contiguous", 2)
+COMPILED = Choice("compiled", "fp32", "channels_last_3d", 2, "default")
+NARROW = Choice("eager", "bf16", "contiguous", 2)
+
+
+class World:
+    """A clock that only networks move. `seconds`: of one window by choice without its batch size, then of that."""
+
+    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0):
+        self.now = 0.0
+        self.seconds, self.differences, self.builds = seconds, differences or {}, builds or {}
+        self.errors, self.per_call = errors or {}, per_call
+        self.calls = []
+
+    def enter(self, choice):
+        self.now += self.builds.get(choice.engine, 1.0)
+        if choice.engine in self.errors:
+            raise self.errors[choice.engine]
+
+        def call():
+            self.calls.append(choice)
+            self.now += self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
+
+        return Entrant(call, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
+
+    def tune(self, *candidates, sizes=(2,), seconds=180.0, **options):
+        tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
+        made, trials = tuner.run(candidates, sizes)
+        return made, {trial.choice: trial for trial in trials}
+
+
+def test_the_fastest_wins_and_the_others_say_why_not():
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08})
+    made, trials = world.tune(EAGER, COMPILED)
+    assert made == COMPILED
+    assert trials[COMPILED].verdict == "chosen"
+    assert trials[COMPILED].windows_per_second == pytest.approx(12.5)
+    assert trials[EAGER].verdict == "slower: 80% of the best"
+    assert trials[EAGER].difference == 0
+    assert trials[EAGER].build_seconds == pytest.approx(1)
+
+
+def test_what_is_far_behind_costs_three_calls_and_no_comparison():
+    world = World({("eager", "fp32"): 1.0, ("compiled", "fp32"): 0.1})
+    _, trials = world.tune(COMPILED, EAGER)
+    assert trials[EAGER].verdict.startswith("dropped")
+    assert trials[EAGER].difference is None
+    assert world.calls.count(EAGER) == 3
+
+
+def test_newcomers_run_in_turn_with_the_fastest_so_far():
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1})
+    world.tune(EAGER, COMPILED)
+    duel = world.calls[world.calls.index(COMPILED) :]
+    assert duel[:6] == [COMPILED, EAGER] * 3
+    assert duel.count(COMPILED) == duel.count(EAGER)
+
+
+@pytest.mark.parametrize(("difference", "word"), [(0.0011, "0.11% of the labels differ"), (math.nan, "not finite")])
+def test_what_gives_other_labels_is_out_however_fast(difference, word):
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01}, differences={("compiled", "fp32"): difference})
+    made, trials = world.tune(COMPILED, EAGER)
+    assert made == EAGER
+    assert word in trials[COMPILED].verdict
+
+
+def test_a_wider_precision_is_tried_only_where_the_narrow_one_is_wrong():
+    fast = {("eager", "bf16"): 0.05, ("eager", "fp32"): 0.1}
+    made, trials = World(fast).tune(NARROW, EAGER)
+    assert made == NARROW
+    assert trials[EAGER].verdict == "skipped: bf16 is as good"
+    made, _ = World(fast, differences={("eager", "bf16"): 0.01}).tune(NARROW, EAGER)
+    assert made == EAGER
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\ncompiler"), OSError("no"), ImportError("no"), MemoryError("no")])
+def test_what_does_not_run_is_reported_in_one_line(error):
+    world = World({("eager", "fp32"): 0.1}, errors={"compiled": error})
+    made, trials = world.tune(COMPILED, EAGER)
+    assert made == EAGER
+    assert trials[COMPILED].verdict == "failed: no"
+
+
+def test_where_nothing_runs_the_reasons_are_told():
+    world = World({}, errors={"compiled": RuntimeError("no compiler"), "eager": RuntimeError("broken")})
+    with pytest.raises(NothingRuns, match=r"no compiler; .*broken"):
+        world.tune(COMPILED, EAGER)
+
+
+def test_nothing_slow_is_begun_without_the_time_for_it():
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01})
+    made, trials = world.tune(EAGER, COMPILED, seconds=20)
+    assert made == EAGER
+    assert "it may take 30 s" in trials[COMPILED].verdict
+    assert COMPILED not in world.calls
+
+
+def test_the_last_resort_is_tried_whatever_the_time():
+    world = World({("eager", "fp32"): 0.1}, errors={"compiled": RuntimeError("no")}, builds={"compiled": 500.0})
+    made, _ = world.tune(COMPILED, EAGER)
+    assert made == EAGER
+
+
+def test_a_tune_ends_in_time_whatever_is_open():
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, builds={"compiled": 40.0})
+    many = [Choice("compiled", "fp32", "contiguous", 2, mode) for mode in "abcdefgh"]
+    world.tune(EAGER, *many, sizes=(1, 2, 4, 8))
+    assert world.now < 180 + 40
+
+
+def test_what_does_not_fit_is_not_run():
+    world = World({("eager", "fp32"): 0.1})
+    made, trials = world.tune(EAGER, COMPILED, fits=lambda choice: "too large" if choice.engine == "compiled" else None)
+    assert made == EAGER
+    assert trials[COMPILED].verdict == "skipped: too large"
+
+
+def test_batch_sizes_grow_while_it_pays():
+    world = World({("eager", "fp32"): 0.01}, per_call=0.1)
+    made, trials = world.tune(EAGER, sizes=(1, 2, 4, 8))
+    assert made.sw_batch_size == 8
+    assert sorted(choice.sw_batch_size for choice in trials) == [2, 4, 8]
+
+
+def test_batch_sizes_shrink_where_growing_does_not_pay():
+    world = World({("eager", "fp32"): 0.1})
+    made, trials = world.tune(EAGER, sizes=(1, 2, 4, 8))
+    assert made.sw_batch_size == 1, "equally fast, and takes half of the memory"
+    assert sorted(choice.sw_batch_size for choice in trials) == [1, 2, 4]
+
+
+def test_batch_sizes_of_a_device():
+    assert batch_sizes(2, 32, on_cpu=True) == (1, 2, 4)
+    assert batch_sizes(8, 32, on_cpu=False) == (1, 2, 4, 8, 16, 32)
+    assert batch_sizes(2, 1, on_cpu=True) == (1,)
+    assert batch_sizes(6, 6, on_cpu=False) == (1, 2, 4, 6)

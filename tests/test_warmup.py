@@ -1,0 +1,214 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from service.config import Settings
+from service.engine import select
+from service.engine.plans import Choice
+from service.networks import load
+from service.warmup import WarmUp, batch_size
+
+CPU = torch.device("cpu")
+
+
+class Wrong(nn.Module):
+    """As fast as can be, and of no use."""
+
+    def forward(self, x):
+        return x.float().repeat(1, 3, 1, 1, 1)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """settings(**engine): `auto` unless stated, kept apart from other tests."""
+
+    def make(windows=None, limits=None, **engine):
+        sections = {"engine": {"cache_folder": tmp_path / "cache"} | engine}
+        return Settings.model_validate(sections | {"windows": windows or {}, "limits": limits or {}})
+
+    return make
+
+
+@pytest.fixture
+def only():
+    """only(*names, **kinds): no other engines exist, besides `kinds`."""
+    saved = dict(select.KINDS)
+
+    def leave(*names, **kinds):
+        chosen = {name: select.KINDS[name] for name in names} | kinds
+        select.KINDS.clear()
+        select.KINDS.update(chosen)
+
+    yield leave
+    select.KINDS.clear()
+    select.KINDS.update(saved)
+
+
+def warm_up(spec, chosen, network=None, window_bytes=1000):
+    return WarmUp(spec, chosen, CPU, load(spec) if network is None else network, window_bytes)
+
+
+def kind_of(make):
+    return select.Kind(lambda module, *_: make(module), {"cpu": ("contiguous",)})
+
+
+def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
+    warm = warm_up(bands, settings(kind="eager")).run()
+    assert warm.choice == Choice("eager", warm.choice.precision, "channels_last_3d", 2)
+    assert warm.plan is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, settings, only):
+    built = []
+    only("eager", other=kind_of(lambda module: built.append(module) or module))
+    first = warm_up(bands, settings()).run()
+    assert not first.cached
+    assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
+    assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.choice]
+    compared = [trial for trial in first.plan.trials if trial.difference is not None]
+    assert compared
+    assert max(trial.difference for trial in compared) == 0
+    tries = len(built)
+    second = warm_up(bands, settings()).run()
+    assert second.cached
+    assert second.choice == first.choice
+    assert second.plan == first.plan
+    assert len(built) <= tries + 1
+    assert second.seconds < first.seconds
+
+
+@pytest.mark.parametrize("change", [{"tolerance": 0.01}, {"precision": "fp32"}])
+def test_other_settings_are_tuned_anew(bands, settings, only, change):
+    only("eager")
+    warm_up(bands, settings()).run()
+    assert not warm_up(bands, settings(**change)).run().cached
+
+
+def test_other_weights_are_tuned_anew(bands, settings):
+    weights = bands.weights.model_copy(update={"sha256": "0" * 64})
+    one, other = (
+        warm_up(spec, settings(), load(bands)) for spec in (bands, bands.model_copy(update={"weights": weights}))
+    )
+    assert one.circumstances() != other.circumstances()
+    assert {"device", "torch", "threads", "openvino"} <= one.circumstances().keys()
+
+
+def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only):
+    only("eager", other=kind_of(lambda _module: Wrong()))
+    warm = warm_up(bands, settings()).run()
+    assert warm.choice.engine == "eager"
+    assert any(t.verdict.startswith("wrong") for t in warm.plan.trials if t.choice.engine == "other")
+
+
+def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
+    only("eager", other=kind_of(lambda _module: Wrong()))
+    warm = warm_up(bands, settings(precision="fp32")).run()
+    assert warm.choice.engine == "other"
+    (trial,) = (trial for trial in warm.plan.trials if trial.verdict == "chosen")
+    assert trial.difference > 0.1
+
+
+def test_an_engine_that_fails_is_warned_about_at_every_start(bands, settings, only):
+    def broken(_module):
+        raise RuntimeError("no compiler")
+
+    only("eager", other=kind_of(broken))
+    for cached in (False, True):
+        warm = warm_up(bands, settings()).run()
+        assert warm.cached == cached
+        assert warm.choice.engine == "eager"
+        assert warm.warnings == ("The other engine failed: no compiler",)
+
+
+def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
+    runs = True
+
+    def moody(module):
+        if not runs:
+            raise OSError("gone")
+        return module
+
+    kind = select.KINDS["eager"]
+    only(other=kind_of(moody), eager=replace(kind, precisions=()))
+    assert warm_up(bands, settings()).run().choice.engine == "other"
+    runs = False
+    select.KINDS["eager"] = kind
+    warm = warm_up(bands, settings()).run()
+    assert warm.choice.engine == "eager"
+    assert not warm.cached
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settings, only, tmp_path, caplog):
+    only("eager")
+    (tmp_path / "cache").write_text("in the way")
+    assert warm_up(bands, settings()).run().plan is not None
+    assert "cannot be kept" in caplog.text
+
+
+def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings, only):
+    only("eager", other=kind_of(lambda module: lambda x: module(x).flip(1)))
+    warming = warm_up(bands, settings(channels_last=True))
+    # Eager is not among the candidates, but what remains when none of them will do.
+    eager = select.KINDS["eager"]
+    only("eager", other=select.KINDS["other"], eager=replace(eager, precisions=()))
+    warm = warming.run()
+    assert (warm.choice.engine, warm.choice.precision) == ("eager", "fp32")
+    assert "runs eagerly in fp32" in warm.warnings[0]
+
+
+def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, only):
+    only("eager")
+    trials = warm_up(bands, settings(), window_bytes=2**50).run()
+    assert "GiB" in trials.warnings[0]
+
+
+def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
+    only("eager")
+    sizes = {trial.choice.sw_batch_size for trial in warm_up(bands, settings()).run().plan.trials}
+    assert sizes > {2}
+    fixed = warm_up(bands, settings(windows={"sw_batch_size": 3})).run()
+    assert {trial.choice.sw_batch_size for trial in fixed.plan.trials} == {3}
+
+
+def test_the_batch_size_where_nothing_is_tuned(settings):
+    assert batch_size(settings(), CPU) == 2
+    assert batch_size(settings(), torch.device("cuda")) == 8
+    assert batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
+    assert batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
+
+
+NO_COMPILER = """
+import sys
+from pathlib import Path
+import torch
+from service.config import Settings
+from service.networks import load
+from service.repository import read_spec
+from service.warmup import WarmUp
+
+torch.set_num_threads(1)
+spec = read_spec(Path(sys.argv[1]))
+warm = WarmUp(spec, Settings.model_validate({"engine": {"kind": "compiled"}}), torch.device("cpu"), load(spec), 1).run()
+assert warm.choice.engine == "eager", warm
+assert "compiled engine failed" in warm.warnings[0], warm
+"""
+
+
+def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
+    environment = {
+        "CXX": "/nowhere/g++",
+        "PATH": "",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-c", NO_COMPILER, str(bands.folder)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
