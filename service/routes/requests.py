@@ -25,6 +25,13 @@ from service.spool import Spool
 
 T = TypeVar("T")
 
+
+def _fields() -> dict[str, Any]:
+    """The parameters of a query as fields of a form, where none can be null."""
+    properties = Query.model_json_schema()["properties"]
+    return {name: {**it["anyOf"][0], "description": it["description"]} for name, it in properties.items()}
+
+
 BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -34,8 +41,8 @@ BODY: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "required": ["file"],
-                    "properties": {"file": {"type": "string", "format": "binary"}},
-                    "additionalProperties": {"type": "string", "description": "any query parameter"},
+                    "properties": {"file": {"type": "string", "format": "binary"}, **_fields()},
+                    "additionalProperties": False,
                 }
             },
         },
