@@ -130,19 +130,26 @@ def _channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...
     if channel is None:
         return tuple(range(len(names)))
     wanted = str(channel).strip()
-    exact = [index for index, name in enumerate(names) if name and name == wanted]
-    found = exact or [index for index, name in enumerate(names) if name and name.lower() == wanted.lower()]
-    if len(found) == 1:
-        return (found[0],)
-    if found:
-        raise BadParameter(f"channel={channel!r}: {len(found)} channels have that name; choose one by its number.")
-    try:
-        index = int(wanted)
-    except ValueError:
-        index = -1
-    if not 0 <= index < len(names):
+    named = _named(names, wanted)
+    if len(named) > 1:
+        raise BadParameter(f"channel={channel!r}: {len(named)} channels have that name; choose one by its number.")
+    index = named[0] if named else _number(wanted)
+    if index is None or not 0 <= index < len(names):
         raise BadParameter(f"channel={channel!r}: the file has {name_channels(names)}.")
     return (index,)
+
+
+def _named(names: Sequence[str], wanted: str) -> list[int]:
+    """The channels of that name; of a name in other letters, upper or lower, where none has it exactly."""
+    exact = [index for index, name in enumerate(names) if name and name == wanted]
+    return exact or [index for index, name in enumerate(names) if name and name.lower() == wanted.lower()]
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 def name_channels(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -47,28 +48,44 @@ def resolution(page: TiffPage) -> Resolution:
 
 def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
     """The sampling as a container states it."""
-    match kind:
-        case "imagej":
-            return voxelsize.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
-        case "shaped":
-            return voxelsize.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
-        case "lsm":
-            header = tiff.lsm_metadata or {}
-            return voxelsize.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
-        case "stk":
-            return _metamorph(tiff.stk_metadata or {})
-        case "mmstack":
-            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
-            sizes = [summary.get(key) for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-            return voxelsize.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
-    return resolution(page).calibration()
+    state = _CALIBRATIONS.get(kind)
+    return resolution(page).calibration() if state is None else state(tiff, page)
 
 
-def _metamorph(header: dict[str, Any]) -> Calibration:
+def _imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
+    return voxelsize.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+
+
+def _shaped(_tiff: TiffFile, page: TiffPage) -> Calibration:
+    return voxelsize.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
+
+
+def _zeiss(tiff: TiffFile, _page: TiffPage) -> Calibration:
+    header = tiff.lsm_metadata or {}
+    return voxelsize.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+
+
+def _metamorph(tiff: TiffFile, _page: TiffPage) -> Calibration:
+    header = tiff.stk_metadata or {}
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
     return voxelsize.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+
+
+def _micromanager(tiff: TiffFile, _page: TiffPage) -> Calibration:
+    summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+    sizes = [summary.get(key) for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
+    return voxelsize.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
+
+
+_CALIBRATIONS: dict[str, Callable[[TiffFile, TiffPage], Calibration]] = {
+    "imagej": _imagej,
+    "shaped": _shaped,
+    "lsm": _zeiss,
+    "stk": _metamorph,
+    "mmstack": _micromanager,
+}
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:

@@ -115,12 +115,9 @@ def _image(element: Element, page_count: int) -> OmeImage:
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
         raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r}.")
     channels = _children(pixels, "Channel")
-    samples = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
-    if len(samples) > 1:
-        raise Unclear("its OME-XML mixes channels of different numbers of samples")
-    spp = max(1, *samples)
+    samples = _samples(channels)
     axes = order[:1:-1]
-    shape = tuple(_integer(pixels, f"Size{axis}") // (spp if axis == "C" else 1) for axis in axes)
+    shape = tuple(_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
     planes = math.prod(shape)
     if planes == 0:
         raise BadFile("The OME-XML is damaged: an image without any plane.")
@@ -135,12 +132,20 @@ def _image(element: Element, page_count: int) -> OmeImage:
         shape=shape,
         size_y=_integer(pixels, "SizeY"),
         size_x=_integer(pixels, "SizeX"),
-        samples=spp,
+        samples=samples,
         pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
         channels=tuple(channel.get("Name", "") for channel in channels),
         sizes=(pixels.get("PhysicalSizeZ", ""), pixels.get("PhysicalSizeY", ""), pixels.get("PhysicalSizeX", "")),
         units=(_unit(pixels, "Z"), _unit(pixels, "Y"), _unit(pixels, "X")),
     )
+
+
+def _samples(channels: list[Element]) -> int:
+    """Samples of a pixel, which all channels must have in the same number."""
+    stated = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
+    if len(stated) > 1:
+        raise Unclear("its OME-XML mixes channels of different numbers of samples")
+    return max(1, *stated)
 
 
 def _unit(pixels: Element, axis: str) -> str:

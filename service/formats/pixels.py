@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,23 +122,37 @@ def place(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
         return None
     starts = [page.dataoffsets[0] for page in image.pages]
-    pitch = starts[1] - starts[0] if len(starts) > 1 else 0
-    if pitch < 0 or any(b - a != pitch for a, b in itertools.pairwise(starts)):
+    pitch = _pitch(starts)
+    if pitch is None:
         return None
-    inner = _inner(image, layout)
-    itemsize = image.dtype.itemsize
-    steps = [itemsize * math.prod(layout.shape[index + 1 :]) for index in range(len(layout.shape))]
-    for index in range(len(layout.shape) - inner):
-        steps[index] = pitch * math.prod(layout.shape[index + 1 : len(layout.shape) - inner])
-    stride = dict(zip(layout.axes, steps, strict=True))
+    stride = _strides(image, layout, pitch)
     channel = _channel_stride(layout, part, stride)
     if channel is None:
         return None
-    offset = starts[0] + part.time * stride.get("T", 0)
     c, s = divmod(part.channels[0], layout.length("S"))
-    offset += c * stride.get("C", 0) + s * stride.get("S", 0)
+    first = {"T": part.time, "C": c, "S": s}
+    offset = starts[0] + sum(index * stride.get(axis, 0) for axis, index in first.items())
     strides = (channel, stride.get("Z", 0), stride["Y"], stride["X"])
     return Placement(image.dtype.str, offset, shape_of(layout, part), strides)
+
+
+def _pitch(starts: Sequence[int]) -> int | None:
+    """Distance of consecutive pages, 0 for a single one; None where they lie irregularly, or backwards."""
+    distances = {b - a for a, b in itertools.pairwise(starts)} or {0}
+    pitch = distances.pop()
+    return None if distances or pitch < 0 else pitch
+
+
+def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
+    """Bytes from one index to the next along every axis: within a page densely, over pages by their distance."""
+    outer = len(layout.shape) - _inner(image, layout)
+    steps = [
+        pitch * math.prod(layout.shape[index + 1 : outer])
+        if index < outer
+        else image.dtype.itemsize * math.prod(layout.shape[index + 1 :])
+        for index in range(len(layout.shape))
+    ]
+    return dict(zip(layout.axes, steps, strict=True))
 
 
 def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int | None:
