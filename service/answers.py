@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
 from service.metrics import Stages
+from service.repository import ModelSpec
 from service.runtime import Runtime
 from service.schemas import Query
 from service.segmenter import Result
@@ -65,6 +68,13 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
         objects=result.segmentation.count,
         voxel_size=result.segmentation.voxel_size,
     )
+
+
+def fingerprint(caller: str | None, digest: str, spec: ModelSpec, query: Query) -> str:
+    """The same for requests that have the same answer: same caller, bytes, model and parameters. Hexadecimal."""
+    parameters = query.model_dump(mode="json", exclude={"model"})
+    facts = [caller, digest, spec.identifier, spec.weights.sha256, parameters]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def answer_name(name: str, suffix: str) -> str:

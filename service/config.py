@@ -98,6 +98,7 @@ class Limits(_Section):
     decoded_bytes        of the pixels that are read from it
     sw_batch_size        largest that a request may ask for
     overlap              largest that a request may ask for
+    cache_bytes          of results that are kept for who asks the same again; 0: none
     waiting              requests that may wait for the device, beyond the one that runs
     read_seconds         for decoding one file
     request_seconds      for a request as a whole, waiting included
@@ -107,6 +108,7 @@ class Limits(_Section):
     decoded_bytes: PositiveInt = 16 * 2**30
     sw_batch_size: PositiveInt = 32
     overlap: Overlap = 0.75
+    cache_bytes: NonNegativeInt = 2**30
     waiting: NonNegativeInt = 16
     read_seconds: PositiveFloat = 60.0
     request_seconds: PositiveFloat = 3600.0

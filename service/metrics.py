@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -72,6 +73,9 @@ class Metrics:
             registry=self._registry,
             buckets=STAGE_BUCKETS,
         )
+        self._cache = Counter(
+            "stackseg_cache", "Requests looked up among earlier results.", ["outcome"], registry=self._registry
+        )
         self._voxels = Counter("stackseg_voxels", "Voxels segmented.", ["model"], registry=self._registry)
         self._objects = Counter("stackseg_objects", "Objects found.", ["model"], registry=self._registry)
         self._windows = Counter("stackseg_windows", "Windows computed.", ["model"], registry=self._registry)
@@ -112,6 +116,9 @@ class Metrics:
         self._callers.labels(caller).inc()
         if problem is not None:
             self._errors.labels(problem).inc()
+
+    def count_cache(self, outcome: Literal["hit", "miss"]) -> None:
+        self._cache.labels(outcome).inc()
 
     def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
         self._voxels.labels(model).inc(voxels)

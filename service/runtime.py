@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from service import hardware, measurements, repository
+from service.cache import ResultCache
 from service.config import Settings
 from service.engine import compiled
 from service.errors import BrokenModel, ConfigError, DeviceLost, NotReady, OutOfStorage, StackSegError
@@ -28,6 +29,7 @@ from service.jobs import Job, JobQueue
 from service.metrics import Metrics
 from service.repository import ModelSpec
 from service.segmenter import Result, Segmenter
+from service.store import Outcome
 from service.volume import Description, Options, Segmentation, Selection, Volume
 from service.watchdog import Watchdog
 from service.worker import Worker
@@ -71,6 +73,7 @@ class Runtime:
         self.queue = JobQueue(settings.limits.waiting)
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
+        self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
         self.readers = ThreadPoolExecutor(READERS, "read")
         self._make_segmenter = load
         self._started = time.monotonic()
@@ -97,6 +100,7 @@ class Runtime:
         sweep(self.root.parent)
         self._hold = make_held_folder(self.root)
         self.scratch.mkdir()
+        (self.root / "cache").mkdir()
         self._reader = Reader(
             memory_bytes=READER_BYTES,
             seconds=self.settings.limits.read_seconds,
@@ -245,6 +249,7 @@ class Runtime:
         watch = self.metrics.watch
         watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
         watch("stackseg_running", "1 while the device works.", lambda: float(self.queue.running is not None))
+        watch("stackseg_cache_bytes", "Bytes of earlier results.", lambda: float(self.cache.nbytes))
         watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
         watch("stackseg_compiled_graphs", "Graphs compiled so far; it stays the same once ready.", compiled.graphs)
         self.metrics.watch_each(

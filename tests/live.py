@@ -69,8 +69,13 @@ def serve(settings: Settings, *, wait: bool = True) -> Iterator[Live]:
 
 
 def eager(folder: Path, **sections: dict[str, Any]) -> Settings:
-    """Settings that start fast: nothing is compiled, one thread."""
-    chosen = {"models": {"folder": folder}, "engine": {"kind": "eager"}, "device": {"name": "cpu", "threads": 1}}
+    """Settings that start fast: nothing is compiled, one thread, and every request is computed."""
+    chosen = {
+        "models": {"folder": folder},
+        "limits": {"cache_bytes": 0},
+        "engine": {"kind": "eager"},
+        "device": {"name": "cpu", "threads": 1},
+    }
     for name, values in sections.items():
         chosen[name] = {**chosen.get(name, {}), **values}
     return Settings.model_validate(chosen)

@@ -28,7 +28,9 @@ class Service:
     """The application with a fake segmenter, called without a socket."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        settings = Settings.model_validate({"models": {"folder": folder}, "server": {"scratch_folder": scratch}})
+        settings = Settings.model_validate(
+            {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0}}
+        )
         self.app = create_app(settings)
         self.runtime = self.app.state.runtime = Runtime(settings, FakeSegmenter)
         self.client = TestClient(self.app, raise_server_exceptions=False)
@@ -220,7 +222,7 @@ def test_documented_headers_are_those_that_come(service: Service) -> None:
     document = service.client.get("/openapi.json").json()
     documented = document["paths"]["/segment"]["post"]["responses"]["200"]["headers"].keys()
     response = service.client.post("/segment", content=STACK, headers=TIFF)
-    assert {name for name in documented if name not in response.headers} == {"X-StackSeg-Objects"}
+    assert {name for name in documented if name not in response.headers} == {"X-StackSeg-Objects", "X-Cache"}
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/models", "/models/bands", "/gpu"])

@@ -37,7 +37,12 @@ def bearer(key: str) -> dict[str, str]:
 @contextmanager
 def service(repository: Path, scratch: Path, **access: Any) -> Iterator[TestClient]:
     settings = Settings.model_validate(
-        {"models": {"folder": repository}, "server": {"scratch_folder": scratch}, "access": access}
+        {
+            "models": {"folder": repository},
+            "server": {"scratch_folder": scratch},
+            "limits": {"cache_bytes": 0},
+            "access": access,
+        }
     )
     app = create_app(settings)
     app.state.runtime = Runtime(settings, FakeSegmenter)

@@ -15,12 +15,13 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.answers import answer_name
+from service.answers import answer_name, fingerprint
 from service.app import create_app
 from service.config import Settings
 from service.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.runtime import Runtime
+from service.schemas import Query
 from service.store import Outcome
 from service.volume import VoxelSize
 
@@ -30,7 +31,7 @@ STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
 def start(folder: Path, scratch: Path, **limits: Any) -> TestClient:
     settings = Settings.model_validate(
-        {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": limits}
+        {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0} | limits}
     )
     app = create_app(settings)
     app.state.runtime = Runtime(settings, FakeSegmenter)
@@ -132,6 +133,53 @@ def test_both_files_come_in_an_archive(instances: TestClient) -> None:
     assert np.count_nonzero(labels) == 12
     assert table == instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF).text
     assert list(runtime_of(instances).scratch.iterdir()) == []
+
+
+def test_same_request_is_answered_again_without_the_device(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
+        runtime = runtime_of(client)
+        until(lambda: runtime.obstacles() == ())
+        fake: Any = runtime.segmenter(None)
+
+        def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
+            response = client.post(f"/segment{query}", content=stack, headers=TIFF | {"X-Filename": name})
+            assert response.status_code == 200
+            return response
+
+        first = post()
+        fake.gate.clear()
+        again = post(name="b.tif")
+        fake.gate.set()
+        assert (first.headers["x-cache"], again.headers["x-cache"]) == ("miss", "hit")
+        assert (first.content, first.headers["etag"]) == (again.content, again.headers["etag"])
+        assert "b_classes.ome.tif" in again.headers["content-disposition"]
+        assert again.headers["x-stackseg-voxel-size"] == first.headers["x-stackseg-voxel-size"]
+        assert again.headers["server-timing"].startswith("receive;")
+        others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
+        assert {other.headers["x-cache"] for other in others} == {"miss"}
+        assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
+        metrics = client.get("/metrics").text
+        assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
+        assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
+        assert list(runtime.scratch.iterdir()) == []
+
+
+def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
+        until(lambda: runtime_of(client).obstacles() == ())
+        fake: Any = runtime_of(client).segmenter(None)
+        fake.error = RuntimeError("once")
+        with pytest.raises(RuntimeError, match="once"):
+            client.post("/segment", content=STACK, headers=TIFF)
+        fake.error = None
+        assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
+
+
+def test_one_caller_is_not_told_what_another_has_sent(bands: ModelSpec) -> None:
+    mine, yours, nobodys = (fingerprint(caller, "0" * 64, bands, Query()) for caller in ("ada", "bob", None))
+    assert len({mine, yours, nobodys}) == 3
+    assert mine == fingerprint("ada", "0" * 64, bands, Query(model="bands"))
+    assert mine != fingerprint("ada", "0" * 64, bands.model_copy(update={"version": "2"}), Query())
 
 
 def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:

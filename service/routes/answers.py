@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -40,6 +40,14 @@ ANSWER: dict[int | str, dict[str, Any]] = {
                 "description": "What a user should know about this result",
                 "schema": {"type": "string"},
             },
+            "ETag": {
+                "description": "The same for the same file, model and parameters",
+                "schema": {"type": "string", "example": '"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"'},
+            },
+            "X-Cache": {
+                "description": "Whether an earlier result was sent again; only from /segment, where results are kept",
+                "schema": {"type": "string", "enum": ["hit", "miss"]},
+            },
             "Server-Timing": {
                 "description": "Milliseconds per stage",
                 "schema": {"type": "string", "example": "receive;dur=12.1, read;dur=8.0, queue;dur=0.1"},
@@ -61,6 +69,19 @@ class LabelResponse(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.held:
             await super().__call__(scope, receive, send)
+
+
+def respond(path: Path, outcome: Outcome, **headers: str) -> LabelResponse:
+    """The file with all that is told beside it."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return LabelResponse(
+        path, media_type=outcome.media_type, headers=headers_of(outcome) | named, filename=outcome.file_name
+    )
+
+
+def opened(file: BinaryIO) -> Path:
+    """A path to an open file, which leads to it though its name may be gone by then."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def headers_of(outcome: Outcome) -> dict[str, str]:

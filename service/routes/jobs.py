@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -14,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
 from service.errors import UnknownJob
 from service.metrics import Stages
-from service.routes.answers import ANSWER, LabelResponse, headers_of
+from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.requests import (
     BODY,
     AdmittedQuery,
@@ -106,13 +105,8 @@ async def events(request: Request, runtime: RuntimeDependency, spool: SpoolDepen
 async def result(request: Request, spool: SpoolDependency, job: JobId) -> LabelResponse:
     """What `/segment` would have answered: the labels with their headers, or the problem that the job failed with."""
     file, outcome = await in_thread(partial(spool.result, job, caller_of(request)))
-    response = LabelResponse(
-        # Open already, so that a result that has to make room meanwhile is still sent whole.
-        FilePath(f"/proc/self/fd/{file.fileno()}"),
-        media_type=outcome.media_type,
-        headers=headers_of(outcome),
-        filename=outcome.file_name,
-    )
+    # Open already, so that a result that has to make room meanwhile is still sent whole.
+    response = respond(opened(file), outcome)
     response.held.callback(file.close)
     return response
 

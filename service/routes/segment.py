@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import outcome_of, write_answer
+from service.answers import answer_name, fingerprint, outcome_of, write_answer
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.routes.answers import ANSWER, LabelResponse, headers_of
+from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
     BODY,
@@ -21,6 +22,7 @@ from service.routes.requests import (
     PreferHeader,
     RuntimeDependency,
     SpoolDependency,
+    caller_of,
     check_output,
     posted,
     wants_a_job,
@@ -55,13 +57,33 @@ async def segment(
         return response
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
-        answer = await while_connected(request, _answer(runtime, arrived.query, arrived.upload, stages))
-        answer.held = arrived.keep()
+        query, upload = arrived.query, arrived.upload
+        key = fingerprint(caller_of(request), upload.digest, check_output(runtime, query).spec, query)
+        answer = await _again(runtime, upload, key, stages)
+        if answer is None:
+            answer = await while_connected(request, _answer(runtime, query, upload, key, stages))
+            answer.held = arrived.keep()
         return answer
 
 
-async def _answer(runtime: Runtime, query: Query, upload: Upload, stages: Stages) -> LabelResponse:
-    """Everything after the upload: read, wait for the device, segment, write."""
+async def _again(runtime: Runtime, upload: Upload, key: str, stages: Stages) -> LabelResponse | None:
+    """The result of an earlier request for the same, if it is kept."""
+    if not runtime.cache.enabled:
+        return None
+    kept = await in_thread(partial(runtime.cache.get, key))
+    runtime.metrics.count_cache("miss" if kept is None else "hit")
+    if kept is None:
+        return None
+    outcome, suffix = kept.told
+    seconds = {**stages.seconds, "total": stages.total}
+    outcome = replace(outcome, file_name=answer_name(upload.name, suffix), seconds=seconds)
+    response = respond(opened(kept.file), outcome, ETag=etag(key), X_Cache="hit")
+    response.held.callback(kept.file.close)
+    return response
+
+
+async def _answer(runtime: Runtime, query: Query, upload: Upload, key: str, stages: Stages) -> LabelResponse:
+    """Everything after the upload: read, wait for the device, segment, write, keep."""
     segmenter = check_output(runtime, query)
     with stages.measure("read"):
         read = partial(runtime.read, upload.path, query.selection, upload.path.parent)
@@ -73,9 +95,15 @@ async def _answer(runtime: Runtime, query: Query, upload: Upload, stages: Stages
     runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
     seconds = {**stages.seconds, "total": stages.total}
     outcome = outcome_of(segmenter.spec.identifier, upload.name, answer, result, seconds)
-    return LabelResponse(
-        answer.path, media_type=outcome.media_type, headers=headers_of(outcome), filename=outcome.file_name
-    )
+    if not runtime.cache.enabled:
+        return respond(answer.path, outcome, ETag=etag(key))
+    await in_thread(partial(runtime.cache.put, key, answer.path, (outcome, answer.suffix)))
+    return respond(answer.path, outcome, ETag=etag(key), X_Cache="miss")
+
+
+def etag(key: str) -> str:
+    """A strong validator: the same key has the same labels, though not the same times beside them."""
+    return f'"{key[:32]}"'
 
 
 async def _finished(job: Job[Result], stages: Stages) -> Result:

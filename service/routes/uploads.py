@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol
@@ -38,6 +39,7 @@ class Upload:
         self.name = ""
         self.fields: dict[str, str] = {}
         self.received = 0
+        self._hash = hashlib.sha256()
         self._limit = limit_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
@@ -54,7 +56,17 @@ class Upload:
         """Write what is pending, in a thread, if it is at least so many bytes."""
         if self._pending_bytes >= least:
             blocks, self._pending, self._pending_bytes = self._pending, [], 0
-            await in_thread(partial(file.writelines, blocks))
+            await in_thread(partial(self._write, file, blocks))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was written."""
+        return self._hash.hexdigest()
+
+    def _write(self, file: BinaryIO, blocks: list[bytes | memoryview]) -> None:
+        for block in blocks:
+            self._hash.update(block)
+        file.writelines(blocks)
 
 
 class Feed(Protocol):

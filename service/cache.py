@@ -1,0 +1,59 @@
+"""Results of earlier requests, for whoever asks the same again: files in a folder, the least recently used go first."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Kept(NamedTuple, Generic[T]):
+    """A result: its open file, which stays whole until it is closed, and what was told beside it."""
+
+    file: BinaryIO
+    told: T
+
+
+class ResultCache(Generic[T]):
+    """At most `limit_bytes` of results in a folder of its own; with 0 it keeps nothing. Safe to use from threads."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._entries: OrderedDict[str, tuple[int, T]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        return self._limit > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results that are kept."""
+        return self._bytes
+
+    def get(self, key: str) -> Kept[T] | None:
+        """The result that was put under this key, unless it had to go."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return Kept((self._folder / key).open("rb"), self._entries[key][1])
+
+    def put(self, key: str, result: Path, told: T) -> None:
+        """Keep a finished file of this file system, which must not be changed any more; its own name may go."""
+        size = result.stat().st_size
+        with self._lock:
+            if size > self._limit or key in self._entries:
+                return
+            os.link(result, self._folder / key)
+            self._entries[key] = size, told
+            self._bytes += size
+            while self._bytes > self._limit:
+                oldest, (freed, _) = self._entries.popitem(last=False)
+                (self._folder / oldest).unlink()
+                self._bytes -= freed
