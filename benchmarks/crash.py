@@ -1,0 +1,349 @@
+"""Kill the service at random moments, with jobs in every state: nothing may be lost, and nothing be half-written.
+
+python benchmarks/crash.py [--kills 50] [--models FOLDER] [--seed 0] [--json FILE]
+
+A client posts stacks small and large, slow uploads among them, cancels some jobs, and fetches results, until SIGKILL
+ends the server: during its start, or up to three seconds after it is ready. After every kill the database is checked
+and the next server started in the same folder. Each job that was answered with 202 must be there and end as it should;
+each result must be the labels that the model gives for this stack in this process, voxel by voxel. Raises
+AssertionError where that does not hold. Without --models a tiny model with random weights is made: it starts quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import platform
+import random
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import tifffile
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from service.config import Settings
+from service.networks import build
+from service.repository import Architecture, read_repository
+from service.segmenter import Segmenter
+from service.volume import Options, Volume
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 120
+LARGE, SMALL = (64, 192, 192), (16, 48, 48)
+STATES = ("waiting", "running", "done", "cancelled")
+
+MODEL: dict[str, Any] = {
+    "name": "tiny",
+    "version": "1",
+    "summary": "Random weights, to be killed.",
+    "licence": "Apache-2.0",
+    "training_data": "None.",
+    "architecture": {
+        "name": "UNet",
+        "arguments": {
+            "spatial_dims": 3,
+            "in_channels": 1,
+            "out_channels": 3,
+            "channels": [8, 16],
+            "strides": [2],
+            "norm": "BATCH",
+        },
+    },
+    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [16, 32, 32]},
+    "outputs": ["background", "dim", "bright"],
+    "decoding": {"kind": "classes"},
+}
+
+
+class Stack:
+    """A TIFF to post, and the classes that come back if nothing goes wrong."""
+
+    def __init__(self, shape: tuple[int, int, int], seed: int, segmenter: Segmenter) -> None:
+        rng = np.random.default_rng(seed)
+        coarse = rng.integers(200, 3000, [-(-edge // 8) for edge in shape], dtype=np.uint16)
+        pixels = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2)[: shape[0], : shape[1], : shape[2]]
+        file = io.BytesIO()
+        tifffile.imwrite(file, pixels, imagej=True, metadata={"axes": "ZYX"})
+        self.content = file.getvalue()
+        self.expected: NDArray[Any] = segmenter.segment(Volume.from_array(pixels[None]), Options()).segmentation.pixels
+
+    def slowly(self, seconds: float) -> Iterator[bytes]:
+        """The content in 20 pieces, so that a kill may well come in between."""
+        step = -(-len(self.content) // 20)
+        for start in range(0, len(self.content), step):
+            yield self.content[start : start + step]
+            time.sleep(seconds / 20)
+
+
+class Server:
+    """`python -m service serve` on the same folder, again and again. `waiting` may wait in its queue."""
+
+    def __init__(self, models: Path, folder: Path, waiting: int = 64) -> None:
+        self.jobs, self.scratch = folder / "jobs", folder / "scratch"
+        self.scratch.mkdir(parents=True)
+        self._config, self._log = folder / "config.yaml", folder / "log"
+        content = {
+            "models": {"folder": str(models)},
+            "engine": {"kind": "eager"},
+            "device": {"name": "cpu", "threads": 1},
+            "limits": {"waiting": waiting, "cache_bytes": 0},
+            "jobs": {"folder": str(self.jobs), "attempts": 1000},
+            "server": {"scratch_folder": str(self.scratch), "port": 0},
+        }
+        self._config.write_text(yaml.safe_dump(content), encoding="utf-8")
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "service", "serve", "--config", str(self._config)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Until the killed process is gone; its children end as soon as they notice."""
+        assert self._process.wait(60) == -9, f"the server ended by itself: {self._log.read_text()[-3000:]}"
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def client(self) -> httpx2.Client | None:
+        """A client once the service is ready; None if it was killed before that."""
+        assert self._process.stdout is not None
+        address = self._process.stdout.readline().split()[-1:]
+        if not address:
+            return None
+        client = httpx2.Client(base_url=address[0], timeout=30)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if client.get("/health/ready").status_code == 200:
+                    return client
+            except httpx2.TransportError:
+                client.close()
+                return None
+            time.sleep(0.05)
+        raise AssertionError(f"not ready within {START_SECONDS} s: {self._log.read_text()[-3000:]}")
+
+    def states(self) -> Counter[str]:
+        """How many jobs are in which state on disk; also checks the database."""
+        if not (self.jobs / "jobs.sqlite3").exists():
+            return Counter()
+        database = sqlite3.connect(self.jobs / "jobs.sqlite3")
+        try:
+            assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            if not database.execute("SELECT name FROM sqlite_master WHERE name = 'jobs'").fetchall():
+                return Counter()
+            return Counter(dict(database.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state")))
+        finally:
+            database.close()
+
+
+class Client:
+    """What one user does, remembers, and may expect."""
+
+    def __init__(self, stacks: list[Stack], rng: random.Random) -> None:
+        self._stacks, self._rng = stacks, rng
+        self.jobs: dict[str, Stack] = {}
+        self.done: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.unsure: set[str] = set()
+        self.compared = 0
+
+    def act(self, http: httpx2.Client) -> None:
+        """Anything that a user might do next."""
+        pending = [job for job in self.jobs if job not in self.done | self.cancelled | self.unsure]
+        dice = self._rng.random()
+        if dice < 0.3 and len(pending) < 12:
+            self._submit(http)
+        elif dice < 0.37 and pending:
+            self._cancel(http, self._rng.choice(pending))
+        elif pending:
+            self.look(http, self._rng.choice(pending))
+        time.sleep(0.02)
+
+    def check(self, http: httpx2.Client) -> None:
+        """Every job that was ever accepted is there and in a state that it may be in."""
+        for job in self.jobs:
+            self.look(http, job, fetch=job not in self.done or self._rng.random() < 0.05)
+
+    def look(self, http: httpx2.Client, job: str, *, fetch: bool = True) -> None:
+        answer = http.get(f"/jobs/{job}")
+        if answer.status_code == 404:
+            assert job in self.unsure or job in self.cancelled, f"job {job} is lost"
+            return
+        state = answer.json()["state"]
+        assert state in STATES, answer.text
+        assert job not in self.done or state == "done", f"job {job} was done and now is {state}"
+        assert job not in self.cancelled or state == "cancelled", f"job {job} was cancelled and now is {state}"
+        assert state != "cancelled" or job in self.cancelled | self.unsure, f"nobody cancelled job {job}"
+        if state == "done" and fetch:
+            self._compare(http, job)
+        if state == "done":
+            self.done.add(job)
+
+    def _submit(self, http: httpx2.Client) -> None:
+        stack = self._rng.choice(self._stacks)
+        body = stack.slowly(self._rng.uniform(0.1, 1)) if self._rng.random() < 0.3 else stack.content
+        answer = http.post("/jobs", content=body, headers={"Content-Type": "image/tiff"})
+        assert answer.status_code == 202, answer.text
+        job = answer.json()["id"]
+        assert job not in self.jobs, f"id {job} was given twice"
+        self.jobs[job] = stack
+
+    def _cancel(self, http: httpx2.Client, job: str) -> None:
+        # Whether it is carried out is not known if the server dies before it answers.
+        self.unsure.add(job)
+        assert http.delete(f"/jobs/{job}").status_code == 204
+        self.cancelled.add(job)
+
+    def _compare(self, http: httpx2.Client, job: str) -> None:
+        answer = http.get(f"/jobs/{job}/result")
+        assert answer.status_code == 200, answer.text
+        assert np.array_equal(tifffile.imread(io.BytesIO(answer.content)), self.jobs[job].expected), f"{job} is wrong"
+        self.compared += 1
+
+
+def run(kills: int, models: Path, folder: Path, seed: int = 0) -> dict[str, Any]:
+    """Kill so many times, then let everything finish; gives the figures. AssertionError where a promise is broken."""
+    rng = random.Random(seed)
+    server, client = Server(models, folder), Client(make_stacks(models), rng)
+    starts: list[float] = []
+    seen: Counter[str] = Counter()
+    early = 0
+    for turn in range(1, kills + 1):
+        during_start = starts and rng.random() < 0.25
+        began = time.monotonic()
+        server.start()
+        timer = threading.Timer(rng.uniform(0.3, 1.0) * statistics.median(starts) if during_start else 600, server.kill)
+        timer.start()
+        http = server.client()
+        if http is None:
+            early += 1
+        else:
+            starts.append(time.monotonic() - began)
+            timer.cancel()
+            # The first time late enough that there is something to lose.
+            timer = threading.Timer(rng.uniform(0.0 if len(starts) > 1 else 2.0, 3.0), server.kill)
+            timer.start()
+            with closing(http):
+                until_killed(client, http)
+        timer.join()
+        server.wait()
+        seen += server.states()
+        print(f"killed {turn} times, {len(client.jobs)} jobs accepted", file=sys.stderr)
+    return finish(server, client) | {
+        "kills": kills,
+        "kills_during_start": early,
+        "jobs_at_kills": {state: seen[state] for state in STATES},
+        "start_seconds_median": round(statistics.median(starts), 2),
+        "start_seconds_most": round(max(starts), 2),
+    }
+
+
+def until_killed(client: Client, http: httpx2.Client) -> None:
+    try:
+        client.check(http)
+        while True:
+            client.act(http)
+    except httpx2.TransportError:
+        return
+
+
+def finish(server: Server, client: Client) -> dict[str, Any]:
+    """Let the last server do everything that is left, and look at what lies on disk then."""
+    server.start()
+    http = server.client()
+    assert http is not None
+    with closing(http):
+        deadline = time.monotonic() + 300
+        while server.states().keys() & {"waiting", "running"}:
+            assert time.monotonic() < deadline, "the remaining jobs are not done"
+            time.sleep(0.2)
+        client.check(http)
+        known = {job["id"]: job["state"] for job in http.get("/jobs?limit=1000").json()["jobs"]}
+    assert set(client.jobs) - client.unsure <= client.done
+    time.sleep(0.5)
+    on_disk = {path.relative_to(server.jobs / "jobs").parts for path in (server.jobs / "jobs").rglob("*")}
+    with_result = {job for job, state in known.items() if state == "done"}
+    assert on_disk == {(job,) for job in with_result} | {(job, "result") for job in with_result}, "files are left over"
+    assert not list((server.jobs / "incoming").iterdir())
+    assert len(list(server.scratch.iterdir())) == 1, "folders of dead servers are left over"
+    server.kill()
+    server.wait()
+    return {
+        "jobs_accepted": len(client.jobs),
+        "jobs_done": len(client.done),
+        "jobs_cancelled": len(client.unsure),
+        "jobs_whose_answer_was_cut_off": len(known.keys() - client.jobs.keys()),
+        "results_compared": client.compared,
+    }
+
+
+def make_stacks(models: Path) -> list[Stack]:
+    settings = Settings.model_validate({"engine": {"kind": "eager"}, "device": {"name": "cpu", "threads": 1}})
+    (spec,) = read_repository(models).values()
+    segmenter = Segmenter(spec, settings)
+    segmenter.warm_up()
+    return [Stack(shape, seed, segmenter) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
+
+
+def make_model(root: Path) -> None:
+    """A repository with one tiny model."""
+    folder = root / MODEL["name"]
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    network = build(Architecture(**MODEL["architecture"]))
+    weights = folder / "weights.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, weights)
+    stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL | {"weights": stated}), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--models", type=Path, help="a repository with one semantic model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="crash-"))
+    models = options.models or folder / "models"
+    if options.models is None:
+        make_model(models)
+    figures = run(options.kills, models, folder / "service", options.seed)
+    shutil.rmtree(folder)
+    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Many clients at once, some of them rude: python benchmarks/load.py [--seconds 1800] [--clients 16] [--models FOLDER].
+
+Clients post stacks small and large, wait or come back for their answers, cancel, hang up while they send and while they
+wait, and post what is no stack. Every label volume must be the one that the model gives for this stack alone in this
+process, voxel by voxel; nothing may be answered with 500; in the end no file may be left. Meanwhile another process
+asks /health/live. Memory is that of the server and its child processes, after a quarter of the time and at the end.
+Raises AssertionError where something is wrong. Without --models a tiny model with random weights is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import tifffile
+import torch
+from crash import Server, Stack, make_model, make_stacks
+
+PROBE = Path(__file__).with_name("probe.py")
+TIFF = {"Content-Type": "image/tiff"}
+LONGEST_SECONDS = 120
+
+
+class User:
+    """One client with habits of its own, good and bad. `told` counts what happened, by name."""
+
+    def __init__(self, address: str, stacks: list[Stack], seed: int) -> None:
+        self._stacks, self._rng = stacks, random.Random(seed)
+        self._http = httpx2.Client(base_url=address, timeout=LONGEST_SECONDS)
+        self.told: Counter[str] = Counter()
+        self._habits = [
+            (self.wait_for_labels, 6),
+            (self.come_back_for_labels, 5),
+            (self.cancel, 2),
+            (self.hang_up, 2),
+            (self.post_nonsense, 3),
+            (self.inspect, 1),
+        ]
+
+    def run(self, end: float) -> Counter[str]:
+        habits, weights = zip(*self._habits, strict=True)
+        with self._http:
+            while time.monotonic() < end:
+                self._rng.choices(habits, weights)[0]()
+        return self.told
+
+    def wait_for_labels(self) -> None:
+        stack = self._stack()
+        answer = self._post("/segment", stack.content)
+        if answer is not None:
+            self._compare(answer, stack, "labels waited for")
+
+    def come_back_for_labels(self) -> None:
+        stack = self._stack()
+        job = self._submit(stack)
+        if job is None:
+            return
+        while (state := self._get(job)["state"]) in {"waiting", "running"}:
+            time.sleep(0.1)
+        assert state == "done", self._get(job)
+        self._compare(self._http.get(f"{job}/result"), stack, "labels fetched later")
+        assert self._http.delete(job).status_code == 204
+
+    def cancel(self) -> None:
+        job = self._submit(self._stack())
+        if job is None:
+            return
+        time.sleep(self._rng.uniform(0, 0.5))
+        assert self._http.delete(job).status_code == 204
+        answer = self._http.get(job)
+        # It may have been done, and then was forgotten; what was cancelled is forgotten by asking once more.
+        if answer.status_code == 200:
+            assert answer.json()["state"] == "cancelled"
+            assert self._http.delete(job).status_code == 204
+        self.told["jobs cancelled"] += 1
+
+    def hang_up(self) -> None:
+        stack = self._stack()
+        sent = len(stack.content) if self._rng.random() < 0.7 else self._rng.randrange(len(stack.content))
+        url = self._http.base_url
+        head = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: {len(stack.content)}\r\n\r\n"
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall(head.encode() + stack.content[:sent])
+            time.sleep(self._rng.uniform(0, 0.5))
+        self.told["hung up"] += 1
+
+    def post_nonsense(self) -> None:
+        stack = self._stack().content
+        cut = stack[: self._rng.randrange(8, len(stack) // 2)]
+        body, query = self._rng.choice(
+            [(b"nonsense", ""), (b"", ""), (cut, ""), (stack, "?overlap=7"), (stack, "?model=x")]
+        )
+        answer = self._http.post(f"{self._rng.choice(['/segment', '/jobs'])}{query}", content=body, headers=TIFF)
+        assert 400 <= answer.status_code < 500 or answer.status_code == 503, answer.text
+        assert answer.json()["type"].startswith("urn:stackseg:problem:")
+        self.told["nonsense refused"] += 1
+
+    def inspect(self) -> None:
+        answer = self._post("/inspect", self._stack().content)
+        if answer is not None:
+            assert answer.json()["problem"] is None
+            self.told["inspected"] += 1
+
+    def _stack(self) -> Stack:
+        # The last one is the large one.
+        return self._rng.choices(self._stacks, [10] * (len(self._stacks) - 1) + [2])[0]
+
+    def _submit(self, stack: Stack) -> str | None:
+        answer = self._post("/jobs", stack.content, 202)
+        return None if answer is None else str(answer.headers["location"])
+
+    def _get(self, path: str) -> Any:
+        answer = self._http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def _post(self, path: str, content: bytes, status: int = 200) -> httpx2.Response | None:
+        """The answer; None where the queue is full."""
+        answer = self._http.post(path, content=content, headers=TIFF)
+        if answer.status_code == 503:
+            assert answer.json()["type"] == "urn:stackseg:problem:queue-full", answer.text
+            self.told["told to come back"] += 1
+            time.sleep(min(float(answer.headers["retry-after"]), 0.5))
+            return None
+        assert answer.status_code == status, answer.text
+        return answer
+
+    def _compare(self, answer: httpx2.Response, stack: Stack, name: str) -> None:
+        assert answer.status_code == 200, answer.text
+        assert np.array_equal(tifffile.imread(io.BytesIO(answer.content)), stack.expected), "wrong labels"
+        self.told[name] += 1
+
+
+def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, Any]:
+    """Let clients at a server for so long; gives the figures. Raises AssertionError where something is wrong."""
+    server = Server(models, folder, waiting=max(clients // 2, 1))
+    stacks = make_stacks(models)
+    server.start()
+    http = server.client()
+    assert http is not None
+    address, memory = str(http.base_url), list[int]()
+    quarter = threading.Timer(seconds / 4, lambda: memory.append(resident(server.pid)))
+    quarter.start()
+    command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
+    with closing(http), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
+        end = time.monotonic() + seconds
+        with ThreadPoolExecutor(clients) as pool:
+            users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
+        told = sum((user.result() for user in users), Counter[str]())
+        memory.append(resident(server.pid))
+        assert probe.stdout is not None
+        health = json.loads(probe.stdout.read())
+        wait_idle(http)
+        metrics = http.get("/metrics").text
+        assert 'status="500"' not in metrics, metrics
+        assert http.get("/jobs?limit=1000").json()["jobs"] == []
+    left = [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
+    assert left == [], f"files are left over: {left}"
+    server.kill()
+    server.wait()
+    return {
+        "seconds": seconds,
+        "clients": clients,
+        "happened": dict(sorted(told.items())),
+        "health_live_milliseconds": health,
+        "memory_bytes": {"after_a_quarter": memory[0], "at_the_end": memory[1]},
+        "memory_growth": round(memory[1] / memory[0] - 1, 3),
+    }
+
+
+def wait_idle(http: httpx2.Client) -> None:
+    """Until nobody waits and the last request's files are gone."""
+    deadline = time.monotonic() + 60
+    while http.get("/health").json()["waiting"]:
+        assert time.monotonic() < deadline, "the queue does not empty"
+        time.sleep(0.1)
+    time.sleep(2)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and its children."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    pages = [int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in pids]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--models", type=Path, help="a repository with one semantic model")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="load-"))
+    models = options.models or folder / "models"
+    if options.models is None:
+        make_model(models)
+    figures = run(options.seconds, options.clients, models, folder / "service")
+    shutil.rmtree(folder)
+    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
