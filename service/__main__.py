@@ -29,7 +29,7 @@ from service.repository import choose, read_repository
 log = logging.getLogger("service")
 
 # Parameters that `segment` shares with the HTTP interface, and how they are called there.
-PARAMETERS = ("model", "channel", "time", "axes", "voxel_size", "output", "sw_batch_size", "overlap")
+PARAMETERS = ("model", "channel", "time", "axes", "voxel_size", "diameter", "output", "sw_batch_size", "overlap")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

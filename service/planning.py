@@ -15,7 +15,7 @@ from service.errors import BadParameter
 from service.postprocess import bytes_per_voxel
 from service.preprocess import Size, working_size
 from service.repository import ModelSpec
-from service.volume import Extent, Options, OutputKind
+from service.volume import Diameter, Extent, Options, OutputKind
 from service.windows import Grid
 
 # Windows per call where the operator leaves that open and nothing was tuned.
@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     output: OutputKind
     sw_batch_size: int
     overlap: float
+    diameter: Diameter | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
     if not 0 <= overlap <= limits.overlap:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
-    return Plan(_output(spec, options.output), batch_size, overlap)
+    return Plan(_output(spec, options.output), batch_size, overlap, options.diameter)
 
 
 def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
@@ -64,7 +65,7 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     window_bytes  what the network's layers take for one window
     on_host       the device's memory is the host's
     """
-    size = working_size(volume, spec)
+    size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     # Pixels become float32 where a window reads them, unless the whole volume is resampled or lies on the device.
     resampled = size != tuple(volume.shape[1:])

@@ -23,13 +23,16 @@ from service.repository import (
     RangeNormalisation,
     ZScoreNormalisation,
 )
-from service.volume import Extent, Segmentation, Volume, VoxelSize, label_dtype
+from service.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, label_dtype
 
 Size = tuple[int, int, int]
 Array = NDArray[Any]
 
 # A stack whose voxels are more than so many times larger or smaller than the model's was given a wrong voxel size.
 MOST_RESAMPLING = 64.0
+
+# Objects smaller than this part of what the model wants are not to be seen in the stack.
+MOST_ENLARGING = 16.0
 
 # One hot pixel among nearly equal ones would otherwise become infinite, and spread through the whole window.
 FARTHEST = 1e6
@@ -87,8 +90,8 @@ class Prepared(NamedTuple):
     notes: tuple[str, ...]
 
 
-def prepare(volume: Volume, spec: ModelSpec) -> Prepared:
-    """Normalise each channel over the whole volume, and resample where model and volume both state a voxel size.
+def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> Prepared:
+    """Normalise each channel over the whole volume, and resample it to `working_size`.
 
     NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros.
     """
@@ -99,10 +102,11 @@ def prepare(volume: Volume, spec: ModelSpec) -> Prepared:
         replaced += bad
     image = Image(channels, [scaling(channel, spec.input.normalisation) for channel in channels])
     notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
-    target = working_size(volume, spec)
+    target = working_size(volume, spec, diameter)
     if target == volume.shape[1:]:
         return Prepared(image, tuple(notes))
-    notes.append(f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for the model's voxel size.")
+    reason = "the model's voxel size" if diameter is None else f"objects of {spec.input.diameter:g} voxels"
+    notes.append(f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for {reason}.")
     resampled = functional.interpolate(image.tensor(), size=target, mode="trilinear", align_corners=False)
     return Prepared(resampled, tuple(notes))
 
@@ -131,9 +135,15 @@ def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:
     return replace(segmentation, pixels=numbers[nearest], count=count)
 
 
-def working_size(volume: Extent, spec: ModelSpec) -> Size:
-    """(Z, Y, X) of the grid that the network works on: the volume's own, unless both voxel sizes are known."""
+def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
+    """(Z, Y, X) of the grid that the network works on.
+
+    With a `diameter`, objects of that size become as wide as the model wants them; else the volume's own grid, unless
+    the voxel sizes of both model and volume are known. Raises BadParameter where that cannot be.
+    """
     _, z, y, x = volume.shape
+    if diameter is not None:
+        return scaled_size((z, y, x), _object_scale(volume, spec, diameter))
     if spec.input.voxel_size is None or volume.voxel_size is None:
         return z, y, x
     return resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
@@ -151,11 +161,36 @@ def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
             f"The voxel size {stated} um is too far from the {wanted} um that the model works at; "
             "correct it with voxel_size=Z,Y,X in micrometres."
         )
+    return scaled_size(size, factors)
+
+
+def scaled_size(size: Size, factors: Sequence[float]) -> Size:
+    """So many times the voxels along each axis, at least one; up to 1 % of difference is left alone."""
     z, y, x = (
         length if abs(factor - 1) < 0.01 else max(1, round(length * factor))
         for length, factor in zip(size, factors, strict=True)
     )
     return z, y, x
+
+
+def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:
+    wanted = spec.input.diameter
+    if wanted is None:
+        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
+    have = diameter.voxels(volume.voxel_size)
+    if have is None:
+        raise BadParameter(
+            "The file states no voxel size, so a diameter in um means nothing; give voxel_size=Z,Y,X too, or diameter "
+            "in voxels, such as 15px."
+        )
+    factors = [wanted / length for length in have]
+    if not all(1 / MOST_ENLARGING <= factor <= MOST_ENLARGING for factor in factors):
+        widths = " x ".join(f"{length:.3g}" for length in have)
+        raise BadParameter(
+            f"Objects of {widths} voxels are too far from the {wanted:g} voxels that {spec.name} works at; correct "
+            "diameter, or voxel_size where it is in um."
+        )
+    return factors
 
 
 def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:

@@ -82,12 +82,14 @@ class Input(_Frozen):
 
     channels    number of channels, in the order of `channel_names` where given
     voxel_size  (z, y, x) in um to which a volume is resampled; None: used as it is sampled
+    diameter    width of objects in voxels at which the model works best; None: a request cannot state theirs
     roi_size    the window (z, y, x) in voxels, the one shape the network is ever called with
     """
 
     channels: PositiveInt = 1
     channel_names: tuple[str, ...] = ()
     voxel_size: PositiveTriple | None = None
+    diameter: PositiveFloat | None = None
     normalisation: Normalisation
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
 

@@ -14,7 +14,7 @@ from service.planning import Estimate
 from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
-from service.volume import Description, Options, OutputKind, Selection, VoxelSize
+from service.volume import Description, Diameter, Options, OutputKind, Selection, VoxelSize
 
 
 class Problem(BaseModel):
@@ -67,6 +67,15 @@ class Query(BaseModel):
     overlap: Annotated[
         float | None, Field(ge=0, lt=1, description="Share of a window that it has in common with the next one.")
     ] = None
+    diameter: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Width of the objects in the plane, or along Z,Y,X, in voxels (px) or micrometres (um); the "
+            "stack is resampled to the width at which the model works best.",
+            examples=["15px", "7,15,15px", "6.5um"],
+        ),
+    ] = None
     output: Annotated[
         OutputKind | None,
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
@@ -90,6 +99,16 @@ class Query(BaseModel):
             _voxel_size(text)
         return text
 
+    @field_validator("diameter")
+    @classmethod
+    def _lengths_with_unit(cls, text: str | None) -> str | None:
+        if text is not None:
+            try:
+                Diameter.parse(text)
+            except BadParameter as error:
+                raise ValueError(str(error)) from None
+        return text
+
     @property
     def selection(self) -> Selection:
         channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
@@ -98,7 +117,8 @@ class Query(BaseModel):
 
     @property
     def options(self) -> Options:
-        return Options(self.output, self.sw_batch_size, self.overlap)
+        diameter = None if self.diameter is None else Diameter.parse(self.diameter)
+        return Options(self.output, self.sw_batch_size, self.overlap, diameter)
 
 
 def explain(faults: Iterable[Mapping[str, Any]]) -> str:

@@ -131,7 +131,7 @@ class Segmenter:
         stages = Stages()
         with torch.inference_mode(), translated(needed, self._device):
             with stages.measure("prepare"):
-                image, notes = prepare_volume(volume, self.spec)
+                image, notes = prepare_volume(volume, self.spec, plan.diameter)
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             progress(0, needed.windows)

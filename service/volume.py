@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,9 +149,58 @@ class Description:
 
 
 @dataclass(frozen=True)
+class Diameter:
+    """How wide the objects are: in the plane, or along (z, y, x); positive. Raises BadParameter."""
+
+    lengths: tuple[float] | tuple[float, float, float]
+    unit: Literal["px", "um"]
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(length) and length > 0 for length in self.lengths):
+            raise BadParameter(f"A diameter must be finite and positive, not {self.lengths}.")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From text such as 15px, 7,15,15px or 6.5um. Raises BadParameter."""
+        given = text.strip().lower()
+        try:
+            match [float(length) for length in given[:-2].split(",")], given[-2:]:
+                case [width], ("px" | "um") as unit:
+                    return cls((width,), unit)
+                case [z, y, x], ("px" | "um") as unit:
+                    return cls((z, y, x), unit)
+        except (ValueError, BadParameter):
+            pass
+        raise BadParameter(
+            f"One positive length or three (Z,Y,X) and a unit are expected, as in 15px, 7,15,15px or 6.5um, not {text!r}"
+        )
+
+    def voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
+        """Along (z, y, x), in voxels; a diameter in the plane counts for z too, planes being as they are.
+
+        None where micrometres are given and the voxel size is not known.
+        """
+        if self.unit == "px":
+            sizes: tuple[float, float, float] = (1.0, 1.0, 1.0)
+        elif voxel_size is None:
+            return None
+        elif len(self.lengths) == 1:
+            in_plane = math.sqrt(voxel_size.y * voxel_size.x)
+            sizes = (in_plane, in_plane, in_plane)
+        else:
+            sizes = (voxel_size.z, voxel_size.y, voxel_size.x)
+        z, y, x = self.lengths if len(self.lengths) == 3 else self.lengths * 3
+        return z / sizes[0], y / sizes[1], x / sizes[2]
+
+
+@dataclass(frozen=True)
 class Options:
-    """What the caller may choose for one request; None leaves the operator's choice."""
+    """What the caller may choose for one request; None leaves the operator's choice.
+
+    diameter    of the objects; the volume is resampled to that at which the model works best
+    """
 
     output: OutputKind | None = None
     sw_batch_size: int | None = None
     overlap: float | None = None
+    diameter: Diameter | None = None

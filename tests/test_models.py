@@ -13,7 +13,7 @@ from service.formats import tiff
 from service.repository import ModelSpec, read_spec
 from service.segmenter import Segmenter
 from service.training.evaluate import Scores, score
-from service.volume import Options, Selection, Volume
+from service.volume import Diameter, Options, Selection, Volume
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT.parent / "shared" / "data" / "real"
@@ -96,6 +96,15 @@ def test_bfloat16_moves_few_voxels(nuclei: ModelSpec, eager: Segmenter) -> None:
 def test_it_is_at_least_as_good_as_the_classical_method(eager: Segmenter, stack: str, floor: float) -> None:
     volume, truth = read(RECORDED / stack / "image.tif"), read(RECORDED / stack / "mask.tif")
     assert _score(eager, volume, truth).f1 >= floor
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
+def test_small_nuclei_are_found_better_when_their_size_is_told(eager: Segmenter) -> None:
+    folder = RECORDED / "synthetic_nuclei_stardist"
+    volume, truth = read(folder / "image.tif"), read(folder / "mask.tif")
+    told = eager.segment(volume, Options(diameter=Diameter.parse("7,15,14px"))).segmentation.pixels
+    assert told.shape == volume.shape[1:]
+    assert score(truth.array()[0], told).f1 > max(0.9, _score(eager, volume, truth).f1)
 
 
 def _score(made: Segmenter, volume: Volume, truth: Volume) -> Scores:

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from service.errors import BadParameter
 from service.preprocess import FARTHEST, normalise, on_grid, percentiles, prepare, resampled_size, working_size
 from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
-from service.volume import Segmentation, Volume, VoxelSize
+from service.volume import Diameter, Segmentation, Volume, VoxelSize
 
 PERCENTILE = PercentileNormalisation(kind="percentile")
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [
@@ -162,6 +162,41 @@ def test_resampling_only_where_both_voxel_sizes_are_known(bands):
     image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
     assert image.shape == (1, 1, 8, 6, 4)
     assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels for the model's voxel size.",)
+
+
+@pytest.mark.parametrize(
+    ("diameter", "voxel_size", "size"),
+    [
+        (Diameter((8,), "px"), None, (5, 13, 18)),
+        (Diameter((4, 8, 20), "px"), None, (10, 12, 7)),
+        (Diameter((2.0,), "um"), VoxelSize(1, 0.25, 0.25), (5, 13, 18)),
+        (Diameter((4.0, 2.0, 2.0), "um"), VoxelSize(1, 0.25, 0.25), (10, 12, 18)),
+        (Diameter((10.05,), "px"), None, (4, 10, 14)),
+    ],
+)
+def test_objects_become_as_wide_as_the_model_wants_them(bands, diameter, voxel_size, size):
+    spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0))
+    volume = Volume.from_array(some_pixels("uint16", (4, 10, 14))[None], voxel_size)
+    assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
+    image, notes = prepare(volume, spec, diameter)
+    assert image.shape[2:] == working_size(volume, spec, diameter)
+    assert bool(notes) == (size != (4, 10, 14))
+    assert all(note.endswith("for objects of 10 voxels.") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("diameter", "wanted", "said"),
+    [
+        (Diameter((8,), "px"), None, "does not say"),
+        (Diameter((2,), "um"), 10.0, "voxel_size="),
+        (Diameter((1e-3,), "px"), 10.0, "too far"),
+        (Diameter((8, 8, 1e6), "px"), 10.0, "too far"),
+        (Diameter((1e-320,), "px"), 10.0, "too far"),
+    ],
+)
+def test_a_diameter_that_cannot_be_is_refused(bands, diameter, wanted, said):
+    with pytest.raises(BadParameter, match=said):
+        working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=wanted), diameter)
 
 
 def test_resampled_sizes():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.schemas import Query, explain
-from service.volume import Options, Selection, VoxelSize
+from service.volume import Diameter, Options, Selection, VoxelSize
 
 
 def test_query_becomes_a_selection_and_options() -> None:
@@ -21,10 +21,11 @@ def test_query_becomes_a_selection_and_options() -> None:
             "output": "classes",
             "sw_batch_size": "4",
             "overlap": "0.5",
+            "diameter": "7, 15,15 px",
         }
     )
     assert query.selection == Selection(2, 1, "TZCYX", VoxelSize(0.5, 0.2, 0.2))
-    assert query.options == Options("classes", 4, 0.5)
+    assert query.options == Options("classes", 4, 0.5, Diameter((7, 15, 15), "px"))
 
 
 def test_nothing_given_leaves_everything_to_file_and_operator() -> None:
@@ -53,6 +54,21 @@ def test_voxel_size_is_three_positive_numbers(text: str) -> None:
         Query(voxel_size=text)
     assert "voxel_size" in explain(caught.value.errors())
     assert "0.5,0.2,0.2" in explain(caught.value.errors())
+
+
+@pytest.mark.parametrize(("text", "meaning"), [("15px", ((15,), "px")), ("6.5UM", ((6.5,), "um"))])
+def test_diameter_is_one_length_with_a_unit(text: str, meaning: Any) -> None:
+    assert Query(diameter=text).options.diameter == Diameter(*meaning)
+
+
+@pytest.mark.parametrize(
+    "text", ["15", "px", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"]
+)
+def test_diameter_needs_a_unit_and_positive_lengths(text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query(diameter=text)
+    assert "diameter" in explain(caught.value.errors())
+    assert "15px" in explain(caught.value.errors())
 
 
 @pytest.mark.parametrize("given", [{"zoom": 1}, {"overlap": 1}, {"time": -1}, {"output": "cells"}])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import BadParameter
-from service.volume import Description, Options, Segmentation, Selection, Volume, VoxelSize, label_dtype
+from service.volume import Description, Diameter, Options, Segmentation, Selection, Volume, VoxelSize, label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
@@ -23,6 +23,20 @@ impossible = st.one_of(st.floats(max_value=0), st.sampled_from([math.nan, math.i
 def test_voxel_size_is_z_y_x(z: float, y: float, x: float) -> None:
     size = VoxelSize(z, y, x)
     assert tuple(size) == (size.z, size.y, size.x) == (z, y, x)
+
+
+def test_a_diameter_in_voxels() -> None:
+    size = VoxelSize(2, 0.5, 0.25)
+    assert Diameter((15,), "px").voxels(size) == Diameter((15, 15, 15), "px").voxels(None) == (15, 15, 15)
+    assert Diameter((4, 3, 2), "um").voxels(size) == (2, 6, 8)
+    assert Diameter((4,), "um").voxels(VoxelSize(2, 0.5, 0.5)) == (8, 8, 8)
+    assert Diameter((4,), "um").voxels(None) is None
+
+
+@pytest.mark.parametrize("length", [0, -1, math.nan, math.inf])
+def test_a_diameter_is_positive(length: float) -> None:
+    with pytest.raises(BadParameter, match="positive"):
+        Diameter((5, length, 5), "px")
 
 
 @given(impossible, st.sampled_from("zyx"))

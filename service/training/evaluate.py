@@ -18,10 +18,11 @@ from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
 from service.config import read_settings
+from service.errors import BadParameter
 from service.repository import read_spec
 from service.segmenter import Segmenter
 from service.training.train import read_pairs
-from service.volume import Options, Volume
+from service.volume import Diameter, Options, Volume
 
 Labels = NDArray[Any]
 
@@ -121,15 +122,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=Path("models/nuclei"), help="model folder")
     parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
     parser.add_argument("--labels", type=Path, nargs="+", required=True, help="their truths, in the same order")
+    parser.add_argument("--diameters", nargs="*", default=[], help="as diameter= of a request, in the same order")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     settings = read_settings(None, {"STACKSEG_ENGINE__KIND": "eager", "STACKSEG_DEVICE__THREADS": str(options.threads)})
     segmenter = Segmenter(read_spec(options.model), settings)
     segmenter.warm_up()
     print(HEADER)
-    for path, (image, truth) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
+    if options.diameters and len(options.diameters) != len(options.images):
+        raise BadParameter("Either every image needs a diameter, or none.")
+    wanted = [Options(diameter=Diameter.parse(text)) for text in options.diameters] or [Options()] * len(options.images)
+    pairs = read_pairs(options.images, options.labels)
+    for path, request, (image, truth) in zip(options.images, wanted, pairs, strict=True):
         stack = path.parent.name if path.stem == "image" else path.stem
-        found = segmenter.segment(Volume.from_array(image[None]), Options()).segmentation.pixels
+        found = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
         print(_row(stack, segmenter.spec.identifier, score(truth, found)))
         print(_row("", "classical", score(truth, classical(image, mean_diameter(truth)))), flush=True)
 
