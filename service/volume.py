@@ -172,7 +172,7 @@ class Diameter:
         except (ValueError, BadParameter):
             pass
         raise BadParameter(
-            f"One positive length or three (Z,Y,X) and a unit are expected, as in 15px, 7,15,15px or 6.5um, not {text!r}"
+            f"A positive length or three (Z,Y,X) and a unit are expected, as in 15px, 7,15,15px or 6.5um, not {text!r}"
         )
 
     def voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
