@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import json
 import logging
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from service import access, logs
+from service.commands import models as models_command
 from service.config import KEY_NAME, Settings, overruled, read_settings
 from service.errors import BadParameter, ConfigError, StackSegError
 from service.repository import choose, read_repository
@@ -67,8 +67,7 @@ def parser() -> argparse.ArgumentParser:
     segment.set_defaults(run=run_segment)
 
     models = commands.add_parser("models", help="list the models of the repository")
-    models.add_argument("--json", action="store_true", help="everything that the model files say")
-    models.set_defaults(run=run_models)
+    models_command.add_arguments(models)
 
     key = commands.add_parser("key", help="make an API key, for access.keys of the configuration")
     key.add_argument("name", metavar="NAME", help="who or what will use it, as logs and metrics will show it")
@@ -133,28 +132,6 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({times})\n")
     for note in result.notes:
         sys.stdout.write(f"note: {note}\n")
-    return 0
-
-
-def run_models(options: argparse.Namespace, settings: Settings) -> int:
-    """List the models, and how each was found to run best; nothing is loaded."""
-    from service.engine import plans  # noqa: PLC0415
-
-    specs = read_repository(settings.models.folder, settings.models.serve)
-    folder = plans.home(settings.engine.cache_folder)
-    kept = {spec.name: plans.every(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
-    if options.json:
-        told = [
-            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in kept[spec.name]]}
-            for spec in specs.values()
-        ]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
-        return 0
-    for spec in specs.values():
-        window = "x".join(map(str, spec.input.roi_size))
-        sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
-        for plan in kept[spec.name]:
-            sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
     return 0
 
 

@@ -24,7 +24,8 @@ StackSegError
 |   `-- Interrupted         the process died too often while a job ran
 |-- ModelError              the operator's fault
 |   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
-|   `-- NonFiniteScores     the network returned NaN or infinity
+|   |-- NonFiniteScores     the network returned NaN or infinity
+|   `-- UnsupportedPackage  a model from elsewhere that cannot be imported as it is; raised at the command line only
 |-- InternalError           a fault of the service itself that ended a job
 |-- ConfigError             a configuration key or value that is not understood; raised at start-up only
 `-- Cancelled               the caller went away; never answered, only logged
@@ -202,6 +203,12 @@ class NonFiniteScores(ModelError):
     """The network returned NaN or infinity for this volume."""
 
     slug = "non-finite-scores"
+
+
+class UnsupportedPackage(ModelError):
+    """A model package asks for what cannot be honoured, or is damaged; the message names the field."""
+
+    slug = "unsupported-package"
 
 
 class InternalError(StackSegError):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.errors import BrokenModel
+from service.programs import load_torchscript
 from service.repository import Architecture, ModelSpec
 
 Network = Callable[[Tensor], Tensor]
@@ -127,15 +128,22 @@ def load(spec: ModelSpec) -> nn.Module:
 
     Raises BrokenModel where the weights do not fit, and where scores do not have the shape that the model file states.
     """
-    network = build(spec.architecture)
+    network = (
+        load_torchscript(spec.weights_path) if spec.architecture is None else _with_weights(spec.architecture, spec)
+    )
+    network = network.eval().requires_grad_(requires_grad=False).float()
+    _check_shapes(network, spec)
+    return network
+
+
+def _with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
+    network = build(architecture)
     try:
         state: dict[str, Any] = load_file(spec.weights_path)
         network.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
-        name = spec.architecture.name
-        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {name}: {_first_faults(error)}") from error
-    network = network.eval().requires_grad_(requires_grad=False).float()
-    _check_shapes(network, spec)
+        faults = _first_faults(error)
+        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}: {faults}") from error
     return network
 
 

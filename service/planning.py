@@ -97,7 +97,11 @@ def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
         if isinstance(output, torch.Tensor):
             sizes.append(output.numel() * 4)
 
-    leaves = [module for module in network.modules() if not list(module.children())]
+    modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    leaves = [module for module in modules if not list(module.children())]
+    if not leaves:
+        # Nothing can be watched inside of a program; 32 channels at full resolution are usual.
+        return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
     hooks = [leaf.register_forward_hook(note) for leaf in leaves]
     try:
         with torch.inference_mode():

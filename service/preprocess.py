@@ -211,8 +211,8 @@ def scaling(pixels: Array, normalisation: Normalisation) -> Scaling:
             with np.errstate(over="ignore", invalid="ignore"):
                 mean, deviation = (float(f(pixels, dtype=np.float64)) for f in (np.mean, np.std))
             return Scaling(mean, deviation)
-        case RangeNormalisation(low=low, high=high):
-            return Scaling(low, high - low)
+        case RangeNormalisation(low=low, high=high, clip=clip):
+            return Scaling(low, high - low, *(clip or ()))
         case _:
             assert_never(normalisation)
 

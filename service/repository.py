@@ -31,8 +31,9 @@ class Architecture(_Frozen):
 
 
 class Weights(_Frozen):
-    """A safetensors file inside the model folder."""
+    """A file inside the model folder: tensors for the architecture, or a program that brings its own."""
 
+    kind: Literal["safetensors", "torchscript"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -59,11 +60,12 @@ class ZScoreNormalisation(_Frozen):
 
 
 class RangeNormalisation(_Frozen):
-    """(x - low) / (high - low) with fixed intensities."""
+    """(x - low) / (high - low) with fixed intensities; not clipped unless `clip`."""
 
     kind: Literal["range"]
     low: float
     high: float
+    clip: tuple[float, float] | None = None
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -138,7 +140,7 @@ class ModelSpec(_Frozen):
     summary: str
     licence: str
     training_data: str
-    architecture: Architecture
+    architecture: Architecture | None = None
     weights: Weights
     input: Input
     outputs: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -155,6 +157,17 @@ class ModelSpec(_Frozen):
     @property
     def weights_path(self) -> Path:
         return self.folder / self.weights.file
+
+    @property
+    def network(self) -> str:
+        """The architecture's name; for a program the kind of its file."""
+        return self.architecture.name if self.architecture is not None else self.weights.kind
+
+    @model_validator(mode="after")
+    def _one_network(self) -> Self:
+        if (self.architecture is None) == (self.weights.kind == "safetensors"):
+            raise ValueError("architecture: safetensors need one, and a program (weights.kind torchscript) has its own")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -131,7 +131,7 @@ class WarmUp:
         spec, settings = self._spec, self._settings
         facts: dict[str, object] = {
             "weights": spec.weights.sha256,
-            "architecture": spec.architecture.model_dump_json(),
+            "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network,
             "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
             "decoding": spec.decoding.model_dump_json(),
             "device": hardware.device_name(self._device),

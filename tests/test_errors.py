@@ -71,6 +71,12 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "out-of-memory",
         "broken-model",
         "non-finite-scores",
+        "unsupported-package",
+        "internal-error",
+        "unknown-job",
+        "interrupted",
+        "result-gone",
+        "not-finished",
         "configuration",
         "cancelled",
     }

@@ -44,6 +44,8 @@ def fold_batch_norms(module: nn.Module) -> nn.Module:
 
     Only sequences tell the order of calls without tracing; other modules are left as they are.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
     for child in module.children():
         fold_batch_norms(child)
     if type(module).forward is nn.Sequential.forward:

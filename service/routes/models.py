@@ -36,7 +36,7 @@ def _info(model: ModelState) -> ModelInfo:
         summary=spec.summary,
         licence=spec.licence,
         training_data=spec.training_data,
-        architecture=spec.architecture.name,
+        architecture=spec.network,
         input=spec.input,
         outputs=spec.outputs,
         decoding=spec.decoding.kind,

@@ -1,0 +1,81 @@
+"""`stackseg models` lists the repository, `stackseg models import PATH` adds a model from elsewhere to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from service.config import Settings
+from service.errors import ConfigError
+from service.repository import read_repository
+
+
+def add_arguments(models: argparse.ArgumentParser) -> None:
+    """The grammar behind `stackseg models`."""
+    models.add_argument("--json", action="store_true", help="everything that the model files say")
+    models.set_defaults(run=run_list)
+    actions = models.add_subparsers(metavar="import")
+    imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package or TorchScript")
+    imported.add_argument(
+        "package", type=Path, metavar="PATH", help="folder, zip archive or file; nothing is downloaded"
+    )
+    imported.add_argument("--name", help="name of the model; the package's own if not given")
+    imported.add_argument(
+        "--with",
+        dest="stated",
+        type=Path,
+        metavar="YAML",
+        help="keys of model.yaml, before what the package says",
+    )
+    imported.add_argument("--config", type=Path, default=argparse.SUPPRESS, help="whose models.folder gets the model")
+    imported.set_defaults(run=run_import)
+
+
+def run_list(options: argparse.Namespace, settings: Settings) -> int:
+    """List the models, and how each was found to run best; nothing is loaded."""
+    from service.engine import plans  # noqa: PLC0415
+
+    specs = read_repository(settings.models.folder, settings.models.serve)
+    folder = plans.home(settings.engine.cache_folder)
+    kept = {spec.name: plans.every(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
+    if options.json:
+        told = [
+            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in kept[spec.name]]}
+            for spec in specs.values()
+        ]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return 0
+    for spec in specs.values():
+        window = "x".join(map(str, spec.input.roi_size))
+        sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
+        for plan in kept[spec.name]:
+            sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
+    return 0
+
+
+def run_import(options: argparse.Namespace, settings: Settings) -> int:
+    """Import one package; prints what an operator should know. torch is imported only here."""
+    from service.imports.folder import import_model  # noqa: PLC0415
+
+    stated = {} if options.stated is None else _stated(options.stated)
+    spec, notes = import_model(options.package, settings.models.folder, stated, options.name)
+    sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
+    for note in notes:
+        sys.stdout.write(f"note: {note}\n")
+    return 0
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a mapping of keys of model.yaml is expected.")
+    return content

@@ -1,0 +1,288 @@
+"""bioimage.io model packages: `rdf.yaml` or `bioimageio.yaml`, versions 0.4 and 0.5, with weights and test tensors.
+
+Source: the model descriptions 0.4 and 0.5 of the bioimage.io specification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.errors import UnsupportedPackage
+from service.imports.draft import Draft, Fields, Kind, Proof, member, read_mapping
+from service.networks import ARCHITECTURES
+from service.volume import Array
+
+FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
+SUPPORTED: tuple[tuple[str, Kind], ...] = (("pytorch_state_dict", "state dict"), ("torchscript", "torchscript"))
+WINDOW = 64
+
+
+def recognises(root: Path) -> bool:
+    return _description(root) is not None
+
+
+def read(root: Path) -> Draft:
+    """What a package says. Raises UnsupportedPackage where it is damaged, or nothing of it can be served."""
+    path = _description(root)
+    rdf = read_mapping(path) if path is not None else Fields({})
+    version = str(rdf.get("format_version"))
+    if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
+        raise UnsupportedPackage(f"format_version: {version} of a {rdf.get('type')}; models of 0.4 and 0.5 are read.")
+    taken, given = (_only(rdf, side) for side in ("inputs", "outputs"))
+    axes = [_Axes(taken)]
+    axes.append(_Axes(given, axes[0].channels))
+    problems: dict[str, str] = {}
+    name, weights, kind = _weights(rdf)
+    content: dict[str, Any] = {
+        "name": rdf.text("name"),
+        "version": str(rdf.get("version") or "1"),
+        "summary": rdf.text("description", "A bioimage.io model."),
+        "licence": rdf.text("license", "Not stated."),
+        "training_data": _training_data(rdf),
+        "input": {"channels": axes[0].channels, "channel_names": axes[0].names},
+        "outputs": axes[1].names or [f"output {number}" for number in range(axes[1].channels)],
+    }
+    if kind == "state dict":
+        content["architecture"] = _architecture(weights, version)
+    proofs = _proofs(root, rdf, taken, given)
+    _size(content["input"], problems, axes[0], proofs)
+    for key, read_it, tensor in (("input.normalisation", _normalisation, taken), ("activation", _activation, given)):
+        try:
+            value = read_it(tensor)
+        except UnsupportedPackage as error:
+            problems[key] = str(error)
+            continue
+        (content["input"] if key.startswith("input.") else content)[key.rpartition(".")[2]] = value
+    if axes[1].channels > 1 and content.get("activation") != "sigmoid":
+        content["decoding"] = {"kind": "classes"}
+    else:
+        problems["decoding"] = f"{given.where()}: does not say what labels are made from."
+    file = _file(root, weights)
+    return Draft(content, file, kind, proofs, problems, (f"Taken from weights.{name} of {rdf.text('name')}.",))
+
+
+def _description(root: Path) -> Path | None:
+    found = [root / name for name in FILES if (root / name).is_file()]
+    for path in found:
+        if "format_version" in path.read_text(encoding="utf-8", errors="replace"):
+            return path
+    return None
+
+
+def _only(rdf: Fields, side: str) -> Fields:
+    tensors = rdf.each(side)
+    if len(tensors) != 1:
+        raise UnsupportedPackage(f"{side}: {len(tensors)} tensors; exactly one can be honoured.")
+    return tensors[0]
+
+
+class _Axes:
+    """Channels, their names, and sizes along z, y, x of a tensor whose axes are batch, channel, z, y, x.
+
+    `reference` is the number of channels of the tensor that it may refer to.
+    """
+
+    def __init__(self, tensor: Fields, reference: int = 1) -> None:
+        self.where = tensor.where("axes")
+        self.names: list[str] = []
+        self.sizes: list[Any] = []
+        axes = tensor.get("axes")
+        if isinstance(axes, str):
+            self._read_letters(tensor, axes, reference)
+        else:
+            self._read_list(tensor)
+
+    def _read_letters(self, tensor: Fields, axes: str, reference: int) -> None:
+        if axes != "bczyx":
+            raise UnsupportedPackage(f"{self.where}: {axes!r}; only bczyx can be honoured.")
+        shape = tensor.get("shape")
+        if isinstance(shape, list):
+            lowest, step = shape, [0] * 5
+        else:
+            described = tensor.inner("shape")
+            if "reference_tensor" in described:
+                scale, offset = (list(described.get(key)) for key in ("scale", "offset"))
+                if scale[2:] != [1, 1, 1] or any(offset[2:]):
+                    where = described.where("scale")
+                    raise UnsupportedPackage(f"{where}: the output must have the size of the input.")
+                self.channels = round(reference * scale[1] + 2 * offset[1])
+                self.sizes = [None] * 3
+                return
+            lowest, step = described.get("min"), described.get("step")
+        self.channels = int(lowest[1])
+        self.sizes = [_sized(low, by) for low, by in zip(lowest[2:], step[2:], strict=True)]
+
+    def _read_list(self, tensor: Fields) -> None:
+        axes = tensor.each("axes")
+        kinds = [(axis.get("type"), axis.get("id")) for axis in axes]
+        letters = [kind if kind in {"batch", "channel"} else str(name) for kind, name in kinds]
+        if letters != ["batch", "channel", "z", "y", "x"]:
+            raise UnsupportedPackage(
+                f"{self.where}: {', '.join(letters)}; only batch, channel, z, y, x can be honoured."
+            )
+        self.names = [str(name) for name in axes[1].get("channel_names") or []]
+        self.channels = len(self.names) or int(axes[1].get("size") or 1)
+        for axis in axes[2:]:
+            size = axis.get("size")
+            if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
+                raise UnsupportedPackage(f"{axis.where('size')}: the output must have the size of the input, no halo.")
+            if isinstance(size, dict) and "min" in size:
+                self.sizes.append(_sized(size["min"], size.get("step", 0)))
+            else:
+                self.sizes.append(size if isinstance(size, int) else None)
+
+
+def _sized(lowest: int, step: int) -> int:
+    """The smallest size allowed that is no smaller than the usual window."""
+    return lowest if not step or lowest >= WINDOW else lowest + step * -(-(WINDOW - lowest) // step)
+
+
+def _size(content: dict[str, Any], problems: dict[str, str], axes: _Axes, proofs: tuple[Proof, ...]) -> None:
+    tested = proofs[0].image.shape[2:] if proofs else (None, None, None)
+    size = [edge or test for edge, test in zip(axes.sizes, tested, strict=True)]
+    if all(size):
+        content["roi_size"] = size
+    else:
+        problems["input.roi_size"] = f"{axes.where}: does not say a size."
+
+
+def _weights(rdf: Fields) -> tuple[str, Fields, Kind]:
+    weights = rdf.inner("weights")
+    for name, kind in SUPPORTED:
+        if name in weights and (kind != "state dict" or _library(weights.inner(name)) is not None):
+            return name, weights.inner(name), kind
+    if "pytorch_state_dict" in weights:
+        entry = weights.inner("pytorch_state_dict")
+        raise UnsupportedPackage(
+            f"{entry.where('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; no code "
+            "of a package is run. A package with torchscript weights can be imported."
+        )
+    there = ", ".join(weights.plain()) or "none"
+    raise UnsupportedPackage(f"weights: there are {there}; pytorch_state_dict or torchscript can be honoured.")
+
+
+def _library(entry: Fields) -> str | None:
+    """The name of a known network of MONAI, or None."""
+    architecture = entry.get("architecture")
+    if isinstance(architecture, str):
+        match = re.fullmatch(r"monai\.networks\.nets(?:\.\w+)?[.:](\w+)", architecture)
+        name = match[1] if match else None
+    elif isinstance(architecture, dict) and str(architecture.get("import_from")).startswith("monai.networks.nets"):
+        name = str(architecture.get("callable"))
+    else:
+        name = None
+    return name if name in ARCHITECTURES else None
+
+
+def _architecture(entry: Fields, version: str) -> dict[str, Any]:
+    holder = entry.inner("architecture") if version.startswith("0.5") else entry
+    return {"name": _library(entry), "arguments": holder.inner("kwargs").plain()}
+
+
+def _training_data(rdf: Fields) -> str:
+    data = rdf.get("training_data")
+    return str(data.get("id") or data.get("name") or "Not stated.") if isinstance(data, dict) else "Not stated."
+
+
+def _file(root: Path, entry: Fields) -> Path:
+    path = member(root, entry.text("source"))
+    _check_digest(path, entry)
+    return path
+
+
+def _check_digest(path: Path, entry: Fields) -> None:
+    stated = entry.get("sha256")
+    with path.open("rb") as file:
+        if stated is not None and hashlib.file_digest(file, "sha256").hexdigest() != stated:
+            raise UnsupportedPackage(f"{entry.where('sha256')}: {path.name} has another one.")
+
+
+def _proofs(root: Path, rdf: Fields, taken: Fields, given: Fields) -> tuple[Proof, ...]:
+    if "test_tensor" in taken and "test_tensor" in given:
+        entries = [tensor.inner("test_tensor") for tensor in (taken, given)]
+        paths = [_file(root, entry) for entry in entries]
+    elif rdf.get("test_inputs") and rdf.get("test_outputs"):
+        paths = [member(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
+    else:
+        raise UnsupportedPackage("inputs[0].test_tensor: a package without its tests cannot be checked.")
+    image, expected = (_tensor(path) for path in paths)
+    return (Proof(paths[0].name, image, expected),)
+
+
+def _tensor(path: Path) -> Array:
+    try:
+        array: Array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
+    if array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
+        raise UnsupportedPackage(f"{path.name}: [1, C, z, y, x] is expected, not {array.shape} of {array.dtype}.")
+    return array
+
+
+def _steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
+    """Names (`id` since 0.5, `name` before) and settings of a chain, without changes of the dtype."""
+    steps = [(str(step.get("id") or step.get("name")), step.inner("kwargs")) for step in tensor.each(key)]
+    return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
+
+
+def _normalisation(tensor: Fields) -> dict[str, Any]:
+    steps = _steps(tensor, "preprocessing")
+    clip = None
+    if len(steps) == 2 and steps[1][0] == "clip" and steps[0][0] != "zero_mean_unit_variance":
+        clip = [float(steps[1][1].get(key)) for key in ("min", "max")]
+        steps = steps[:1]
+    if not steps:
+        return {"kind": "range", "low": 0.0, "high": 1.0}
+    name, settings = steps[0]
+    if len(steps) > 1:
+        raise UnsupportedPackage(f"{steps[1][1].where()}: {steps[1][0]} after {name} cannot be honoured.")
+    if name == "scale_range":
+        _check_extent(settings)
+        low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
+        low, high = 0.0 if low is None else float(low), 100.0 if high is None else float(high)
+        return {"kind": "percentile", "low": low, "high": high, "clip": clip}
+    if name == "zero_mean_unit_variance" and settings.get("mode") != "fixed":
+        _check_extent(settings)
+        return {"kind": "zscore"}
+    if name in {"fixed_zero_mean_unit_variance", "zero_mean_unit_variance"}:
+        low = _one(settings, "mean")
+        return {"kind": "range", "low": low, "high": low + _one(settings, "std"), "clip": clip}
+    if name == "scale_linear":
+        gain, offset = _one(settings, "gain", 1.0), _one(settings, "offset", 0.0)
+        return {"kind": "range", "low": -offset / gain, "high": (1 - offset) / gain, "clip": clip}
+    raise UnsupportedPackage(f"{settings.where()}: {name} cannot be honoured.")
+
+
+def _one(settings: Fields, key: str, default: float | None = None) -> float:
+    """A number, or a list that holds one."""
+    value = settings.get(key) if key in settings else default
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UnsupportedPackage(f"{settings.where(key)}: one number is expected, not {value!r}.")
+    return float(value)
+
+
+def _check_extent(settings: Fields) -> None:
+    """Statistics must be those of a whole channel."""
+    axes = settings.get("axes")
+    if axes is not None and not {"z", "y", "x"} <= set(axes):
+        raise UnsupportedPackage(f"{settings.where('axes')}: only statistics over z, y and x can be honoured.")
+    if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
+        raise UnsupportedPackage(f"{settings.where('mode')}: only statistics of the stack itself can be honoured.")
+
+
+def _activation(tensor: Fields) -> str:
+    steps = _steps(tensor, "postprocessing")
+    if not steps:
+        return "none"
+    name, settings = steps[0]
+    if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
+        refused = steps[1][0] if name in {"sigmoid", "softmax"} else name
+        raise UnsupportedPackage(f"{settings.where()}: {refused} cannot be honoured, only one sigmoid or softmax.")
+    return name

@@ -1,0 +1,166 @@
+"""Draft -> model folder that the service serves, checked against the package's own tests before it is put in place."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+from service.errors import BrokenModel, UnsupportedPackage
+from service.imports import bioimageio, monai_bundle, program
+from service.imports.archives import unpacked
+from service.imports.draft import Draft, Proof
+from service.networks import load
+from service.preprocess import prepare
+from service.repository import FILE_NAME, ModelSpec, read_spec
+from service.volume import Volume
+
+PACKAGE_BYTES = 8 * 2**30
+TOLERANCE = 1e-3
+
+
+class Imported(NamedTuple):
+    """The new model, and what an operator should know: one sentence each."""
+
+    spec: ModelSpec
+    notes: tuple[str, ...]
+
+
+def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str | None = None) -> Imported:
+    """Make `models/<name>` of a package, a folder or a file.
+
+    `stated` has keys of a model file that go before what the package says. Nothing is downloaded and nothing is run but
+    networks: architectures known by name, and TorchScript within the limits of `service.programs`.
+    Raises UnsupportedPackage, naming the field, and BrokenModel where the result does not fit together.
+    """
+    if not path.exists():
+        raise UnsupportedPackage(f"{path}: there is no such file or folder.")
+    if program.recognises(path):
+        return _write(program.read(path), models, stated, name)
+    with unpacked(path, PACKAGE_BYTES) as root:
+        for kind in (bioimageio, monai_bundle):
+            if kind.recognises(root):
+                return _write(kind.read(root), models, stated, name)
+        raise UnsupportedPackage(
+            f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
+            "(configs/metadata.json); "
+            "a TorchScript program is a single file."
+        )
+
+
+def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None) -> Imported:
+    content = _merged(draft.content, stated)
+    content["name"] = name or stated.get("name") or _slug(str(content["name"]))
+    content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
+    open_ones = [f"{key}: {problem}" for key, problem in draft.problems.items() if not _has(stated, key)]
+    if open_ones:
+        raise UnsupportedPackage(
+            "The package cannot be honoured as it is. State these keys of model.yaml with --with: "
+            + "; ".join(open_ones)
+        )
+    target = models / content["name"]
+    if target.exists():
+        raise UnsupportedPackage(f"{target} is there already; choose another name with --name, or remove it.")
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch:
+        folder = Path(scratch) / content["name"]
+        folder.mkdir()
+        content["weights"] = _store_weights(draft, folder)
+        text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
+        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+        spec = read_spec(folder)
+        network = load(spec)
+        checks = tuple(_check(spec, network, proof) for proof in draft.proofs)
+        notes = draft.notes + (
+            checks or ("The package has no test of its own; only the shape of its scores was checked.",)
+        )
+        (folder / "README.md").write_text(
+            f"# {spec.name}\n\n{spec.summary}\n\n" + "\n".join(f"- {n}" for n in notes) + "\n"
+        )
+        folder.rename(target)
+    return Imported(read_spec(target), notes)
+
+
+def _merged(content: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**content, **stated}
+    if isinstance(stated.get("input"), Mapping):
+        merged["input"] = {**content.get("input", {}), **stated["input"]}
+    return merged
+
+
+def _has(stated: Mapping[str, Any], key: str) -> bool:
+    value: Any = stated
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
+
+
+def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
+    if draft.kind == "torchscript":
+        file = folder / "weights.ts"
+        shutil.copyfile(draft.weights, file)
+    else:
+        file = folder / "weights.safetensors"
+        save_file({key: value.contiguous().clone() for key, value in state_dict(draft.weights).items()}, file)
+    kind = "torchscript" if draft.kind == "torchscript" else "safetensors"
+    return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of `torch.save`, read without unpickling anything else. Raises UnsupportedPackage.
+
+    Checkpoints that hold them below `model`, `state_dict` or `network` are understood, and `DataParallel`'s prefix.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason[0]}") from error
+    for key in ("model", "state_dict", "network"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
+    return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+@torch.inference_mode()
+def _check(spec: ModelSpec, network: torch.nn.Module, proof: Proof) -> str:
+    """Run the package's own test through our preparation, the network and the activation. Raises BrokenModel."""
+    image = prepare(Volume.from_array(proof.image[0]), spec).image
+    try:
+        scores = network(image if isinstance(image, Tensor) else image.tensor())
+    except (RuntimeError, ValueError) as error:
+        raise BrokenModel(f"{proof.name}: the network does not take the package's test input: {error}") from error
+    if spec.activation == "sigmoid":
+        scores = torch.sigmoid(scores)
+    elif spec.activation == "softmax":
+        scores = torch.softmax(scores, 1)
+    if tuple(scores.shape) != proof.expected.shape:
+        raise BrokenModel(f"{proof.name}: gives {tuple(scores.shape)}, the package expects {proof.expected.shape}.")
+    difference = float(np.abs(scores.numpy() - proof.expected).max())
+    allowed = TOLERANCE * max(1.0, float(np.abs(proof.expected).max()))
+    if not difference <= allowed:
+        raise BrokenModel(
+            f"{proof.name}: differs from the package's expected output by {difference:.3g}, more than {allowed:.3g}; "
+            "what was understood of it (normalisation, activation, architecture) is not what it means."
+        )
+    return f"The package's own test {proof.name} was reproduced within {difference:.1g}."

@@ -1,0 +1,249 @@
+"""bioimage.io packages, checked by `bioimageio.spec` itself before they are imported."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from bioimageio.spec import InvalidDescr, ValidationContext, build_description
+from live import eager
+from torch import nn
+
+from service.errors import BrokenModel, UnsupportedPackage
+from service.imports.folder import import_model
+from service.segmenter import Segmenter
+from service.volume import Options, Volume
+
+NETWORK = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 3,
+    "channels": [8, 16],
+    "strides": [2],
+    "norm": "BATCH",
+    "act": "RELU",
+}
+SHAPE = (1, 1, 16, 32, 32)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def axes(channels: list[str], of: str | None = None) -> list[dict[str, Any]]:
+    sizes = [{"min": edge, "step": 2} for edge in SHAPE[2:]]
+    if of is not None:
+        sizes = [{"tensor_id": of, "axis_id": letter} for letter in "zyx"]
+    spaces = [{"type": "space", "id": letter, "size": size} for letter, size in zip("zyx", sizes, strict=True)]
+    return [{"type": "batch"}, {"type": "channel", "channel_names": channels}, *spaces]
+
+
+def common(folder: Path, network: nn.Module, image: np.ndarray) -> dict[str, Any]:
+    """Files of a package and the part of its description that both versions share."""
+    folder.mkdir()
+    np.save(folder / "input.npy", image[None, None].astype(np.float32))
+    scaled = torch.from_numpy((image[None, None].astype(np.float32) - 400) / 2000)
+    with torch.inference_mode():
+        np.save(folder / "output.npy", torch.softmax(network(scaled), 1).numpy())
+    torch.save(network.state_dict(), folder / "weights.pt")
+    torch.jit.script(network).save(str(folder / "weights.ts"))
+    (folder / "README.md").write_text("# Bands\n\nA model for tests. ## Validation\n\nNone.\n")
+    (folder / "cover.png").write_bytes(PNG)
+    return {
+        "type": "model",
+        "name": "Bands of Brightness",
+        "description": "Three bands of brightness.",
+        "authors": [{"name": "A. Tester", "affiliation": "Nowhere"}],
+        "maintainers": [{"github_user": "nobody"}],
+        "cite": [{"text": "None", "doi": "10.1234/fake"}],
+        "license": "CC0-1.0",
+        "tags": ["3d"],
+        "covers": ["cover.png"],
+        "documentation": "README.md",
+    }
+
+
+def write_05(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any) -> Path:
+    description = common(folder, network, image) | {"format_version": "0.5.4"}
+    tensors = {name: {"source": name, "sha256": digest(folder / name)} for name in ("input.npy", "output.npy")}
+    scale = {"id": "scale_linear", "kwargs": {"gain": 1 / 2000, "offset": -0.2}}
+    names = ["background", "dim", "bright"]
+    softmax = {"id": "softmax", "kwargs": {"axis": "channel"}}
+    library = {"callable": "UNet", "import_from": "monai.networks.nets", "kwargs": NETWORK}
+    description |= {
+        "inputs": [
+            {"id": "raw", "axes": axes(["signal"]), "test_tensor": tensors["input.npy"], "preprocessing": [scale]}
+        ],
+        "outputs": [
+            {
+                "id": "pred",
+                "axes": axes(names, "raw"),
+                "test_tensor": tensors["output.npy"],
+                "postprocessing": [softmax],
+            }
+        ],
+        "weights": {
+            "pytorch_state_dict": {
+                "source": "weights.pt",
+                "sha256": digest(folder / "weights.pt"),
+                "architecture": library,
+                "pytorch_version": "2.8.0",
+            }
+        },
+    }
+    return finished(folder, description | changed)
+
+
+def write_04(folder: Path, network: nn.Module, image: np.ndarray, **changed: Any) -> Path:
+    description = common(folder, network, image) | {"format_version": "0.4.10"}
+    scale = {"name": "scale_linear", "kwargs": {"gain": 1 / 2000, "offset": -0.2, "axes": "zyx"}}
+    description |= {
+        "timestamp": "2026-01-01T00:00:00",
+        "inputs": [
+            {
+                "name": "raw",
+                "axes": "bczyx",
+                "data_type": "float32",
+                "shape": {"min": list(SHAPE), "step": [0, 0, 2, 2, 2]},
+                "preprocessing": [scale],
+            }
+        ],
+        "outputs": [
+            {
+                "name": "pred",
+                "axes": "bczyx",
+                "data_type": "float32",
+                "shape": {"reference_tensor": "raw", "scale": [1, 0, 1, 1, 1], "offset": [0, 1.5, 0, 0, 0]},
+            }
+        ],
+        "test_inputs": ["input.npy"],
+        "test_outputs": ["output.npy"],
+        "weights": {"torchscript": {"source": "weights.ts", "sha256": digest(folder / "weights.ts")}},
+    }
+    with torch.inference_mode():
+        scores = network(torch.from_numpy((np.load(folder / "input.npy") - 400) / 2000))
+    np.save(folder / "output.npy", scores.numpy())
+    return finished(folder, description | changed)
+
+
+def finished(folder: Path, description: dict[str, Any]) -> Path:
+    path = folder / "rdf.yaml"
+    path.write_text(yaml.safe_dump(description, sort_keys=False))
+    return folder
+
+
+def assert_valid(folder: Path) -> None:
+    with ValidationContext(root=folder, perform_io_checks=False):
+        described = build_description(yaml.safe_load((folder / "rdf.yaml").read_text()))
+    assert not isinstance(described, InvalidDescr), described.validation_summary.format()
+
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
+
+
+@pytest.fixture
+def image(phantom: Any) -> np.ndarray:
+    return phantom.image[:16, :32, :32]
+
+
+@pytest.mark.parametrize("write", [write_05, write_04])
+def test_a_package_is_checked_with_its_own_tests_and_served(
+    bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, write: Any
+) -> None:
+    folder = write(tmp_path / "package", bands_network, image)
+    assert_valid(folder)
+    spec, notes = import_model(folder, tmp_path / "models", {})
+    assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
+    assert any("reproduced within" in note for note in notes)
+    segmenter = Segmenter(spec, eager(tmp_path / "models"))
+    segmenter.warm_up()
+    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    # The network was trained on another scaling of the intensities, so only its own answer can be expected.
+    assert set(np.unique(found.pixels)) == {0, 1, 2}
+    assert found.pixels.shape == phantom.image.shape
+
+
+def test_a_zipped_package_is_the_same(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image)
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, file.name)
+    spec = import_model(tmp_path / "package.zip", tmp_path / "models", {}).spec
+    assert spec.outputs == ("background", "dim", "bright")
+    assert spec.input.roi_size == (64, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"weights": {"onnx": {"source": "weights.onnx", "opset_version": 17}}}, "weights: there are onnx"),
+        ({"format_version": "0.3.6"}, "format_version: 0.3.6"),
+        ({"inputs": []}, "inputs: 0 tensors"),
+        (
+            {
+                "weights": {
+                    "pytorch_state_dict": {
+                        "source": "weights.pt",
+                        "architecture": {"callable": "Net", "source": "net.py"},
+                    }
+                }
+            },
+            "weights.pytorch_state_dict.architecture",
+        ),
+        ({"weights": {"torchscript": {"source": "../weights.ts"}}}, "not a file inside the package"),
+        ({"weights": {"torchscript": {"source": "https://example.org/weights.ts"}}}, "not a file inside the package"),
+        ({"weights": {"torchscript": {"source": "weights.ts", "sha256": "0" * 64}}}, "weights.torchscript.sha256"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, changed: dict[str, Any], field: str
+) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image, **changed)
+    with pytest.raises(UnsupportedPackage, match=field):
+        import_model(folder, tmp_path / "models", {})
+
+
+@pytest.mark.parametrize(
+    ("side", "chain", "steps", "field"),
+    [
+        (
+            "inputs",
+            "preprocessing",
+            [{"id": "binarize", "kwargs": {"threshold": 1}}],
+            r"inputs\[0\].preprocessing\[0\]",
+        ),
+        (
+            "inputs",
+            "preprocessing",
+            [{"id": "zero_mean_unit_variance", "kwargs": {"axes": ["channel"]}}],
+            r"preprocessing\[0\].kwargs.axes",
+        ),
+        ("outputs", "postprocessing", [{"id": "cellpose_flow_dynamics", "kwargs": {}}], r"outputs\[0\].postprocessing"),
+    ],
+)
+def test_processing_that_cannot_be_honoured_is_named(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, side: str, chain: str, steps: list[Any], field: str
+) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image)
+    description = yaml.safe_load((folder / "rdf.yaml").read_text())
+    description[side][0][chain] = steps
+    with pytest.raises(UnsupportedPackage, match=field):
+        import_model(finished(folder, description), tmp_path / "models", {})
+
+
+def test_a_package_whose_test_is_not_reproduced_is_refused(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray
+) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image)
+    stated = {"input": {"normalisation": {"kind": "zscore"}}}
+    with pytest.raises(BrokenModel, match="differs from the package's expected output"):
+        import_model(folder, tmp_path / "models", stated)
+    assert list((tmp_path / "models").iterdir()) == []

@@ -1,0 +1,130 @@
+"""What every import has in common: archives and pickles that are not trusted, names, TorchScript files."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from service.__main__ import main
+from service.errors import UnsupportedPackage
+from service.imports.archives import unpacked
+from service.imports.folder import import_model, state_dict
+
+STATED: dict[str, Any] = {
+    "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},
+    "outputs": ["background", "dim", "bright"],
+    "activation": "softmax",
+    "decoding": {"kind": "classes"},
+}
+
+
+class Trap:
+    """Unpickling it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def archive_of(path: Path, **entries: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped", "a\\..\\escaped"])
+def test_entries_that_would_land_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    path = archive_of(tmp_path / "package.zip", **{name: b"x"})
+    with pytest.raises(UnsupportedPackage, match="outside of its own folder"), unpacked(path, 1000):
+        pass
+    assert not list(tmp_path.parent.rglob("escaped"))
+
+
+def test_links_and_too_much_are_refused(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("link")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "link.zip", "w") as archive:
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(UnsupportedPackage, match="'link'"), unpacked(tmp_path / "link.zip", 1000):
+        pass
+    bomb = archive_of(tmp_path / "bomb.zip", zeros=bytes(10_000_000))
+    with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpacked(bomb, 1000):
+        pass
+
+
+def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.zip").write_bytes(b"no archive")
+    with pytest.raises(UnsupportedPackage, match="cannot be unpacked"):
+        import_model(tmp_path / "notes.zip", tmp_path / "models", {})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedPackage, match="nor a MONAI bundle"):
+        import_model(tmp_path / "empty", tmp_path / "models", {})
+    with pytest.raises(UnsupportedPackage, match="no such file"):
+        import_model(tmp_path / "nowhere", tmp_path / "models", {})
+
+
+def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
+    trap = tmp_path / "trapped"
+    torch.save({"weight": torch.ones(2), "extra": Trap(trap)}, tmp_path / "trap.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap(trap), protocol=2))
+    for name in ("trap.pt", "plain.pt"):
+        with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
+            state_dict(tmp_path / name)
+    assert not trap.exists()
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    with pytest.raises(UnsupportedPackage, match="something else"):
+        state_dict(tmp_path / "list.pt")
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
+def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
+    torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")
+    assert list(state_dict(tmp_path / "checkpoint.pt")) == ["head.weight"]
+
+
+def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "My Bands.ts"
+    torch.jit.script(bands_network).save(str(file))
+    with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
+        import_model(file, tmp_path / "models", {})
+    spec, notes = import_model(file, tmp_path / "models", STATED)
+    assert (spec.name, spec.network) == ("my-bands", "torchscript")
+    assert any("no test of its own" in note for note in notes)
+    with pytest.raises(UnsupportedPackage, match="is there already"):
+        import_model(file, tmp_path / "models", STATED)
+
+
+def test_exported_programs_are_refused_unread(tmp_path: Path) -> None:
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    torch.export.save(torch.export.export(Double(), (torch.ones(1, 1, 4, 4, 4),)), tmp_path / "double.pt2")
+    with pytest.raises(UnsupportedPackage, match=r"double\.pt2: torch\.export\.load may run code"):
+        import_model(tmp_path / "double.pt2", tmp_path / "models", STATED)
+
+
+def test_the_command_imports_and_then_lists(
+    bands_network: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, stated, config = tmp_path / "bands.ts", tmp_path / "stated.yaml", tmp_path / "config.yaml"
+    torch.jit.script(bands_network).save(str(file))
+    config.write_text(f"models: {{folder: {tmp_path / 'models'}}}\n")
+    stated.write_text("outputs: [background, dim, bright]\n")
+    arguments = ["models", "import", str(file), "--with", str(stated), "--config", str(config)]
+    assert main(arguments) == 1
+    assert "input.roi_size" in capsys.readouterr().err
+    stated.write_text(str(STATED))
+    assert main([*arguments, "--name", "mine"]) == 0
+    assert "mine/1, torchscript" in capsys.readouterr().out
+    assert main(["models", "--config", str(config)]) == 0
+    assert "mine/1" in capsys.readouterr().out

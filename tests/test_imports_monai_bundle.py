@@ -1,0 +1,190 @@
+"""MONAI bundles as `monai.bundle` writes them: imported, and served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from live import eager
+from monai.bundle import init_bundle
+from torch import nn
+
+from service.errors import UnsupportedPackage
+from service.imports.folder import import_model
+from service.segmenter import Segmenter
+from service.volume import Options, Volume
+
+METADATA: dict[str, Any] = {
+    "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json",
+    "version": "0.2.1",
+    "monai_version": "1.6.1",
+    "name": "Three Bands",
+    "description": "Bands of brightness.",
+    "copyright": "CC0",
+    "network_data_format": {
+        "inputs": {"image": {"type": "image", "num_channels": 1, "spatial_shape": [32, 32, 32], "dtype": "float32"}},
+        "outputs": {
+            "pred": {
+                "num_channels": 3,
+                "channel_def": {"0": "background", "1": "dim", "2": "bright"},
+                "dtype": "float32",
+            }
+        },
+    },
+}
+
+INFERENCE: dict[str, Any] = {
+    "imports": ["$import glob"],
+    "bundle_root": ".",
+    "device": "$torch.device('cpu')",
+    "window": [16, 32, 32],
+    "outputs": 3,
+    "network_def": {
+        "_target_": "UNet",
+        "spatial_dims": 3,
+        "in_channels": 1,
+        "out_channels": "@outputs",
+        "channels": [8, 16],
+        "strides": [2],
+        "norm": "BATCH",
+        "act": "RELU",
+    },
+    "network": "$@network_def.to(@device)",
+    "preprocessing": {
+        "_target_": "Compose",
+        "transforms": [
+            {"_target_": "LoadImaged", "keys": "image"},
+            {"_target_": "EnsureChannelFirstd", "keys": "image"},
+            {"_target_": "ScaleIntensityRanged", "keys": "image", "a_min": 0, "a_max": 2800, "b_min": 0, "b_max": 1},
+        ],
+    },
+    "inferer": {"_target_": "SlidingWindowInferer", "roi_size": "@window", "sw_batch_size": 1},
+    "postprocessing": {
+        "_target_": "Compose",
+        "transforms": [
+            {"_target_": "Activationsd", "keys": "pred", "softmax": True},
+            {"_target_": "AsDiscreted", "keys": "pred", "argmax": True},
+        ],
+    },
+}
+
+
+def changed(**replaced: Any) -> dict[str, Any]:
+    return {**INFERENCE, **replaced}
+
+
+def scaled(*steps: dict[str, Any]) -> dict[str, Any]:
+    return changed(preprocessing={"_target_": "Compose", "transforms": list(steps)})
+
+
+def write(folder: Path, network: nn.Module, inference: dict[str, Any] = INFERENCE, **metadata: Any) -> Path:
+    init_bundle(folder, network=network, metadata_str=METADATA | metadata, inference_str=inference)
+    return folder
+
+
+def test_a_bundle_is_served_like_the_model_it_holds(bands_network: nn.Module, tmp_path: Path, phantom: Any) -> None:
+    bundle = write(tmp_path / "bundle", bands_network)
+    imported = import_model(bundle, tmp_path / "models", {})
+    spec = imported.spec
+    assert (spec.identifier, spec.licence, spec.activation) == ("three-bands/0.2.1", "CC0", "softmax")
+    assert (spec.outputs, spec.input.roi_size) == (("background", "dim", "bright"), (16, 32, 32))
+    assert [file.name for file in (tmp_path / "models").iterdir()] == ["three-bands"]
+    segmenter = Segmenter(spec, eager(tmp_path / "models"))
+    segmenter.warm_up()
+    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    assert np.mean(found.pixels == phantom.classes) > 0.97
+    assert any("Z, Y, X" in note for note in imported.notes)
+
+
+def test_a_bundle_of_torchscript_and_yaml_gives_the_same(bands_network: nn.Module, tmp_path: Path) -> None:
+    bundle = write(tmp_path / "bundle", bands_network)
+    (bundle / "configs" / "inference.json").unlink()
+    (bundle / "configs" / "inference.yaml").write_text(yaml.safe_dump(INFERENCE))
+    (bundle / "models" / "model.pt").unlink()
+    torch.jit.script(bands_network).save(str(bundle / "models" / "model.ts"))
+    spec = import_model(bundle, tmp_path / "models", {}, "scripted").spec
+    assert (spec.name, spec.architecture, spec.weights.kind) == ("scripted", None, "torchscript")
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (
+            {"_target_": "ScaleIntensityRanged", "a_min": 100, "a_max": 300, "b_min": -1, "b_max": 1, "clip": True},
+            {"kind": "range", "low": 200.0, "high": 300.0, "clip": (-1.0, 1.0)},
+        ),
+        (
+            {
+                "_target_": "monai.transforms.ScaleIntensityRangePercentilesd",
+                "lower": 1,
+                "upper": 99,
+                "b_min": 0,
+                "b_max": 1,
+            },
+            {"kind": "percentile", "low": 1.0, "high": 99.0, "clip": None},
+        ),
+        ({"_target_": "NormalizeIntensityd", "channel_wise": True}, {"kind": "zscore"}),
+        (
+            {"_target_": "NormalizeIntensityd", "subtrahend": 10, "divisor": 4},
+            {"kind": "range", "low": 10.0, "high": 14.0, "clip": None},
+        ),
+    ],
+)
+def test_known_normalisations_are_translated(
+    bands_network: nn.Module, tmp_path: Path, step: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    spec = import_model(write(tmp_path / "bundle", bands_network, scaled(step)), tmp_path / "models", {}).spec
+    assert spec.input.normalisation.model_dump() == expected
+
+
+@pytest.mark.parametrize(
+    ("inference", "field"),
+    [
+        (
+            scaled({"_target_": "Orientationd", "axcodes": "RAS"}),
+            r"preprocessing.transforms\[0\]._target_: Orientationd",
+        ),
+        (scaled({"_target_": "NormalizeIntensityd", "nonzero": True}), r"preprocessing.transforms\[0\].nonzero"),
+        (
+            scaled({"_target_": "ScaleIntensityRanged", "a_min": "$2 + 3", "a_max": 9}),
+            r"transforms\[0\].a_min: '\$2 \+ 3'",
+        ),
+        (changed(network_def={"_target_": "scripts.net.Mine"}), "network_def._target_: 'scripts.net.Mine'"),
+        (changed(network_def=INFERENCE["network_def"] | {"channels": "$[8, 16]"}), "network_def.channels"),
+        (changed(window="@nowhere"), "inferer.roi_size|spatial_shape"),
+        (changed(a="@b", b="@a"), "circles"),
+        (
+            changed(postprocessing={"transforms": [{"_target_": "Lambdad", "func": "$print"}]}),
+            r"postprocessing.transforms\[0\]",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    bands_network: nn.Module, tmp_path: Path, inference: dict[str, Any], field: str
+) -> None:
+    formats = json.loads(json.dumps(METADATA["network_data_format"]))
+    del formats["inputs"]["image"]["spatial_shape"]
+    bundle = write(tmp_path / "bundle", bands_network, inference, network_data_format=formats)
+    with pytest.raises(UnsupportedPackage, match=field):
+        import_model(bundle, tmp_path / "models", {})
+    assert not (tmp_path / "models").exists() or not list((tmp_path / "models").iterdir())
+
+
+def test_what_the_operator_states_settles_a_problem(bands_network: nn.Module, tmp_path: Path) -> None:
+    bundle = write(tmp_path / "bundle", bands_network, scaled({"_target_": "Spacingd", "pixdim": [1, 1, 1]}))
+    stated = {"input": {"normalisation": {"kind": "zscore"}, "voxel_size": [1.0, 0.5, 0.5]}}
+    spec = import_model(bundle, tmp_path / "models", stated).spec
+    assert (spec.input.normalisation.kind, spec.input.voxel_size) == ("zscore", (1.0, 0.5, 0.5))
+    assert spec.input.channels == 1
+
+
+def test_no_expression_is_evaluated(bands_network: nn.Module, tmp_path: Path) -> None:
+    trap = tmp_path / "trapped"
+    config = changed(device=f"$__import__('pathlib').Path({str(trap)!r}).touch()")
+    import_model(write(tmp_path / "bundle", bands_network, config), tmp_path / "models", {})
+    assert not trap.exists()

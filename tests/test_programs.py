@@ -1,0 +1,89 @@
+"""Programs of others: what is run, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from service.engine.prepare import prepare
+from service.errors import BrokenModel
+from service.planning import activation_bytes
+from service.programs import load_torchscript
+
+
+class ReadsFile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_file("/etc/hostname", shared=False, size=1, dtype=torch.uint8).float()
+
+
+class RunsOnLoading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_steps = 0
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        return self.training_steps
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        self.training_steps = state
+        self.training = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def saved(module: nn.Module, path: Path) -> Path:
+    torch.jit.script(module).save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_computes_what_its_module_does(bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype) -> None:
+    program = load_torchscript(saved(bands_network, tmp_path / "bands.ts"))
+    prepared = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
+    images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        scores, expected = prepared(images.to(dtype)), bands_network(images)
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores, expected, atol=1e-5 if dtype == torch.float32 else 0.1 * float(expected.std()))
+
+
+def test_the_memory_of_a_program_is_reckoned_with(bands_network: nn.Module, tmp_path: Path) -> None:
+    program = load_torchscript(saved(bands_network, tmp_path / "bands.ts"))
+    assert activation_bytes(program, (1, 1, 16, 16, 16)) >= activation_bytes(bands_network, (1, 1, 16, 16, 16)) > 0
+
+
+def test_a_program_that_reads_files_is_refused_by_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match="aten::from_file"):
+        load_torchscript(saved(ReadsFile(), tmp_path / "reads.ts"))
+
+
+def test_a_program_that_would_run_while_it_is_loaded_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(RunsOnLoading(), tmp_path / "runs.ts")
+    monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("it was loaded"))
+    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which runs on loading"):
+        load_torchscript(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.ts"
+    for content in (b"", b"no archive"):
+        path.write_bytes(content)
+        with pytest.raises(BrokenModel, match="cannot be read as TorchScript"):
+            load_torchscript(path)
+    torch.save({"a": torch.ones(2)}, path)
+    with pytest.raises(BrokenModel, match="not a TorchScript file"):
+        load_torchscript(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/code/net.py", b"")
+        archive.writestr("x/data/0", bytes(2**26 + 1))
+    with pytest.raises(BrokenModel, match="is compressed"):
+        load_torchscript(path)
