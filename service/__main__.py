@@ -1,4 +1,4 @@
-"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`, `stackseg key NAME`.
+"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`, `evaluate`, `train`, `key NAME`.
 
 `serve` and `segment` import what they need when they run: torch and MONAI take seconds, and neither `--help` nor
 `models` nor a misspelt option should have to wait for them.
@@ -21,7 +21,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from service import access, logs
+from service.commands import evaluate as evaluate_command
 from service.commands import models as models_command
+from service.commands import train as train_command
 from service.config import KEY_NAME, Settings, overruled, read_settings
 from service.errors import BadParameter, ConfigError, StackSegError
 from service.repository import choose, read_repository
@@ -69,11 +71,17 @@ def parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list the models of the repository")
     models_command.add_arguments(models)
 
+    evaluate = commands.add_parser("evaluate", help="score a model on annotated stacks")
+    evaluate_command.add_arguments(evaluate)
+
+    train = commands.add_parser("train", help="train a model on annotated stacks")
+    train_command.add_arguments(train)
+
     key = commands.add_parser("key", help="make an API key, for access.keys of the configuration")
     key.add_argument("name", metavar="NAME", help="who or what will use it, as logs and metrics will show it")
     key.set_defaults(run=run_key)
 
-    for command in (serve, segment, models, key):
+    for command in (serve, segment, models, evaluate, train, key):
         command.add_argument("--config", type=Path, help="configuration file, such as configs/gpu.yaml")
     return root
 

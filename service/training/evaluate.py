@@ -111,7 +111,19 @@ def _f1(matches: int, objects: int) -> float:
     return 2 * matches / objects if objects else 1.0
 
 
-def _row(stack: str, method: str, scores: Scores) -> str:
+def compare(
+    segmenter: Segmenter, image: Volume, truth: Labels, request: Options, *, floor: bool = True
+) -> dict[str, Scores]:
+    """Scores of the model, and of the classical method beside it, by method; `image` has the channels of the model."""
+    found = segmenter.segment(image, request).segmentation.pixels
+    scores = {segmenter.spec.identifier: score(truth, found)}
+    if floor:
+        scores["classical"] = score(truth, classical(image.array()[0], mean_diameter(truth)))
+    return scores
+
+
+def row(stack: str, method: str, scores: Scores) -> str:
+    """A line of the table below `HEADER`."""
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in scores]
     return f"| {' | '.join([stack, method, *cells])} |"
 
@@ -135,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pairs = read_pairs(options.images, options.labels)
     for path, request, (image, truth) in zip(options.images, wanted, pairs, strict=True):
         stack = path.parent.name if path.stem == "image" else path.stem
-        found = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
-        print(_row(stack, segmenter.spec.identifier, score(truth, found)))
-        print(_row("", "classical", score(truth, classical(image, mean_diameter(truth)))), flush=True)
+        for method, scores in compare(segmenter, Volume.from_array(image[None]), truth, request).items():
+            print(row(stack, method, scores), flush=True)
+            stack = ""
 
 
 if __name__ == "__main__":

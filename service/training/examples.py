@@ -20,6 +20,7 @@ from service.training.targets import distance_target
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 Source = Callable[[Generator], Pair]
+Normalise = Callable[[NDArray[Any]], Floats]
 
 
 class Example(NamedTuple):
@@ -71,18 +72,19 @@ def mixed(first: Source, second: Source, share: float) -> Source:
 class Pool:
     """Volumes in memory, one of which is replaced whenever `refresh` is called.
 
-    The next volume is made in a second thread while the network trains; because it has a random generator of its own
-    and is taken in order, the same seed still gives the same volumes.
+    The next volume is made in a second thread while the network trains. Every volume has a number and a random
+    generator of its own, so that a pool which begins with volume `first` is the one that was refreshed so often.
     """
 
-    def __init__(self, source: Source, normalise: Percentiles, size: int, seed: int) -> None:
+    def __init__(self, source: Source, normalise: Normalise, size: int, seed: int, first: int = 0) -> None:
         self._source = source
         self._normalise = normalise
-        self._rng = np.random.default_rng([seed, 1])
+        self._seed = seed
         self._executor = ThreadPoolExecutor(1)
-        self._examples = [self._make() for _ in range(size)]
-        self._next: Future[Example] = self._executor.submit(self._make)
-        self._oldest = 0
+        self._number = first
+        made = {number % size: self._make(number) for number in range(first, first + size)}
+        self._examples = [made[place] for place in range(size)]
+        self._next: Future[Example] = self._executor.submit(self._make, first + size)
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -92,15 +94,15 @@ class Pool:
 
     def refresh(self) -> None:
         """Replace the oldest volume by the one that is ready, waiting for it if need be, and order another."""
-        self._examples[self._oldest] = self._next.result()
-        self._next = self._executor.submit(self._make)
-        self._oldest = (self._oldest + 1) % len(self)
+        self._examples[self._number % len(self)] = self._next.result()
+        self._number += 1
+        self._next = self._executor.submit(self._make, self._number + len(self))
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self) -> Example:
-        image, labels = self._source(self._rng)
+    def _make(self, number: int) -> Example:
+        image, labels = self._source(np.random.default_rng([self._seed, 1, number]))
         return Example(self._normalise(image), labels > 0, distance_target(labels))
 
 

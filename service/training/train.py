@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -59,6 +60,17 @@ class Schedule:
         return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))), 1e-3)
 
 
+class Batches(Protocol):
+    """How many crops of which size make a batch, and how many batches the statistics of batch normalisation."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def edge(self) -> int: ...
+    @property
+    def statistics(self) -> int: ...
+
+
 def loss(scores: Tensor, targets: Tensor) -> Tensor:
     """Scores [B, 2, z, y, x] against targets [B, 2, z, y, x] (foreground 0 or 1, distance 0 to 1) -> scalar.
 
@@ -90,7 +102,7 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
         value = _step(network, optimiser, *batch(pool, rng, schedule.batch_size, schedule.edge))
         recent = value if math.isnan(recent) else 0.98 * recent + 0.02 * value
         step += 1
-        _follow(average, network, min(schedule.averaging, step / (step + 20)))
+        follow(average, network, min(schedule.averaging, step / (step + 20)))
         if step % 2 == 0:
             pool.refresh()
         if time.monotonic() - saved > 60:
@@ -113,7 +125,7 @@ def _step(network: nn.Module, optimiser: torch.optim.Optimizer, images: Tensor, 
 
 
 @torch.no_grad()
-def measure_statistics(network: nn.Module, pool: Pool, schedule: Schedule, rng: Generator) -> None:
+def measure_statistics(network: nn.Module, pool: Pool, schedule: Batches, rng: Generator) -> None:
     """Set the statistics of batch normalisation to plain means over many batches, for the weights as they are now.
 
     What accumulates during training are means over the last ten batches or so, of weights that were not averaged: so
@@ -127,14 +139,14 @@ def measure_statistics(network: nn.Module, pool: Pool, schedule: Schedule, rng: 
     network.train()
     for _ in range(schedule.statistics):
         images, _ = batch(pool, rng, schedule.batch_size, schedule.edge)
-        network(images.to(memory_format=torch.channels_last_3d))
+        network(images.to(next(network.parameters()).device, memory_format=torch.channels_last_3d))
     network.eval()
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
 
 
 @torch.no_grad()
-def _follow(average: nn.Module, network: nn.Module, decay: float) -> None:
+def follow(average: nn.Module, network: nn.Module, decay: float) -> None:
     """Move the averaged weights towards the network's; batch statistics are averages already and are copied."""
     for kept, new in zip(average.parameters(), network.parameters(), strict=True):
         kept.lerp_(new, 1 - decay)

@@ -1,0 +1,248 @@
+"""Train a model of instances on annotated stacks: from another model or from nothing, resumable to the same result."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import math
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from service.errors import BadParameter
+from service.training.examples import Normalise, Pair, Pool, batch, recorded
+from service.training.targets import distance_target
+from service.training.train import follow, loss, measure_statistics
+
+log = logging.getLogger("service.train")
+
+CHECKPOINT = "checkpoint.pt"
+CURVE = "training.csv"
+COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped")
+STEPS_PER_VOLUME = 2
+CLIP = 2.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train. Lengths in steps, so that the same seed gives the same result however fast the machine is.
+
+    steps, learning_rate  as many updates; the rate rises for the first twentieth and then falls along a cosine
+    minutes               wall-clock limit, after which training ends as if it had been stopped early; None: no limit
+    batch_size, edge      crops per step, cubes of `edge` voxels
+    every, patience       validate every so many steps; stop after so many validations without a lower loss
+    averaging             decay per step of the moving average of the weights, which is what is kept
+    pool                  augmented volumes held in memory
+    """
+
+    steps: int = 600
+    learning_rate: float = 1e-3
+    minutes: float | None = None
+    batch_size: int = 4
+    edge: int = 48
+    every: int = 25
+    patience: int = 8
+    averaging: float = 0.99
+    weight_decay: float = 1e-2
+    pool: int = 16
+    seed: int = 1
+    statistics: int = 40
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, from 0."""
+        progress, rise = step / self.steps, 0.05
+        if progress < rise:
+            return self.learning_rate * (0.1 + 0.9 * progress / rise)
+        return self.learning_rate * max(0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))), 1e-3)
+
+
+@dataclass
+class State:
+    """Where training stands; everything that a checkpoint keeps beside tensors."""
+
+    step: int = 0
+    best: float = math.inf
+    stale: int = 0
+    skipped: int = 0
+    curve: list[list[float]] = field(default_factory=list)
+
+
+def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
+    """Cut the last `share` of every stack off, along its longest axis: for training, and for validation.
+
+    Raises BadParameter where a part has no object.
+    """
+    training: list[Pair] = []
+    validation: list[Pair] = []
+    for number, (image, labels) in enumerate(pairs):
+        axis = int(np.argmax(image.shape))
+        cut = round(image.shape[axis] * (1 - share))
+        parts = [np.split(volume, [cut], axis) for volume in (image, labels)]
+        for kept, index, name in ((training, 0, "training"), (validation, 1, "validation")):
+            if not parts[1][index].any():
+                raise BadParameter(f"Stack {number + 1}: the part for {name} has no object; change --validation.")
+            kept.append((parts[0][index], parts[1][index]))
+    return training, validation
+
+
+class Trainer:
+    """One training on one device. `folder` gets the curve and the checkpoint, from which a later one goes on."""
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        network: nn.Module,
+        pairs: Sequence[Pair],
+        validation: Sequence[Pair],
+        normalise: Normalise,
+        plan: Plan,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.plan, self.folder, self.state = plan, folder, State()
+        self._device, self._dtype = device, dtype
+        self._network = network.to(device).train().requires_grad_(requires_grad=True)
+        self._average = copy.deepcopy(network).eval()
+        self._best = copy.deepcopy(self._average.state_dict())
+        self._optimiser = torch.optim.AdamW(
+            network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
+        )
+        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self._source, self._normalise = recorded(pairs), normalise
+        self._validation = [_tiles(pair, normalise, plan.edge) for pair in validation]
+
+    def run(self) -> nn.Module:
+        """Train to the end of the plan; returns the averaged network of the lowest validation loss, on the CPU."""
+        plan, state = self.plan, self.state
+        pool = Pool(self._source, self._normalise, plan.pool, plan.seed, state.step // STEPS_PER_VOLUME)
+        began = time.monotonic()
+        try:
+            if not state.step:
+                self._validate()
+            while state.step < plan.steps and state.stale < plan.patience:
+                if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
+                    log.info("the time is up after %d of %d steps", state.step, plan.steps)
+                    break
+                self._step(pool)
+                if state.step % plan.every == 0 or state.step == plan.steps:
+                    self._validate()
+                    self.save()
+            self._average.load_state_dict(self._best)
+            measure_statistics(self._average, pool, plan, np.random.default_rng([plan.seed, 3]))
+            if self._validation_loss() > state.best:
+                self._average.load_state_dict(self._best)
+        finally:
+            pool.close()
+        return self._average.cpu()
+
+    def _step(self, pool: Pool) -> None:
+        plan, state = self.plan, self.state
+        images, targets = batch(pool, np.random.default_rng([plan.seed, 2, state.step]), plan.batch_size, plan.edge)
+        for group in self._optimiser.param_groups:
+            group["lr"] = plan.rate(state.step)
+        self._optimiser.zero_grad(set_to_none=True)
+        value = self._loss(self._network, images, targets)
+        self._recent = float(value.detach())
+        if math.isfinite(self._recent):
+            self._scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+            self._scaler.unscale_(self._optimiser)
+            nn.utils.clip_grad_norm_(self._network.parameters(), CLIP)
+            self._scaler.step(self._optimiser)
+            self._scaler.update()
+            follow(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
+        else:
+            state.skipped += 1
+            if self._scaler.is_enabled():
+                self._scaler.update(self._scaler.get_scale() / 2)
+        state.step += 1
+        if state.step % STEPS_PER_VOLUME == 0:
+            pool.refresh()
+
+    def _loss(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        images = images.to(self._device, memory_format=torch.channels_last_3d)
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            scores = network(images)
+        return loss(scores.float(), targets.to(self._device))
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        losses = [float(self._loss(self._average, images, targets)) for images, targets in self._validation]
+        return sum(losses) / len(losses)
+
+    def _validate(self) -> None:
+        """Measure the averaged network on the parts that are not trained on, and keep it if it is the best so far."""
+        state, value = self.state, self._validation_loss()
+        if value < state.best:
+            state.best, state.stale = value, 0
+            self._best = copy.deepcopy(self._average.state_dict())
+        else:
+            state.stale += 1
+        trained = self._recent if state.step else math.nan
+        state.curve.append([state.step, self.plan.rate(max(state.step - 1, 0)), trained, value, state.skipped])
+        done = 100 * state.step / self.plan.steps
+        log.info(
+            "%5.1f %%  step %d  loss %.4f  validation %.4f  best %.4f", done, state.step, trained, value, state.best
+        )
+        with (self.folder / CURVE).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows(state.curve)
+
+    def save(self) -> None:
+        """Write the checkpoint in one move."""
+        partial = self.folder / f"{CHECKPOINT}.part"
+        content = {
+            "plan": _fixed(self.plan),
+            "state": vars(self.state),
+            "network": self._network.state_dict(),
+            "average": self._average.state_dict(),
+            "best": self._best,
+            "optimiser": self._optimiser.state_dict(),
+            "scaler": self._scaler.state_dict(),
+        }
+        torch.save(content, partial)
+        partial.replace(self.folder / CHECKPOINT)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint in the folder. Raises BadParameter where there is none, or of another plan."""
+        path = self.folder / CHECKPOINT
+        try:
+            content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
+            if content["plan"] != _fixed(self.plan):
+                raise BadParameter(f"{path} was written with other options; give the same ones, or train anew.")
+            self._network.load_state_dict(content["network"])
+            self._average.load_state_dict(content["average"])
+            self._optimiser.load_state_dict(content["optimiser"])
+            self._best, self.state = content["best"], State(**content["state"])
+            # Checkpoints of full precision, and older ones, have no state of a scaler.
+            if content.get("scaler") and self._scaler.is_enabled():
+                self._scaler.load_state_dict(content["scaler"])
+        except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError) as error:
+            raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
+        log.info("resumed at step %d", self.state.step)
+
+
+def _fixed(plan: Plan) -> dict[str, Any]:
+    """What must be equal for a resumed training to end as an uninterrupted one."""
+    return {name: value for name, value in vars(plan).items() if name not in {"minutes", "patience"}}
+
+
+def _tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
+    """Up to eight cubes of a stack, without augmentation: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+    image, labels = pair
+    stacked = np.stack([normalise(image), (labels > 0).astype(np.float32), distance_target(labels)])
+    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
+    cubes = [
+        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
+    ]
+    tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
+    return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

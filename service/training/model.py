@@ -1,0 +1,115 @@
+"""A trained network -> a complete model folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from service import hardware
+from service.config import Settings
+from service.engine import precision
+from service.errors import BadParameter
+from service.networks import build, load
+from service.preprocess import normalise
+from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, read_spec
+from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
+from service.training.train import read_pairs, save
+
+FRESH: dict[str, Any] = {
+    "licence": "Not stated.",
+    "architecture": {"name": "ShuffleUNet", "arguments": {"in_channels": 1, "out_channels": 2}},
+    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [64, 64, 64]},
+    "outputs": ["foreground", "distance"],
+    "activation": "sigmoid",
+    "decoding": {"kind": "instances", "minimum_size": 32},
+}
+"""Of a model that is trained from nothing; what `Instances` says by default applies."""
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """Raises BadParameter for a model that this training has no targets for."""
+    decoding = spec.decoding
+    roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
+    if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
+        raise BadParameter(
+            f"{spec.name}: only models of one channel with the sigmoid outputs foreground and distance can be trained."
+        )
+    if spec.input.voxel_size is not None:
+        raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")
+
+
+def content_of(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
+    """The keys of a new model file but `weights`: those of `base`, or `FRESH`."""
+    content = FRESH if base is None else base.model_dump(mode="json", exclude={"weights", "sample", "format"})
+    start = "" if base is None else f"{base.training_data} Then: "
+    return {
+        "format": 1,
+        **content,
+        "name": name,
+        "version": "1",
+        "summary": f"Trained on {len(trained_on)} annotated stacks" + (f", from {base.identifier}." if base else "."),
+        "training_data": start + ", ".join(trained_on),
+    }
+
+
+def write_model(network: nn.Module, content: dict[str, Any], folder: Path) -> ModelSpec:
+    """Write weights and model file into `folder`, and read them back as the service does. Raises BrokenModel."""
+    save(network, folder)
+    digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
+    stated = {"weights": {"file": "weights.safetensors", "sha256": digest}}
+    text = yaml.safe_dump(content | stated, sort_keys=False, allow_unicode=True)
+    (folder / FILE_NAME).write_text(text, encoding="utf-8")
+    return read_spec(folder)
+
+
+def train_model(  # noqa: PLR0913
+    paths: tuple[Sequence[Path], Sequence[Path]],
+    out: Path,
+    plan: Plan,
+    settings: Settings,
+    *,
+    base: ModelSpec | None = None,
+    share: float = 0.2,
+    resume: bool = False,
+) -> tuple[ModelSpec, State]:
+    """Train on stacks and their labels (paths, in one order) and make `out` a model folder of that name.
+
+    The device, its threads and the precision are those of the settings. Raises BadParameter, BadFile, BrokenModel,
+    ConfigError.
+    """
+    if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
+        raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
+    content = content_of(base, out.name, [path.name for path in paths[0]])
+    draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": out})
+    check_trainable(draft)
+    device = hardware.choose_device(settings.device.name)
+    torch.manual_seed(plan.seed)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.device.threads or hardware.usable_cores())
+    network = load(base) if base is not None else build(Architecture.model_validate(content["architecture"]))
+    chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
+    training, validation = split(read_pairs(*paths), share)
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(
+        network,
+        training,
+        validation,
+        lambda image: normalise(image, draft.input.normalisation),
+        plan,
+        out,
+        device,
+        chosen.dtype,
+    )
+    if resume:
+        trainer.resume()
+    trained = trainer.run()
+    spec = write_model(trained, content, out)
+    load(spec)
+    (out / CHECKPOINT).unlink(missing_ok=True)
+    return spec, trainer.state

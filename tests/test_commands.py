@@ -1,0 +1,98 @@
+"""`stackseg evaluate` and `stackseg train`, with files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.__main__ import main
+from service.formats import tiff
+from service.repository import ModelSpec, read_spec
+from service.training.synthesis import synthesise
+from service.volume import Segmentation, Selection, VoxelSize
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stack")
+    image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+    for name, pixels in (("image", image), ("mask", labels)):
+        tiff.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
+    return folder
+
+
+def configured(folder: Path, tmp_path: Path) -> list[str]:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"models: {{folder: {folder}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu, threads: 1}}\n")
+    return ["--config", str(path)]
+
+
+def test_a_model_is_scored_beside_the_classical_method(
+    random_nuclei: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(random_nuclei.folder.parent, tmp_path)
+    assert main(["evaluate", str(stack), "--json", *config]) == 0
+    model, classical = json.loads(capsys.readouterr().out)
+    assert (model["method"], classical["method"]) == (random_nuclei.identifier, "classical")
+    assert model["stack"] == stack.name
+    truth = tiff.read(stack / "mask.tif", Selection(), 2**30).array()
+    assert model["true"] == classical["true"] == len(np.unique(truth)) - 1
+    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
+    assert main(["evaluate", *files, "--no-floor", *config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith(f"| {stack.name} | {random_nuclei.identifier} | {model['true']} |")
+    assert main(["evaluate", "--images", str(stack / "image.tif"), *config]) == 1
+    assert "1 images and 0 labels" in capsys.readouterr().err
+
+
+def test_a_trained_model_is_served_at_once(
+    random_nuclei_content: dict[str, object],
+    write_model: object,
+    stack: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = write_model(random_nuclei_content | {"activation": "sigmoid"})
+    config = configured(tmp_path / "models", tmp_path)
+    out = tmp_path / "models" / "mine"
+    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
+    train = [
+        "train",
+        "--learning-rate",
+        "0.01",
+        *files,
+        "--from",
+        str(base.folder),
+        "--out",
+        str(out),
+        "--steps",
+        "20",
+        "--edge",
+        "16",
+        *config,
+    ]
+    assert main(train) == 0
+    assert "mine/1, 20 steps" in capsys.readouterr().out
+    spec = read_spec(out)
+    assert spec.weights.sha256 != base.weights.sha256
+    assert (spec.architecture, spec.decoding) == (base.architecture, base.decoding)
+    assert {file.name for file in out.iterdir()} == {"model.yaml", "weights.safetensors", "training.csv"}
+    assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "mine", *config]) == 0
+    assert main(train) == 1
+    assert "holds something already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--validation", "0.9"], "--validation"), (["--steps", "0"], "--steps"), (["--from", "nowhere"], "nowhere")],
+)
+def test_bad_options_are_refused_by_name(
+    stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif"), "--out", str(tmp_path / "mine")]
+    assert main(["train", *files, *arguments]) == 1
+    assert word in capsys.readouterr().err

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from service.errors import BadParameter
+from service.networks import ShuffleUNet
+from service.training import finetune
+from service.training.examples import Pair, Percentiles
+from service.training.finetune import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
+from service.training.synthesis import synthesise
+
+CPU = torch.device("cpu")
+PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return synthesise(np.random.default_rng(0), (16, 32, 48))
+
+
+def trainer(pair: Pair, folder: Path, plan: Plan = PLAN, dtype: torch.dtype = torch.float32) -> Trainer:
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    training, validation = split([pair], 0.25)
+    return Trainer(ShuffleUNet(1, 2, (4, 8)), training, validation, Percentiles(), plan, folder, CPU, dtype)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def curve(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((folder / CURVE).read_text())))
+
+
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer(pair, tmp_path / "whole")
+    expected = whole.run()
+    broken = trainer(pair, tmp_path / "broken")
+    real, calls = finetune.loss, []
+
+    def interrupting(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return real(scores, targets)
+
+    monkeypatch.setattr(finetune, "loss", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    monkeypatch.setattr(finetune, "loss", real)
+    resumed = trainer(pair, tmp_path / "broken")
+    resumed.resume()
+    assert 0 < resumed.state.step < PLAN.steps
+    assert same(resumed.run(), expected)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
+    assert [row["step"] for row in curve(tmp_path / "whole")] == ["0", "2", "4", "6"]
+    assert tuple(curve(tmp_path / "whole")[0]) == COLUMNS
+
+
+def test_losses_that_are_not_finite_are_skipped_and_counted(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2}))
+    before = {name: value.clone() for name, value in made._network.state_dict().items() if "weight" in name}
+    real = finetune.loss
+    monkeypatch.setattr(finetune, "loss", lambda s, t: real(s, t) * (math.nan if s.requires_grad else 1))
+    made.run()
+    assert made.state.skipped == 2
+    after = made._network.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
+    plan = Plan(**{**vars(PLAN), "steps": 40, "every": 1, "patience": 2, "learning_rate": 0.0, "weight_decay": 0.0})
+    made = trainer(pair, tmp_path, plan)
+    made._average.requires_grad_(requires_grad=False)
+    made.run()
+    assert made.state.step < 40
+
+
+def test_bfloat16_trains_too(pair: Pair, tmp_path: Path) -> None:
+    made = trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2}), torch.bfloat16)
+    assert all(value.isfinite().all() for value in made.run().state_dict().values())
+
+
+def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pair, tmp_path: Path) -> None:
+    made = trainer(pair, tmp_path)
+    made.save()
+    content = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    del content["scaler"]
+    torch.save(content, tmp_path / CHECKPOINT)
+    trainer(pair, tmp_path).resume()
+    with pytest.raises(BadParameter, match="other options"):
+        trainer(pair, tmp_path, Plan(**{**vars(PLAN), "seed": 7})).resume()
+    (tmp_path / CHECKPOINT).write_bytes(b"nothing")
+    with pytest.raises(BadParameter, match="cannot be resumed from"):
+        trainer(pair, tmp_path).resume()
+
+
+def test_the_end_of_every_stack_is_kept_for_validation() -> None:
+    image = np.arange(4 * 5 * 10).reshape(4, 5, 10)
+    ((first, _),), ((last, labels),) = split([(image, np.ones_like(image))], 0.2)
+    assert (first.shape, last.shape, labels.shape) == ((4, 5, 8), (4, 5, 2), (4, 5, 2))
+    assert np.array_equal(np.concatenate([first, last], axis=2), image)
+    with pytest.raises(BadParameter, match="Stack 1: the part for validation has no object"):
+        split([(image, (image % 10 < 8) & (image >= 0))], 0.2)
