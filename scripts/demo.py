@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -40,8 +41,10 @@ def service(config: Path, log: Path) -> Iterator[str]:
     """Run `stackseg serve` on a free port; yields its address once every model is warm, stops it afterwards."""
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
+    # What the first start finds out about this machine stays in the clone, too.
+    environment = {"STACKSEG_ENGINE__CACHE_FOLDER": str(ROOT / ".cache" / "engine")} | os.environ
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
     try:
         wait_until_ready(address, process, log)
         yield address

@@ -241,7 +241,12 @@ def batch_size(settings: Settings, device: torch.device) -> int:
 def _failures(plan: EnginePlan) -> tuple[str, ...]:
     """What an operator may want to repair, so that more can be tried."""
     failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
-    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
+    warnings = [f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed]
+    if any(trial.verdict.startswith(tune.OUT_OF_TIME) for trial in plan.trials):
+        warnings.append(
+            "Time ran out before every way to run the model was tried; a larger engine.tune_seconds tries them again."
+        )
+    return tuple(warnings)
 
 
 def _keep(folder: Path, plan: EnginePlan) -> None:

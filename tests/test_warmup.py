@@ -168,6 +168,13 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
     assert "GiB" in trials.warnings[0]
 
 
+def test_a_plan_for_want_of_time_says_so(bands, settings, only):
+    only("eager", other=replace(select.KINDS["eager"], slow_build=60.0))
+    warm = warm_up(bands, settings(tune_seconds=1.0)).run()
+    assert warm.choice.engine == "eager"
+    assert "engine.tune_seconds" in warm.warnings[-1]
+
+
 def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
     only("eager")
     sizes = {trial.choice.sw_batch_size for trial in warm_up(bands, settings()).run().plan.trials}

@@ -27,6 +27,10 @@ FIRST_CALLS, CALLS, FINAL_CALLS = 3, 10, 12
 DUEL_SECONDS, FINAL_SECONDS = 2.0, 5.0
 FINALISTS = 3
 
+_LEFT = "only"
+# How the verdict on what was not tried for want of time begins.
+OUT_OF_TIME = f"skipped: {_LEFT}"
+
 
 Made = TypeVar("Made")
 
@@ -158,7 +162,7 @@ class Tuner(Generic[Made]):
         left = self._rules.seconds - self.seconds
         last_resort = choice.engine == "eager" and not self._passed
         if left < needed and not last_resort:
-            return f"only {max(left, 0):.0f} s of {self._rules.seconds:g} s were left, it may take {needed:.0f} s"
+            return f"{_LEFT} {max(left, 0):.0f} s of {self._rules.seconds:g} s were left, it may take {needed:.0f} s"
         return None
 
     def _measure(self, choice: Choice) -> Trial:

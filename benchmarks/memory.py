@@ -1,0 +1,142 @@
+"""Peak memory of one request for a large stack, beside that of the plain script, both with a semantic model.
+
+python benchmarks/memory.py [--shape 256 1024 1024] [--no-plain]
+
+The model has three classes and random weights; what it computes is of no interest here. The service is a real server
+that the stack is posted to; its memory is the sum of the peaks (VmHWM) of its process and of those that read uploads,
+pages of the mapped upload included. The plain script holds what a user's would: the stack, its float32 copy and the
+scores of the whole volume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tifffile
+import torch
+import yaml
+from end_to_end import ROOT, server
+from monai.inferers.utils import sliding_window_inference
+from safetensors.torch import save_file
+
+from service.networks import build, load
+from service.repository import Architecture, read_spec
+
+MODEL = {
+    "format": 1,
+    "name": "tissue",
+    "version": "1",
+    "summary": "Three classes with random weights.",
+    "licence": "Apache-2.0",
+    "training_data": "None.",
+    "architecture": {
+        "name": "ShuffleUNet",
+        "arguments": {"in_channels": 1, "out_channels": 3, "widths": [16, 16], "block": [2, 2, 2]},
+    },
+    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [64, 64, 64]},
+    "outputs": ["background", "matrix", "cells"],
+    "activation": "softmax",
+    "decoding": {"kind": "classes"},
+}
+GIB = 2**30
+
+
+def write_model(folder: Path) -> Path:
+    """A folder of the model above."""
+    target = folder / "tissue"
+    target.mkdir()
+    torch.manual_seed(0)
+    architecture = MODEL["architecture"]
+    save_file(build(Architecture(**architecture)).state_dict(), target / "weights.safetensors")  # type: ignore[arg-type]
+    digest = hashlib.sha256((target / "weights.safetensors").read_bytes()).hexdigest()
+    content = MODEL | {"weights": {"file": "weights.safetensors", "sha256": digest}}
+    (target / "model.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return target
+
+
+def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
+    """Noise, plane by plane."""
+    rng = np.random.default_rng(0)
+    planes = (rng.integers(0, 4000, shape[1:], np.uint16) for _ in range(shape[0]))
+    with tifffile.TiffWriter(path, bigtiff=True) as file:
+        file.write(planes, shape=shape, dtype=np.uint16, photometric="minisblack", metadata={"axes": "ZYX"})
+
+
+def high_water(pid: int) -> int:
+    """Bytes of the peaks of a process and its descendants (Linux)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    own = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return own + sum(high_water(int(child)) for file in children for child in file.read_text().split())
+
+
+def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
+    """Peak bytes when the server is ready, and after the request."""
+    with server(model, threads, folder) as (process, port):
+        ready = high_water(process.pid)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
+        with stack.open("rb") as body, (folder / "classes.tif").open("wb") as result:
+            headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
+            connection.request("POST", "/segment", body, headers)
+            response = connection.getresponse()
+            while chunk := response.read(1 << 20):
+                result.write(chunk)
+        if response.status != 200:
+            raise SystemExit(f"The server answered {response.status}: {(folder / 'classes.tif').read_text()}")
+        return ready, high_water(process.pid)
+
+
+def plain(model: Path, stack: Path, result: Path) -> None:
+    """The plain script; prints its peak in bytes."""
+    spec = read_spec(model)
+    network = load(spec)
+    image = tifffile.imread(stack)
+    low, high = np.percentile(image, (1, 99.8))
+    scaled = ((image - low) / (high - low)).astype(np.float32)
+    with torch.inference_mode():
+        scores = sliding_window_inference(
+            torch.from_numpy(scaled)[None, None], spec.input.roi_size, 1, network, overlap=0.25, mode="gaussian"
+        )
+        tifffile.imwrite(result, scores[0].argmax(0).numpy().astype(np.uint8), compression="zlib")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=int, nargs=3, default=(256, 1024, 1024), metavar=("Z", "Y", "X"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("--run-plain", nargs=3, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run_plain:
+        plain(*options.run_plain)
+        return
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        model, stack = write_model(folder), folder / "stack.tif"
+        write_stack(stack, tuple(options.shape))
+        size = stack.stat().st_size
+        print(f"stack {' x '.join(map(str, options.shape))} uint16, {size / GIB:.2f} GiB\n")
+        print("| | peak, GiB | beyond the stack, GiB |\n|---|---|---|")
+        ready, peak = service(model, stack, folder, options.threads)
+        print(f"| server, ready | {ready / GIB:.2f} | |")
+        print(f"| server, after the request | {peak / GIB:.2f} | {(peak - size) / GIB:.2f} |", flush=True)
+        if not options.no_plain:
+            command = [sys.executable, __file__, "--run-plain", str(model), str(stack), str(folder / "plain.tif")]
+            output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+            used = int(output.split()[-1])
+            print(f"| plain script | {used / GIB:.2f} | {(used - size) / GIB:.2f} |")
+            same = np.mean(tifffile.imread(folder / "classes.tif") == tifffile.imread(folder / "plain.tif"))
+            print(f"\nequal classes in {same:.4%} of the voxels")
+
+
+if __name__ == "__main__":
+    main()
