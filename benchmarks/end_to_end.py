@@ -4,7 +4,8 @@ python benchmarks/end_to_end.py [--repeats 3] [--threads N] [--plain-batch 1] [-
 
 Each repeat runs `benchmarks/plain.py` in a process of its own, then posts the same file to a real server. The script's
 seconds go from reading the file to its labels on disk; imports, loading and a first forward do not count. The service's
-go from opening the connection to the last byte of the labels on the client's disk, on a server that is up.
+go from opening the connection to the last byte of the labels on the client's disk, on a server that is up and keeps no
+results.
 CPU seconds are those of the script, and of the server with its child processes.
 """
 
@@ -65,6 +66,8 @@ def server(model: Path, threads: int, folder: Path) -> Iterator[tuple[subprocess
         "STACKSEG_MODELS__FOLDER": str(model.resolve().parent),
         "STACKSEG_MODELS__SERVE": json.dumps([model.name]),
         "STACKSEG_DEVICE__THREADS": str(threads),
+        # The same stack is posted again and again, and shall be computed each time.
+        "STACKSEG_LIMITS__CACHE_BYTES": "0",
     }
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
