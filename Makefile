@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 CONFIG ?= configs/default.yaml
 SERVE_ARGS ?=
-PYTEST_ARGS ?= --cov
+PYTEST_ARGS ?=
 
 # One stamp per set of dependencies (run, demo, dev); changing the pins or the set-up itself makes them stale.
 STAMP := .venv/stamp-
@@ -31,7 +31,7 @@ serve: $(STAMP)run ## serve until interrupted (CONFIG=configs/default.yaml SERVE
 	$(BIN)/stackseg serve --config $(CONFIG) $(SERVE_ARGS)
 
 .PHONY: test
-test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows")
+test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", or --cov)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: lint

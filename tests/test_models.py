@@ -30,7 +30,7 @@ def eager(nuclei: ModelSpec) -> Segmenter:
     return segmenter(nuclei, "fp32")
 
 
-def segmenter(spec: ModelSpec, precision: str) -> Segmenter:
+def segmenter(spec: ModelSpec, precision: str, *, warm: bool = True) -> Segmenter:
     settings = {
         "STACKSEG_DEVICE__NAME": "cpu",
         "STACKSEG_DEVICE__THREADS": "1",
@@ -39,7 +39,8 @@ def segmenter(spec: ModelSpec, precision: str) -> Segmenter:
         "STACKSEG_WINDOWS__SW_BATCH_SIZE": "1",
     }
     made = Segmenter(spec, read_settings(None, settings))
-    made.warm_up()
+    if warm:
+        made.warm_up()
     return made
 
 
@@ -82,10 +83,12 @@ def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: Seg
     assert difference(truth, labels_of(eager, volume)) < 1e-3
 
 
-def test_bfloat16_moves_few_voxels(nuclei: ModelSpec, eager: Segmenter) -> None:
+def test_bfloat16_moves_few_voxels(nuclei: ModelSpec) -> None:
+    """In small windows and without a warm-up: where BF16 is emulated, one window of 64^3 can take half a minute."""
     assert nuclei.sample is not None
-    crop = Volume.from_array(read(nuclei.folder / nuclei.sample.input).array()[:, :, 64:128, 64:128])
-    exact, rounded = (labels_of(made, crop) for made in (eager, segmenter(nuclei, "bf16")))
+    crop = Volume.from_array(read(nuclei.folder / nuclei.sample.input).array()[:, 8:40, 64:112, 64:112])
+    small = nuclei.model_copy(update={"input": nuclei.input.model_copy(update={"roi_size": (32, 32, 32)})})
+    exact, rounded = (labels_of(segmenter(small, name, warm=False), crop) for name in ("fp32", "bf16"))
     assert exact.max() > 5
     assert not np.array_equal(exact, rounded)
     assert difference(exact, rounded) < 5e-3
