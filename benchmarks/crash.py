@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -313,16 +313,32 @@ def make_stacks(models: Path) -> list[Stack]:
     return [Stack(shape, seed, segmenter) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
 
 
-def make_model(root: Path) -> None:
-    """A repository with one tiny model."""
-    folder = root / MODEL["name"]
+def make_model(root: Path, content: dict[str, Any] = MODEL) -> Path:
+    """A folder in `root` for the model that `content` describes, with random weights."""
+    folder = root / content["name"]
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    network = build(Architecture(**MODEL["architecture"]))
+    network = build(Architecture(**content["architecture"]))
     weights = folder / "weights.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, weights)
     stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL | {"weights": stated}), encoding="utf-8")
+    (folder / "model.yaml").write_text(yaml.safe_dump(content | {"weights": stated}), encoding="utf-8")
+    return folder
+
+
+def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, Any]]) -> None:
+    """Print, and keep where `--json` says, what `run(models, folder)` finds out in a folder that goes afterwards."""
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
+    models = options.models or folder / "models"
+    if options.models is None:
+        make_model(models)
+    figures = run(models, folder / "service")
+    shutil.rmtree(folder)
+    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -332,17 +348,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="crash-"))
-    models = options.models or folder / "models"
-    if options.models is None:
-        make_model(models)
-    figures = run(options.kills, models, folder / "service", options.seed)
-    shutil.rmtree(folder)
-    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    measure(options, lambda models, folder: run(options.kills, models, folder, options.seed))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ import argparse
 import io
 import json
 import os
-import platform
 import random
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -31,8 +28,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import tifffile
-import torch
-from crash import Server, Stack, make_model, make_stacks
+from crash import Server, Stack, make_stacks, measure
 
 PROBE = Path(__file__).with_name("probe.py")
 TIFF = {"Content-Type": "image/tiff"}
@@ -209,17 +205,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="a repository with one semantic model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="load-"))
-    models = options.models or folder / "models"
-    if options.models is None:
-        make_model(models)
-    figures = run(options.seconds, options.clients, models, folder / "service")
-    shutil.rmtree(folder)
-    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    measure(options, lambda models, folder: run(options.seconds, options.clients, models, folder))
 
 
 if __name__ == "__main__":

@@ -11,26 +11,25 @@ scores of the whole volume.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import http.client
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
 import torch
-import yaml
+from crash import make_model
 from end_to_end import ROOT, server
 from monai.inferers.utils import sliding_window_inference
-from safetensors.torch import save_file
 
-from service.networks import build, load
-from service.repository import Architecture, read_spec
+from service.networks import load
+from service.repository import read_spec
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "format": 1,
     "name": "tissue",
     "version": "1",
@@ -47,19 +46,6 @@ MODEL = {
     "decoding": {"kind": "classes"},
 }
 GIB = 2**30
-
-
-def write_model(folder: Path) -> Path:
-    """A folder of the model above."""
-    target = folder / "tissue"
-    target.mkdir()
-    torch.manual_seed(0)
-    architecture = MODEL["architecture"]
-    save_file(build(Architecture(**architecture)).state_dict(), target / "weights.safetensors")  # type: ignore[arg-type]
-    digest = hashlib.sha256((target / "weights.safetensors").read_bytes()).hexdigest()
-    content = MODEL | {"weights": {"file": "weights.safetensors", "sha256": digest}}
-    (target / "model.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return target
 
 
 def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
@@ -121,7 +107,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
-        model, stack = write_model(folder), folder / "stack.tif"
+        model, stack = make_model(folder, MODEL), folder / "stack.tif"
         write_stack(stack, tuple(options.shape))
         size = stack.stat().st_size
         print(f"stack {' x '.join(map(str, options.shape))} uint16, {size / GIB:.2f} GiB\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,9 +73,8 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     # Sums of one row of windows and the slab that leaves it, and the planes of a layer that the next one reaches: see
     # service.windows.
     (depth, height, _), (_, across, along) = grid.roi, grid.padded
-    overlapping = max((depth - (after - start) for start, after in itertools.pairwise(grid.starts[0])), default=0)
     rows = depth * height * along * (2 * len(spec.outputs) + 1)
-    layer = overlapping * across * along * (len(spec.outputs) + 1)
+    layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
     decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)
     return Estimate(

@@ -77,6 +77,12 @@ class Grid:
         z, y, x = self.starts
         return len(z) * len(y) * len(x)
 
+    @property
+    def shared_planes(self) -> int:
+        """Most planes that two layers of windows, one z start after the other, have in common."""
+        steps = (after - start for start, after in itertools.pairwise(self.starts[0]))
+        return max((self.roi[0] - step for step in steps), default=0)
+
     def positions(self) -> Iterator[Size]:
         """First voxels of the windows, z slowest."""
         return itertools.product(*self.starts)
@@ -189,8 +195,7 @@ class _Blender:
         self._grid = grid
         self._importance = importance_map(grid.roi, blending, device)
         self._row = torch.zeros((outputs + 1, *grid.roi[:2], grid.padded[2]), device=device)
-        deepest = max((grid.roi[0] - step for step in _steps(grid.starts[0])), default=0)
-        self._layer = torch.zeros((outputs + 1, deepest, *grid.padded[1:]), device=device)
+        self._layer = torch.zeros((outputs + 1, grid.shared_planes, *grid.padded[1:]), device=device)
         self._reached = 0
         self._z = self._y = -1
 
@@ -247,10 +252,6 @@ def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tenso
     """Weight of every voxel of a window, float32 [*roi], as MONAI computes it."""
     mode = BlendMode.GAUSSIAN if blending.mode == "gaussian" else BlendMode.CONSTANT
     return compute_importance_map(roi, mode=mode, sigma_scale=blending.sigma, device=device, dtype=torch.float32)
-
-
-def _steps(starts: Sequence[int]) -> list[int]:
-    return [after - start for start, after in itertools.pairwise(starts)]
 
 
 def _starts(length: int, edge: int, step: int) -> tuple[int, ...]:
