@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.errors import BadParameter
+from service.errors import BadFile, BadParameter
 from service.repository import (
     ModelSpec,
     Normalisation,
@@ -93,7 +93,8 @@ class Prepared(NamedTuple):
 def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> Prepared:
     """Normalise each channel over the whole volume, and resample it to `working_size`.
 
-    NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros.
+    NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where
+    a channel has no finite pixel, and what `working_size` does.
     """
     channels, replaced = [], 0
     for channel in volume.array():
@@ -139,9 +140,15 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
     """(Z, Y, X) of the grid that the network works on.
 
     With a `diameter`, objects of that size become as wide as the model wants them; else the volume's own grid, unless
-    the voxel sizes of both model and volume are known. Raises BadParameter where that cannot be.
+    the voxel sizes of both model and volume are known. Raises BadParameter where that cannot be, and BadFile for a
+    column of single pixels, whose windows would be padding and nothing else.
     """
     _, z, y, x = volume.shape
+    if z > 1 and y == x == 1:
+        raise BadFile(
+            f"The stack's {z} planes are single pixels, so there is nothing to segment. If its axes are other ones, say"
+            " so with axes=, slowest first."
+        )
     if diameter is not None:
         return scaled_size((z, y, x), _object_scale(volume, spec, diameter))
     if spec.input.voxel_size is None or volume.voxel_size is None:
@@ -250,15 +257,17 @@ def _rank(cumulated: NDArray[np.int64], rank: float) -> float:
 
 
 def _finite(channel: Array) -> tuple[Array, int]:
-    """The channel without NaN and infinity, and how many there were."""
+    """The channel without NaN and infinity, and how many there were; BadFile where there is nothing else."""
     if channel.dtype.kind != "f":
         return channel, 0
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(channel.sum(dtype=np.float64)):
             return channel, 0
     bad = ~np.isfinite(channel)
+    if bad.all():
+        raise BadFile("Every pixel is NaN or infinite. Export the file again, or choose another channel.")
     replaced = channel.copy()
-    replaced[bad] = channel[~bad].min() if not bad.all() else 0
+    replaced[bad] = channel[~bad].min()
     return replaced, int(bad.sum())
 
 

@@ -369,6 +369,23 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
         np.testing.assert_array_equal(pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
 
 
+@pytest.mark.parametrize(
+    ("compression", "count", "complaint"), [("zlib", 0, "no bytes"), (None, 2**32 - 16, "cut short")]
+)
+def test_a_strip_must_take_as_many_bytes_as_the_file_can_hold(
+    tmp_path: Path, compression: str | None, count: int, complaint: str
+) -> None:
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(
+        path, np.ones((9, 11), np.uint16), compression=compression, metadata=None, photometric="minisblack"
+    )
+    with tifffile.TiffFile(path, mode="r+") as written:
+        written.pages.first.tags["StripByteCounts"].overwrite(count)
+
+    with pytest.raises(BadFile, match=complaint):
+        tiff.inspect(path, Selection(), LIMIT)
+
+
 def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
     path = tmp_path / "mixed.tif"
     description = "ImageJ=1.54f\nimages=2\nslices=2\n"

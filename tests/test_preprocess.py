@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from service.errors import BadParameter
+from service.errors import BadFile, BadParameter
 from service.preprocess import FARTHEST, normalise, on_grid, percentiles, prepare, resampled_size, working_size
 from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 from service.volume import Diameter, Segmentation, Volume, VoxelSize
@@ -119,10 +119,17 @@ def test_nan_and_infinity_count_as_the_lowest_finite_value(bands):
     assert got.notes == ("4 NaN or infinite pixels were taken for the lowest finite intensity.",)
 
 
-def test_a_volume_of_nan_becomes_zeros(bands):
-    spec = spec_of(bands, normalisation=PERCENTILE)
-    got = prepare(Volume.from_array(np.full((1, 2, 3, 4), np.nan, np.float32)), spec)
-    assert not got.image.tensor().any()
+def test_a_channel_of_nothing_but_nan_is_refused(bands):
+    pixels = np.ones((2, 2, 3, 4), np.float32)
+    pixels[1] = np.nan
+    with pytest.raises(BadFile, match="Every pixel is NaN"):
+        prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
+
+
+def test_a_column_of_single_pixels_is_no_stack(bands):
+    with pytest.raises(BadFile, match=r"40 planes are single pixels.*axes="):
+        prepare(Volume.from_array(np.ones((1, 40, 1, 1), np.uint8)), bands)
+    assert prepare(Volume.from_array(np.ones((1, 1, 1, 1), np.uint8)), bands).image.shape == (1, 1, 1, 1, 1)
 
 
 def test_channels_are_normalised_each_on_its_own(bands):

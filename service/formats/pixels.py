@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tifffile import TiffFile
+from tifffile import TiffFile, TiffPage
 
 from service.errors import BadFile, TooLarge
 from service.formats.axes import Layout, Part
@@ -27,6 +27,8 @@ from service.volume import Array, Volume, VoxelSize
 
 Shape4 = tuple[int, int, int, int]
 Store = Callable[[int, int, Array], None]
+
+_STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,24 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
 
 
 def _check_page(image: StoredImage, page: Page, index: int, structure: Structure) -> None:
+    if page is image.page and 0 in _stated_lengths(page):
+        raise BadFile(f"Plane {index} is said to take no bytes in the file. Export the file again.")
     if image.page.is_contiguous:
         if not page.dataoffsets:
             raise BadFile(f"Plane {index} has no pixels in the file.")
-        _check_inside(page.dataoffsets[0] + image.page.nbytes, structure, index)
+        stated = max(page.databytecounts[:1], default=0) if len(page.dataoffsets) == 1 else 0
+        _check_inside(page.dataoffsets[0] + max(image.page.nbytes, stated), structure, index)
         return
     segments = math.prod(image.page.chunked)
     if min(len(page.dataoffsets), len(page.databytecounts)) < segments or 0 in page.dataoffsets[:segments]:
         raise BadFile(f"Plane {index} lacks some of its {segments} strips or tiles. Export the file again.")
     _check_inside(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
+
+
+def _stated_lengths(page: TiffPage) -> tuple[int, ...]:
+    """Bytes of each strip or tile, as the tag has them: tifffile takes 0 for all that follows in the file."""
+    tag = page.tags.get(_STRIP_BYTE_COUNTS) or page.tags.get(_TILE_BYTE_COUNTS)
+    return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
 
 
 def _check_inside(end: int, structure: Structure, index: int) -> None:
