@@ -18,9 +18,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from service import errors
@@ -61,6 +63,8 @@ STATUS: dict[type[errors.StackSegError], int] = {
 }
 
 PROBLEM_TYPE = "application/problem+json"
+
+_ENDPOINTS = (segment, jobs, inspect, models, health, gpu)
 
 Handler = Callable[[Request, Exception], Response]
 
@@ -108,7 +112,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.runtime = Runtime(settings)
     app.state.spool = Spool(settings)
-    for module in (segment, jobs, inspect, models, health, gpu):
+    for module in _ENDPOINTS:
         app.include_router(module.router)
     app.add_api_route("/", lambda: RedirectResponse("/docs"), include_in_schema=False)
     app.add_exception_handler(errors.StackSegError, _answer_error)
@@ -239,7 +243,16 @@ def _answer_http(request: Request, error: Exception) -> Response:
     answer = problem(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         answer.headers.update(error.headers)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _methods(request)):
+        answer.headers["Allow"] = ", ".join(sorted(methods))
     return answer
+
+
+def _methods(request: Request) -> set[str]:
+    """Those of all our routes at the request's path; the framework names those of the first alone."""
+    routes = [route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)]
+    here = (route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return set().union(*here)
 
 
 def _answer_unexpected(request: Request, _error: Exception) -> Response:

@@ -152,6 +152,7 @@ def test_wrong_path_and_method_are_problem_documents(service: Service) -> None:
     assert (missing.status_code, missing.json()["type"]) == (404, "urn:stackseg:problem:not-found")
     assert (wrong.status_code, wrong.json()["type"]) == (405, "urn:stackseg:problem:method-not-allowed")
     assert wrong.headers["allow"] == "POST"
+    assert service.client.put("/jobs").headers["allow"] == "GET, POST"
 
 
 def test_one_line_in_the_log_per_request(service: Service, caplog: pytest.LogCaptureFixture) -> None:
