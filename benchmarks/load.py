@@ -3,7 +3,8 @@
 Clients post stacks small and large, wait or come back for their answers, cancel, hang up while they send and while they
 wait, and post what is no stack. Every label volume must be the one that the model gives for this stack alone in this
 process, voxel by voxel; nothing may be answered with 500; in the end no file may be left. Meanwhile another process
-asks /health/live. Memory is that of the server and its child processes, after a quarter of the time and at the end.
+asks /health/live. Memory is that of the server and its child processes, after the first minute (or a quarter of the
+time where that is shorter), every minute, and at the end.
 Raises AssertionError where something is wrong. Without --models a tiny model with random weights is made.
 """
 
@@ -152,16 +153,15 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     server.start()
     http = server.client()
     assert http is not None
-    address, memory = str(http.base_url), list[int]()
-    quarter = threading.Timer(seconds / 4, lambda: memory.append(resident(server.pid)))
-    quarter.start()
+    address = str(http.base_url)
+    memory = Memory(server.pid, min(seconds / 4, 60.0))
     command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
     with closing(http), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
         end = time.monotonic() + seconds
         with ThreadPoolExecutor(clients) as pool:
             users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
         told = sum((user.result() for user in users), Counter[str]())
-        memory.append(resident(server.pid))
+        memory.stop()
         assert probe.stdout is not None
         health = json.loads(probe.stdout.read())
         wait_idle(http)
@@ -177,8 +177,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         "clients": clients,
         "happened": dict(sorted(told.items())),
         "health_live_milliseconds": health,
-        "memory_bytes": {"after_a_quarter": memory[0], "at_the_end": memory[1]},
-        "memory_growth": round(memory[1] / memory[0] - 1, 3),
+        "memory_bytes": memory.samples,
+        "memory_growth": round(memory.samples[-1] / memory.samples[0] - 1, 3),
     }
 
 
@@ -189,6 +189,26 @@ def wait_idle(http: httpx2.Client) -> None:
         assert time.monotonic() < deadline, "the queue does not empty"
         time.sleep(0.1)
     time.sleep(2)
+
+
+class Memory(threading.Thread):
+    """Notes what a process and its children take, every so many seconds and when it is stopped."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[int] = []
+        self._pid, self._seconds = pid, seconds
+        self._stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._seconds):
+            self.samples.append(resident(self._pid))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+        self.samples.append(resident(self._pid))
 
 
 def resident(pid: int) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
+from service.errors import BadParameter
 from service.metrics import Stages
 from service.repository import ModelSpec
 from service.runtime import Runtime
-from service.schemas import Query
+from service.schemas import Query, Saved
 from service.segmenter import Result
 from service.store import Outcome
 from service.volume import Segmentation, Volume
@@ -22,6 +23,19 @@ from service.volume import Segmentation, Volume
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
 ARCHIVE = "labels.zip"
+RECEIPT = "saved.json"
+
+# What the name of a file that is written on the host ends with, by the media type of the answer.
+SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
+
+
+class Arrival(NamedTuple):
+    """A request whose file is there. `folder` is its own, to work in; `source` lies in it unless it was named."""
+
+    query: Query
+    source: Path
+    folder: Path
+    caller: str | None = None
 
 
 class Answer(NamedTuple):
@@ -33,27 +47,71 @@ class Answer(NamedTuple):
     seconds: dict[str, float]
 
 
-def write_answer(runtime: Runtime, query: Query, source: Path, volume: Volume, segmentation: Segmentation) -> Answer:
-    """Write what the query asks for beside `source`, the uploaded file. Raises what reading and writing raise.
+def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Result) -> Answer:
+    """Write what the query asks for, into the request's folder or where it says. Raises what reading and writing raise.
 
     Every channel of the file is measured, also where one of them was segmented.
     """
-    folder, stages = source.parent, Stages()
+    query, place = arrival.query, arrival.query.output_to
+    answer = _write(runtime, arrival, volume, result.segmentation)
+    if place is None:
+        return answer
+    stages = Stages()
+    with stages.measure("save"):
+        ticket = arrival.folder.name
+        runtime.references.put(answer.path, place, arrival.caller, ticket, overwrite=bool(query.overwrite))
+    receipt = Saved(
+        output=place,
+        media_type=answer.media_type,
+        bytes=answer.path.stat().st_size,
+        model=runtime.segmenter(query.model).spec.identifier,
+        objects=result.segmentation.count,
+    )
+    answer.path.unlink()
+    path = arrival.folder / RECEIPT
+    path.write_text(receipt.model_dump_json(), encoding="utf-8")
+    return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
+
+
+def settle(runtime: Runtime, arrival: Arrival) -> None:
+    """The answer of `write_answer` is on its way to the caller, or on record."""
+    if arrival.query.output_to is not None:
+        runtime.references.settle(arrival.query.output_to, arrival.caller, arrival.folder.name)
+
+
+def check_places(runtime: Runtime, query: Query, caller: str | None) -> None:
+    """Whether what the request names on the host can be used by this caller. Raises BadParameter, OutputExists."""
+    if query.output_to is None and query.overwrite is not None:
+        raise BadParameter("overwrite: it goes with output_to, which is not given.")
+    if query.output_to is not None:
+        suffixes = SUFFIXES[_MEDIA_TYPES[query.measurements]]
+        if not query.output_to.lower().endswith(suffixes):
+            raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
+    runtime.references.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
+
+
+_MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
+
+
+def _write(runtime: Runtime, arrival: Arrival, volume: Volume, segmentation: Segmentation) -> Answer:
+    query, folder, stages = arrival.query, arrival.folder, Stages()
     labels, table = folder / LABELS, folder / MEASUREMENTS
+    media_type = _MEDIA_TYPES[query.measurements]
     if query.measurements is not None:
         with stages.measure("measure"):
             if query.channel is not None:
-                volume = runtime.read(source, replace(query.selection, channel=None), folder)
+                every, shared = replace(query.selection, channel=None), query.input is not None
+                volume = runtime.read(arrival.source, every, folder, shared=shared)
             runtime.measure(segmentation, volume, table)
     if query.measurements == "csv":
-        return Answer(table, "text/csv", f"_{MEASUREMENTS}", stages.seconds)
+        return Answer(table, media_type, f"_{MEASUREMENTS}", stages.seconds)
     with stages.measure("write"):
         runtime.write(segmentation, labels)
         if query.measurements == "zip":
             _pack(folder / ARCHIVE, (labels, table))
     if query.measurements == "zip":
-        return Answer(folder / ARCHIVE, "application/zip", "_labels.zip", stages.seconds)
-    return Answer(labels, "image/tiff", f"_{segmentation.kind}.ome.tif", stages.seconds)
+        return Answer(folder / ARCHIVE, media_type, "_labels.zip", stages.seconds)
+    return Answer(labels, media_type, f"_{segmentation.kind}.ome.tif", stages.seconds)
 
 
 def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> Outcome:

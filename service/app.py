@@ -52,6 +52,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.RateLimited: 429,
     errors.UnknownJob: 404,
     errors.NotFinished: 409,
+    errors.OutputExists: 409,
     errors.ResultGone: 410,
     errors.CapacityError: 503,
     errors.OutOfMemory: 507,

@@ -29,6 +29,8 @@ Overlap = Annotated[float, Field(ge=0, lt=1)]
 KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+# The first part of a place such as scans/2026/stack.tif.
+RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
@@ -112,6 +114,31 @@ class Limits(_Section):
     waiting: NonNegativeInt = 16
     read_seconds: PositiveFloat = 60.0
     request_seconds: PositiveFloat = 3600.0
+
+
+class Root(_Section):
+    """A folder of this host, and the names of the API keys that may use it (none: every caller may)."""
+
+    folder: Path
+    keys: tuple[KeyName, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_alone(cls, given: Any) -> Any:
+        return {"folder": given} if isinstance(given, str | Path) else given
+
+
+class References(_Section):
+    """Folders of this host below which requests may name files instead of sending and receiving them; none: off.
+
+    inputs         name -> folder, or folder and keys, that `input=NAME/...` reads from
+    outputs        the same that `output_to=NAME/...` writes to
+    decoded_bytes  of the pixels that are read from such a file; None: limits.decoded_bytes
+    """
+
+    inputs: dict[RootName, Root] = {}
+    outputs: dict[RootName, Root] = {}
+    decoded_bytes: PositiveInt | None = None
 
 
 class Jobs(_Section):
@@ -198,6 +225,7 @@ class Settings(_Section):
     engine: Engine = Engine()
     windows: Windows = Windows()
     limits: Limits = Limits()
+    references: References = References()
     jobs: Jobs = Jobs()
     server: Server = Server()
     access: Access = Access()
@@ -211,6 +239,14 @@ class Settings(_Section):
             raise ValueError("windows.sw_batch_size exceeds limits.sw_batch_size")
         if self.windows.overlap > self.limits.overlap:
             raise ValueError("windows.overlap exceeds limits.overlap")
+        return self
+
+    @model_validator(mode="after")
+    def _roots_have_known_keys(self) -> Self:
+        for roots in (self.references.inputs, self.references.outputs):
+            for name, root in roots.items():
+                if unknown := sorted(set(root.keys) - self.access.keys.keys()):
+                    raise ValueError(f"references: {name} is for the key {unknown[0]}, which is not in access.keys")
         return self
 
 

@@ -7,6 +7,7 @@ StackSegError
 |   |-- BadParameter        a parameter out of range, or at odds with the file or the model
 |   |-- UnsupportedMedia    not a TIFF at all
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
+|   |-- OutputExists        a file that was named for the result is there already
 |   |-- UnknownModel        no model of that name
 |   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
 |   |-- Misdirected         meant for a host that this service is not
@@ -78,6 +79,12 @@ class TooLarge(RequestError):
     """The upload or the decoded volume exceeds what the operator allows."""
 
     slug = "too-large"
+
+
+class OutputExists(RequestError):
+    """The file that was named for the result exists, and the request does not say that it may be replaced."""
+
+    slug = "output-exists"
 
 
 class UnknownModel(RequestError):

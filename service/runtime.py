@@ -27,6 +27,7 @@ from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job, JobQueue
 from service.metrics import Metrics
+from service.references import References
 from service.repository import ModelSpec
 from service.segmenter import Result, Segmenter
 from service.store import Outcome
@@ -69,6 +70,7 @@ class Runtime:
     def __init__(self, settings: Settings, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter) -> None:
         hardware.choose_device(settings.device.name)
         self.settings = settings
+        self.references = References(settings.references)
         self.metrics = Metrics()
         self.queue = JobQueue(settings.limits.waiting)
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
@@ -105,6 +107,7 @@ class Runtime:
             memory_bytes=READER_BYTES,
             seconds=self.settings.limits.read_seconds,
             decoded_bytes=self.settings.limits.decoded_bytes,
+            shared_bytes=self.settings.references.decoded_bytes,
             processes=READERS,
         )
         self._show_gauges()
@@ -198,13 +201,13 @@ class Runtime:
             raise NotReady(f"The model {model.name} is still being loaded; try again in a few seconds.")
         return model.segmenter
 
-    def inspect(self, path: Path, selection: Selection) -> Description:
+    def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
-        return self._reader.inspect(path, selection)
+        return self._reader.inspect(path, selection, shared=shared)
 
-    def read(self, path: Path, selection: Selection, scratch: Path) -> Volume:
+    def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
-        return self._reader.read(path, selection, scratch)
+        return self._reader.read(path, selection, scratch, shared=shared)
 
     def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
         """Let the worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""

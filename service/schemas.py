@@ -86,6 +86,27 @@ class Query(BaseModel):
         Field(description="csv: a table of the objects instead of the labels; zip: both files in an archive."),
     ] = None
 
+    input: Annotated[
+        str | None,
+        Field(
+            max_length=1024,
+            description="A file of the service's host instead of a body: a folder that the operator has named, and the "
+            "way from there.",
+            examples=["scans/2026/stack.tif"],
+        ),
+    ] = None
+    output_to: Annotated[
+        str | None,
+        Field(
+            max_length=1024,
+            description="Where on the service's host the result goes; the answer then only says what was written.",
+            examples=["results/2026/stack_labels.tif"],
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None, Field(description="With output_to: whether a file that is there already is replaced.")
+    ] = None
+
     @model_validator(mode="before")
     @classmethod
     def _without_blanks(cls, given: Any) -> Any:
@@ -150,6 +171,16 @@ class Inspection(BaseModel):
     normalisation: dict[str, Any]
     estimate: Estimate | None
     problem: str | None
+
+
+class Saved(BaseModel):
+    """What was written on the service's host. `output` is the `output_to` of the request."""
+
+    output: str
+    media_type: str
+    bytes: int
+    model: str
+    objects: int | None
 
 
 class JobProgress(BaseModel):

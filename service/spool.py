@@ -6,12 +6,14 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from service.answers import outcome_of, write_answer
+from service.answers import Arrival, outcome_of, settle, write_answer
 from service.config import Settings
 from service.errors import Cancelled, DeviceLost, NotFinished, ResultGone, StackSegError
 from service.jobs import Job, Progress
@@ -19,7 +21,7 @@ from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage
 from service.schemas import Query
 from service.segmenter import Result
-from service.store import JobStore, Order, Outcome, Record
+from service.store import INPUT, JobStore, Order, Outcome, Record
 from service.volume import Volume
 
 WRITERS = 2
@@ -46,8 +48,8 @@ class View(NamedTuple):
 class _Live:
     """A job that is not over, in this process. `folder` holds its decoded pixels."""
 
-    def __init__(self, number: str, order: Order) -> None:
-        self.id, self.order = number, order
+    def __init__(self, number: str, order: Order, owner: str | None) -> None:
+        self.id, self.order, self.owner = number, order, owner
         self.query = Query.model_validate(order.parameters)
         self.stages = Stages()
         self.stages.add("receive", order.receive_seconds)
@@ -83,7 +85,7 @@ class Spool:
             self._store = self._open(runtime.root / "jobs")
         for record in self._store.recover():
             log.info("job %s of an earlier process runs again", record.id)
-            live = self._prepare(record.id, record.order)
+            live = self._prepare(record.id, record.order, record.owner)
             runtime.queue.put(live.job)
             self._read_ahead(live)
         self._expiry.start()
@@ -110,22 +112,25 @@ class Spool:
         """A new folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""
         return self._store.make_incoming()
 
-    def submit(self, upload: Path, name: str, query: Query, owner: str | None, receive_seconds: float) -> View:
-        """Accept a file that arrived in a folder of `make_incoming`; when this returns, the job outlives the process.
+    def submit(self, arrival: Arrival, name: str, receive_seconds: float) -> View:
+        """Accept a request in a folder of `make_incoming`; when this returns, the job outlives the process.
 
-        What can be known to be wrong without decoding a pixel is refused at once. Raises what `Runtime.inspect` and
-        `Segmenter.estimate` raise, QueueFull, NotReady and OutOfStorage.
+        The folder holds the file that arrived, as INPUT, or an empty one where the query names a file of the host: that
+        is looked at now, and read when its turn comes. What can be known to be wrong without decoding a pixel is
+        refused at once. Raises what `Runtime.inspect` and `Segmenter.estimate` raise, QueueFull, NotReady and
+        OutOfStorage.
         """
+        query, owner = arrival.query, arrival.caller
         segmenter = self._runtime.segmenter(query.model)
-        file = self._runtime.inspect(upload, query.selection)
+        file = self._runtime.inspect(arrival.source, query.selection, shared=query.input is not None)
         windows = segmenter.estimate(file, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         order = Order(segmenter.spec.name, parameters, name, windows, receive_seconds)
-        live = self._prepare(upload.parent.name, order)
+        live = self._prepare(arrival.folder.name, order, owner)
         try:
             self._runtime.queue.offer(live.job)
             with storage():
-                self._store.accept(upload, owner, order)
+                self._store.accept(arrival.folder / INPUT, owner, order)
         except BaseException:
             live.job.cancel()
             raise
@@ -188,8 +193,8 @@ class Spool:
         progress = job.progress if job.progress.total else Progress(0, record.order.windows)
         return View(record, progress, queue.position(job), queue.seconds_left(job), dict(live.stages.seconds))
 
-    def _prepare(self, number: str, order: Order) -> _Live:
-        live = _Live(number, order)
+    def _prepare(self, number: str, order: Order, owner: str | None) -> _Live:
+        live = _Live(number, order, owner)
         live.job = Job(order.model, partial(self._segment, live), windows=order.windows, ready=False)
         with self._lock:
             self._live[live.id] = live
@@ -205,7 +210,18 @@ class Spool:
             raise Cancelled("given up before it was read")
         with storage(), live.stages.measure("read"):
             live.folder = self._runtime.make_folder()
-            live.volume = self._runtime.read(self._store.input(live.id), live.query.selection, live.folder)
+            shared = live.query.input is not None
+            with self._source(live) as source:
+                live.volume = self._runtime.read(source, live.query.selection, live.folder, shared=shared)
+
+    @contextmanager
+    def _source(self, live: _Live) -> Iterator[Path]:
+        """The file of a job, the one in its folder or the one that it names."""
+        if live.query.input is None:
+            yield self._store.input(live.id)
+            return
+        with self._runtime.references.open_input(live.query.input, live.owner) as source:
+            yield source.path
 
     def _was_read(self, live: _Live, reading: Future[None]) -> None:
         error = reading.exception()
@@ -242,12 +258,16 @@ class Spool:
         assert live.volume is not None  # noqa: S101 - it was segmented
         spec = self._runtime.segmenter(live.order.model).spec
         live.stages.update(result.seconds)
-        with storage():
-            source = self._store.input(live.id)
-            answer = write_answer(self._runtime, live.query, source, live.volume, result.segmentation)
+        own = self._store.input(live.id)
+        # What the host's file was is not asked again, unless more of it is measured.
+        with storage(), self._source(live) if live.query.measurements else nullcontext(own) as source:
+            arrival = Arrival(live.query, source, own.parent, live.owner)
+            answer = write_answer(self._runtime, arrival, live.volume, result)
             live.stages.update(answer.seconds)
             outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
-            if not self._store.finish(live.id, answer.path, outcome):
+            finished = self._store.finish(live.id, answer.path, outcome)
+            settle(self._runtime, arrival)
+            if not finished:
                 return
         count, seconds = result.segmentation.count, live.stages.seconds
         self._runtime.metrics.count_segmentation(spec.name, live.volume.voxels, count, seconds)

@@ -77,6 +77,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "interrupted",
         "result-gone",
         "not-finished",
+        "output-exists",
         "configuration",
         "cancelled",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -60,9 +61,12 @@ def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarra
     for selection in (Selection(), Selection(channel=1, voxel_size=VoxelSize(3, 2, 1)), Selection(axes="ZCYX")):
         here, there = tiff.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
         assert reader.inspect(path, selection) == tiff.inspect(path, selection, LIMIT)
-        for field in ("shape", "dtype", "voxel_size", "channels"):
-            assert getattr(there, field) == getattr(here, field)
-        np.testing.assert_array_equal(there.array(), here.array())
+        shared = reader.read(path, selection, tmp_path, shared=True)
+        for volume in (there, shared):
+            for field in ("shape", "dtype", "voxel_size", "channels"):
+                assert getattr(volume, field) == getattr(here, field)
+            np.testing.assert_array_equal(volume.array(), here.array())
+            np.testing.assert_array_equal(volume.read(1, 2), here.read(1, 2))
 
 
 def test_the_volume_outlives_a_deleted_folder(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
@@ -73,6 +77,37 @@ def test_the_volume_outlives_a_deleted_folder(reader: Reader, tmp_path: Path, st
         entry.unlink()
 
     np.testing.assert_array_equal(volume.array(), stack)
+
+
+def test_colour_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None:
+    path, pixels = tmp_path / "colour.tif", np.random.default_rng(0).integers(0, 255, (5, 20, 30, 3), np.uint8)
+    tifffile.imwrite(path, pixels, photometric="rgb", metadata={"axes": "ZYXS"})
+    for channel in (None, 1):
+        selection = Selection(channel=channel, axes="ZYXS")
+        volume = reader.read(path, selection, tmp_path, shared=True)
+        np.testing.assert_array_equal(volume.array(), tiff.read(path, selection, LIMIT).array())
+
+
+def test_shared_file_that_becomes_shorter_is_an_error_and_not_the_end(
+    reader: Reader, tmp_path: Path, stack: np.ndarray
+) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    volume = reader.read(path, Selection(channel=0), tmp_path, shared=True)
+    os.truncate(path, path.stat().st_size * 2 // 5)
+    volume.read(0, 1)
+    with pytest.raises(BadFile, match="shorter"):
+        volume.read(0, 6)
+
+
+def test_shared_files_have_a_limit_of_their_own(tmp_path: Path, stack: np.ndarray) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    limits = {"decoded_bytes": stack.nbytes - 1, "shared_bytes": stack.nbytes}
+    with Reader(memory_bytes=2**29, seconds=10, processes=1, **limits) as reader:
+        assert reader.inspect(path, Selection(), shared=True).shape == stack.shape
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path, shared=True).array(), stack)
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
+            with pytest.raises(TooLarge):
+                call(path, Selection())
 
 
 def test_errors_keep_their_kind_and_their_words(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
@@ -248,8 +283,9 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "path": str(path),
         "scratch": str(tmp_path),
         "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
+        "limit_bytes": LIMIT,
     }
-    good = child.answer(request, LIMIT)["result"]
+    good = child.answer(request)["result"]
 
     class Lying(Reader):
         def _ask(self, *_: object) -> dict[str, Any]:
@@ -257,14 +293,16 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
 
     for lie in (
         {"offset": 10**6},
+        {"offset": -8},
         {"shape": [2, 6, 4000, 50]},
         {"shape": [10**6] * 4, "strides": [0] * 4},
         {"dtype": "|O"},
     ):
         reader = Lying(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0)
         reader.lie = good | lie
-        with pytest.raises(BadFile):
-            reader.read(path, Selection(), tmp_path)
+        for shared in (False, True):
+            with pytest.raises(BadFile):
+                reader.read(path, Selection(), tmp_path, shared=shared)
 
 
 HOSTILE = json.loads((DATA / "manifest.json").read_text(encoding="utf-8")) if DATA.is_dir() else []

@@ -331,3 +331,39 @@ def test_documented_headers_and_members_are_those_that_come(service: Service) ->
         if path.startswith("/jobs/"):
             for operation in methods.values():
                 assert {"404", "409", "410"} <= operation["responses"].keys()
+
+
+def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
+    for name in ("scans", "results"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "scans" / "stack.tif").write_bytes(STACK)
+    references = {"inputs": {"scans": str(tmp_path / "scans")}, "outputs": {"results": str(tmp_path / "results")}}
+    places = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
+    with start(bands_repository, tmp_path, references=references) as service:
+        service.fake.gate.clear()
+        job = service.submit(b"", **places)
+        assert job["parameters"] == places
+        assert job["name"] == "stack.tif"
+        service.wait(job, "running")
+    with start(bands_repository, tmp_path, references=references) as service:
+        assert service.wait(job, "done", "failed")["state"] == "done"
+        told = service.result(job)
+        assert told.headers["content-type"] == "application/json"
+        assert told.json()["output"] == "results/labels.tif"
+        assert np.array_equal(tifffile.imread(tmp_path / "results" / "labels.tif"), np.ones((3, 8, 8)))
+        assert [path.name for path in (tmp_path / "results").iterdir()] == ["labels.tif"]
+
+
+def test_job_whose_file_of_the_host_is_gone_fails_with_the_reason(bands_repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    stack = tmp_path / "scans" / "stack.tif"
+    stack.write_bytes(STACK)
+    references = {"inputs": {"scans": str(tmp_path / "scans")}}
+    with start(bands_repository, tmp_path, references=references) as service:
+        service.fake.gate.clear()
+        job = service.submit(b"", input="scans/stack.tif")
+        service.wait(job, "running")
+    stack.unlink()
+    with start(bands_repository, tmp_path, references=references) as service:
+        failed = service.wait(job, "done", "failed")
+        assert failed["problem"]["detail"] == "input: scans/stack.tif is not there."

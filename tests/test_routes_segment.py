@@ -29,10 +29,9 @@ TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
 
-def start(folder: Path, scratch: Path, **limits: Any) -> TestClient:
-    settings = Settings.model_validate(
-        {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0} | limits}
-    )
+def start(folder: Path, scratch: Path, references: dict[str, Any] | None = None, **limits: Any) -> TestClient:
+    chosen = {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "references": references or {}}
+    settings = Settings.model_validate(chosen | {"limits": {"cache_bytes": 0} | limits})
     app = create_app(settings)
     app.state.runtime = Runtime(settings, FakeSegmenter)
     return TestClient(app)
@@ -217,6 +216,93 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
             thread.join(20)
         assert [answer.status_code for answer in answers] == [503, 503]
         assert {answer.json()["type"] for answer in answers} == {"urn:stackseg:problem:not-ready"}
+
+
+@pytest.fixture(scope="module")
+def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, Path]]:
+    """A service that may read `scans/stack.tif` and write below `results`, and the folder that holds both."""
+    folder = tmp_path_factory.mktemp("host")
+    for name in ("scans", "results", "scratch"):
+        (folder / name).mkdir()
+    (folder / "scans" / "stack.tif").write_bytes(STACK)
+    roots = {"inputs": {"scans": str(folder / "scans")}, "outputs": {"results": str(folder / "results")}}
+    with start(bands_repository, folder / "scratch", roots, cache_bytes=10**6, upload_bytes=10) as client:
+        until(lambda: runtime_of(client).obstacles() == ())
+        yield client, folder
+
+
+def test_file_of_the_host_is_segmented_without_being_sent(host: tuple[TestClient, Path]) -> None:
+    client, _ = host
+    response = client.post("/segment?input=scans/stack.tif")
+    assert response.status_code == 200, response.text
+    assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+    assert 'filename="stack_classes.ome.tif"' in response.headers["content-disposition"]
+    assert "x-cache" not in response.headers
+    assert client.post("/inspect?input=scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
+    assert list(runtime_of(client).scratch.iterdir()) == []
+
+
+def test_form_without_a_file_may_name_one(host: tuple[TestClient, Path]) -> None:
+    client, _ = host
+    response = client.post("/segment", data={"input": "scans/stack.tif"}, files={"overlap": (None, "0.5")})
+    assert response.status_code == 200, response.text
+
+
+def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestClient, Path]) -> None:
+    client, folder = host
+    url = "/segment?input=scans/stack.tif&output_to=results/labels.tif"
+    response = client.post(url)
+    written = folder / "results" / "labels.tif"
+    assert response.json() == {
+        "output": "results/labels.tif",
+        "media_type": "image/tiff",
+        "bytes": written.stat().st_size,
+        "model": "bands/1",
+        "objects": None,
+    }
+    assert np.array_equal(tifffile.imread(written), np.ones((3, 8, 8)))
+    assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
+    again = client.post(url)
+    assert (again.status_code, again.json()["type"]) == (409, "urn:stackseg:problem:output-exists")
+    assert client.post(url + "&overwrite=true").status_code == 200
+    assert [path.name for path in (folder / "results").iterdir()] == ["labels.tif"]
+    assert list(runtime_of(client).scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "word"),
+    [
+        ("", b"", "no file"),
+        ("input=scans/stack.tif", b"II*", "leave one of them out"),
+        ("input=secrets/stack.tif", b"", "scans"),
+        ("input=scans/other.tif", b"", "not there"),
+        ("input=scans/stack.tif&output_to=results/labels.png", b"", "tif"),
+        ("input=scans/stack.tif&output_to=results/no/labels.tif", b"", "make it first"),
+        ("input=scans/stack.tif&overwrite=true", b"", "output_to"),
+    ],
+)
+def test_reference_that_cannot_be_used_is_refused(
+    host: tuple[TestClient, Path], query: str, body: bytes, word: str
+) -> None:
+    client, folder = host
+    for endpoint in ("/segment", "/jobs", "/inspect"):
+        response = client.post(f"{endpoint}?{query}", content=body, headers=TIFF)
+        assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
+        assert word in response.json()["detail"]
+        assert str(folder) not in response.text
+    assert list(runtime_of(client).scratch.iterdir()) == []
+
+
+def test_file_of_the_host_that_is_no_stack_is_refused(host: tuple[TestClient, Path]) -> None:
+    client, folder = host
+    (folder / "scans" / "notes.txt").write_text("nothing to see")
+    response = client.post("/segment?input=scans/notes.txt")
+    assert (response.status_code, response.json()["type"]) == (415, "urn:stackseg:problem:unsupported-media")
+
+
+def test_without_folders_no_file_of_the_host_is_read(client: TestClient) -> None:
+    response = client.post("/segment?input=scans/stack.tif")
+    assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
 
 
 def outcome(**facts: Any) -> Outcome:

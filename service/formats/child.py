@@ -24,11 +24,11 @@ def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
     return None if sizes is None else VoxelSize(**sizes)
 
 
-def answer(request: dict[str, Any], limit_bytes: int) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What a child does with one request; only errors that a file or a folder may cause are caught."""
     stated = request["selection"]
     selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
-    path = Path(request["path"])
+    path, limit_bytes = Path(request["path"]), request["limit_bytes"]
     try:
         if request["call"] == "inspect":
             return {"result": asdict(tiff.inspect(path, selection, limit_bytes))}
@@ -58,7 +58,7 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
     replies.flush()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-        replies.write(json.dumps(answer(json.loads(line), decoded_bytes)).encode() + b"\n")
+        replies.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
         replies.flush()
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,6 +61,46 @@ class Placement:
             return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
 
         return Volume(self.shape, native, read, voxel_size, channels)
+
+    def stream(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Read slabs of the file when they are asked for, into memory of their own.
+
+        Reading raises BadFile where the file has become shorter. Raises ValueError where the placement reaches beyond
+        the file.
+        """
+        stored = np.dtype(self.dtype)
+        native = stored.newbyteorder("=")
+        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > path.stat().st_size:
+            raise ValueError("the pixels lie outside of the file")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        plainly = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
+
+        def read(z0: int, z1: int) -> Array:
+            slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), native)
+            block = np.empty(0 if plainly else self._extent(2), np.uint8)
+            for channel, z in np.ndindex(slab.shape[:2]):
+                start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
+                _read_all(file, slab[channel, z] if plainly else block, start)
+                if not plainly:
+                    slab[channel, z] = np.ndarray(self.shape[2:], stored, block, 0, self.strides[2:])
+            return slab
+
+        weakref.finalize(read, os.close, file)
+        return Volume(self.shape, native, read, voxel_size, channels)
+
+    def _extent(self, axis: int) -> int:
+        """Bytes from the first to the end of the last pixel, over the axes from this one on."""
+        edges = zip(self.shape[axis:], self.strides[axis:], strict=True)
+        return sum((edge - 1) * step for edge, step in edges) + np.dtype(self.dtype).itemsize
+
+
+def _read_all(file: int, into: Array, offset: int) -> None:
+    rest = memoryview(into.data).cast("B")
+    while rest:
+        count = os.preadv(file, [rest], offset)
+        if not count:
+            raise BadFile("The file became shorter while it was read; send the request again once it is complete.")
+        rest, offset = rest[count:], offset + count
 
 
 def delivered_dtype(image: StoredImage) -> np.dtype[Any]:

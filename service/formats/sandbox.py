@@ -51,36 +51,49 @@ class Reader:
     Args:
         memory_bytes: what a child may use for one file, beyond what it takes when idle
         seconds: how long it may take for one file
-        decoded_bytes: largest selection that is read
+        decoded_bytes: largest selection that is read from an upload
+        shared_bytes: largest selection that is read from a shared file; None: the same
         processes: how many files are read at the same time; further callers wait
     """
 
-    def __init__(self, *, memory_bytes: int, seconds: float, decoded_bytes: int, processes: int = 2) -> None:
-        self._decoded_bytes = decoded_bytes
-        self._children = [_Child(memory_bytes, decoded_bytes, seconds) for _ in range(processes)]
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        seconds: float,
+        decoded_bytes: int,
+        shared_bytes: int | None = None,
+        processes: int = 2,
+    ) -> None:
+        self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
+        most = max(self._decoded_bytes, self._shared_bytes)
+        self._children = [_Child(memory_bytes, most, seconds) for _ in range(processes)]
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for process in self._children:
             self._idle.put(process)
 
-    def inspect(self, path: Path, selection: Selection) -> Description:
+    def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
-        return _description(self._ask("inspect", path, selection))
+        return _description(self._ask("inspect", path, selection, self._limit(shared=shared)))
 
-    def read(self, path: Path, selection: Selection, scratch: Path) -> Volume:
+    def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """As `service.formats.tiff.read`, with its errors; a crash is BadFile, running out of time TooLarge.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
-        The volume maps that file, or the uploaded one.
+        The volume maps that file, or the uploaded one. A `shared` file may be changed by others at any time, and is
+        read instead of mapped: a mapped file that becomes shorter ends the process that looks at it.
         """
-        reply = self._ask("extract", path, selection, scratch)
+        limit = self._limit(shared=shared)
+        reply = self._ask("extract", path, selection, limit, scratch)
         name = reply["file"]
         source = path if name is None else scratch / Path(name).name
         placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
         dtype = np.dtype(placement.dtype)
-        if dtype.kind not in "uif" or math.prod(placement.shape) * dtype.itemsize > self._decoded_bytes:
+        if dtype.kind not in "uif" or math.prod(placement.shape) * dtype.itemsize > limit:
             raise BadFile("The file is damaged: what was read of it makes no sense.")
+        take = placement.stream if shared and name is None else placement.volume
         try:
-            return placement.volume(source, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+            return take(source, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
@@ -98,15 +111,22 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, call: str, path: Path, selection: Selection, scratch: Path | None = None) -> dict[str, Any]:
+    def _limit(self, *, shared: bool) -> int:
+        return self._shared_bytes if shared else self._decoded_bytes
+
+    def _ask(
+        self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
+    ) -> dict[str, Any]:
         process = self._idle.get()
         try:
             reply = process.ask(
                 {
                     "call": call,
-                    "path": os.fspath(path.resolve()),
+                    # Links are not followed here: a path may stand for an open file, whose name leads elsewhere by now.
+                    "path": os.fspath(path.absolute()),
                     "selection": asdict(selection),
-                    "scratch": None if scratch is None else os.fspath(scratch.resolve()),
+                    "limit_bytes": limit_bytes,
+                    "scratch": None if scratch is None else os.fspath(scratch.absolute()),
                 }
             )
         finally:

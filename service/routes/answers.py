@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from service.schemas import Saved
 from service.store import Outcome
 from service.volume import VoxelSize
 
@@ -17,11 +18,13 @@ NOTE_LETTERS = 2000
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
-        "probabilities CZYX. With measurements=csv a table of the objects instead, with measurements=zip both.",
+        "probabilities CZYX. With measurements=csv a table of the objects instead, with measurements=zip both. With "
+        "output_to only what was written on the service's host.",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
             "application/zip": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": Saved.model_json_schema()},
         },
         "headers": {
             "X-StackSeg-Model": {
@@ -41,7 +44,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
                 "schema": {"type": "string"},
             },
             "ETag": {
-                "description": "The same for the same file, model and parameters",
+                "description": "The same for the same file, model and parameters; only for files that were sent",
                 "schema": {"type": "string", "example": '"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"'},
             },
             "X-Cache": {

@@ -24,7 +24,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     async with posted(request, runtime, query, Stages()) as arrived:
         query = arrived.query
         segmenter = runtime.segmenter(query.model)
-        look = partial(runtime.inspect, arrived.upload.path, query.selection)
+        look = partial(runtime.inspect, arrived.arrival.source, query.selection, shared=arrived.shared)
         file = await while_connected(request, in_thread(look, runtime.readers))
     spec = segmenter.spec
     output, estimate, problem = query.output, None, None

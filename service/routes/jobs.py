@@ -121,9 +121,8 @@ async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parame
     """Receive the file into the jobs folder, and answer with the job."""
     stages = Stages()
     async with posted(request, runtime, query, stages, incoming_folder(spool)) as arrived:
-        upload, query = arrived.upload, arrived.query
-        check_output(runtime, query)
-        enter = partial(spool.submit, upload.path, upload.name, query, caller_of(request), stages.seconds["receive"])
+        check_output(runtime, arrived.query)
+        enter = partial(spool.submit, arrived.arrival, arrived.name, stages.seconds["receive"])
         view = await while_connected(request, in_thread(enter, runtime.readers))
     told = report(spool, view)
     return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})

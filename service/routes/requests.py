@@ -14,6 +14,7 @@ from fastapi import Depends, Header, Request
 from fastapi import Query as QueryParameters
 from pydantic import ValidationError
 
+from service.answers import Arrival, check_places
 from service.errors import BadParameter, Cancelled, TimedOut
 from service.metrics import Stages
 from service.routes.threads import in_thread
@@ -34,13 +35,13 @@ def _fields() -> dict[str, Any]:
 
 BODY: dict[str, Any] = {
     "requestBody": {
-        "required": True,
+        "description": "The stack, unless input names one on the service's host.",
+        "required": False,
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
-                    "required": ["file"],
                     "properties": {"file": {"type": "string", "format": "binary"}, **_fields()},
                     "additionalProperties": False,
                 }
@@ -93,7 +94,14 @@ async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotat
     runtime.admit()
     if not is_multipart(request):
         check_output(runtime, query)
+        await _check_places(request, runtime, query)
     return query
+
+
+async def _check_places(request: Request, runtime: Runtime, query: Query) -> None:
+    """In a thread: the folders may lie on a server that is slow to answer."""
+    if query.input is not None or query.output_to is not None or query.overwrite is not None:
+        await in_thread(partial(check_places, runtime, query, caller_of(request)))
 
 
 def check_output(runtime: Runtime, query: Query) -> Segmenter:
@@ -131,15 +139,29 @@ async def incoming_folder(spool: Spool) -> AsyncIterator[Path]:
 
 
 class Posted:
-    """A file that has arrived, with its parameters. Its folder goes at the end of `posted`, unless it is kept."""
+    """A request whose file is there. What it holds goes at the end of `posted`, unless it is kept.
 
-    def __init__(self, upload: Upload, query: Query, folder: AsyncExitStack) -> None:
-        self.upload, self.query = upload, query
-        self._folder = folder
+    name    of the file
+    digest  of its bytes; None where it was not sent, but named
+    """
+
+    def __init__(self, arrival: Arrival, name: str, digest: str | None, held: AsyncExitStack) -> None:
+        self.arrival, self.name, self.digest = arrival, name, digest
+        self._held = held
+
+    @property
+    def query(self) -> Query:
+        """The parameters, those of a form included."""
+        return self.arrival.query
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may change the file."""
+        return self.digest is None
 
     def keep(self) -> AsyncExitStack:
         """The folder stays, with all that is in it, until the returned stack is closed."""
-        return self._folder.pop_all()
+        return self._held.pop_all()
 
 
 @asynccontextmanager
@@ -150,9 +172,9 @@ async def posted(
     stages: Stages,
     place: AbstractAsyncContextManager[Path] | None = None,
 ) -> AsyncIterator[Posted]:
-    """Receive the file into a folder of its own, and limit the time of the block. Raises what `receive` raises.
+    """Receive the file into a folder of its own, or open the one that is named, and limit the time of the block.
 
-    The folder is a `work_folder` unless another `place` is given.
+    The folder is a `work_folder` unless another `place` is given. Raises what `receive` and `References` raise.
     """
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
@@ -160,7 +182,24 @@ async def posted(
         async with time_limit(limits.request_seconds):
             with stages.measure("receive"):
                 upload = await receive(request, folder, limits.upload_bytes)
-            yield Posted(upload, with_fields(query, upload.fields), stack)
+            if upload.fields:
+                query = with_fields(query, upload.fields)
+                await _check_places(request, runtime, query)
+            caller = caller_of(request)
+            if (place_of := _named(query, upload)) is None:
+                yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload.digest, stack)
+                return
+            source = stack.enter_context(runtime.references.open_input(place_of, caller))
+            yield Posted(Arrival(query, source.path, folder, caller), source.name, None, stack)
+
+
+def _named(query: Query, upload: Upload) -> str | None:
+    """The place that stands for a body; None for a request with a body. Raises BadParameter for both or neither."""
+    if query.input is None and not upload.received:
+        raise BadParameter("The request carries no file: send the TIFF as the body, or as the form field 'file'.")
+    if query.input is not None and upload.received:
+        raise BadParameter("The request carries a file and names another with input; leave one of them out.")
+    return query.input
 
 
 @asynccontextmanager

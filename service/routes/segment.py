@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import answer_name, fingerprint, outcome_of, write_answer
+from service.answers import answer_name, fingerprint, outcome_of, settle, write_answer
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
@@ -19,6 +19,7 @@ from service.routes.requests import (
     BODY,
     RESPOND_ASYNC,
     AdmittedQuery,
+    Posted,
     PreferHeader,
     RuntimeDependency,
     SpoolDependency,
@@ -29,9 +30,7 @@ from service.routes.requests import (
     while_connected,
 )
 from service.routes.threads import in_thread
-from service.routes.uploads import Upload
 from service.runtime import Runtime
-from service.schemas import Query
 from service.segmenter import Result
 
 router = APIRouter(tags=["segmentation"])
@@ -47,8 +46,9 @@ async def segment(
 ) -> Response:
     """Segment a 3D stack.
 
-    Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`. Axes and voxel size are
-    taken from the file; what it does not say can be stated, and what is ambiguous is refused rather than guessed.
+    Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`, or name a file of the
+    service's host with `input`. Axes and voxel size are taken from the file; what it does not say can be stated, and
+    what is ambiguous is refused rather than guessed.
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
     if wants_a_job(prefer):
@@ -57,18 +57,22 @@ async def segment(
         return response
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
-        query, upload = arrived.query, arrived.upload
-        key = fingerprint(caller_of(request), upload.digest, check_output(runtime, query).spec, query)
-        answer = await _again(runtime, upload, key, stages)
+        query, spec = arrived.query, check_output(runtime, arrived.query).spec
+        if arrived.digest is None or query.output_to is not None:
+            # A file that others may change does not tell whether it is still the same.
+            key = None
+        else:
+            key = fingerprint(caller_of(request), arrived.digest, spec, query)
+        answer = await _again(runtime, arrived.name, key, stages)
         if answer is None:
-            answer = await while_connected(request, _answer(runtime, query, upload, key, stages))
+            answer = await while_connected(request, _answer(runtime, arrived, key, stages))
             answer.held = arrived.keep()
         return answer
 
 
-async def _again(runtime: Runtime, upload: Upload, key: str, stages: Stages) -> LabelResponse | None:
+async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -> LabelResponse | None:
     """The result of an earlier request for the same, if it is kept."""
-    if not runtime.cache.enabled:
+    if key is None or not runtime.cache.enabled:
         return None
     kept = await in_thread(partial(runtime.cache.get, key))
     runtime.metrics.count_cache("miss" if kept is None else "hit")
@@ -76,25 +80,29 @@ async def _again(runtime: Runtime, upload: Upload, key: str, stages: Stages) -> 
         return None
     outcome, suffix = kept.told
     seconds = {**stages.seconds, "total": stages.total}
-    outcome = replace(outcome, file_name=answer_name(upload.name, suffix), seconds=seconds)
+    outcome = replace(outcome, file_name=answer_name(name, suffix), seconds=seconds)
     response = respond(opened(kept.file), outcome, ETag=etag(key), X_Cache="hit")
     response.held.callback(kept.file.close)
     return response
 
 
-async def _answer(runtime: Runtime, query: Query, upload: Upload, key: str, stages: Stages) -> LabelResponse:
+async def _answer(runtime: Runtime, posted: Posted, key: str | None, stages: Stages) -> LabelResponse:
     """Everything after the upload: read, wait for the device, segment, write, keep."""
+    arrival, query = posted.arrival, posted.query
     segmenter = check_output(runtime, query)
     with stages.measure("read"):
-        read = partial(runtime.read, upload.path, query.selection, upload.path.parent)
+        read = partial(runtime.read, arrival.source, query.selection, arrival.folder, shared=posted.shared)
         volume = await in_thread(read, runtime.readers)
     result = await _finished(runtime.submit(segmenter, volume, query.options), stages)
-    answer = await in_thread(partial(write_answer, runtime, query, upload.path, volume, result.segmentation))
+    answer = await in_thread(partial(write_answer, runtime, arrival, volume, result))
+    await in_thread(partial(settle, runtime, arrival))
     stages.update(answer.seconds)
     count = result.segmentation.count
     runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
     seconds = {**stages.seconds, "total": stages.total}
-    outcome = outcome_of(segmenter.spec.identifier, upload.name, answer, result, seconds)
+    outcome = outcome_of(segmenter.spec.identifier, posted.name, answer, result, seconds)
+    if key is None:
+        return respond(answer.path, outcome)
     if not runtime.cache.enabled:
         return respond(answer.path, outcome, ETag=etag(key))
     await in_thread(partial(runtime.cache.put, key, answer.path, (outcome, answer.suffix)))

@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from service.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
+from service.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.routes.forms import FORM_BYTES, Form
 from service.routes.threads import in_thread
 
@@ -94,10 +94,10 @@ def is_multipart(request: Request) -> bool:
 
 
 async def receive(request: Request, folder: Path, limit_bytes: int) -> Upload:
-    """Write the posted file into `folder`.
+    """Write the posted file into `folder`; an empty body makes an empty one.
 
-    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form or an empty body, and Cancelled when the client
-    goes away before it has sent everything.
+    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client goes away before it
+    has sent everything.
     """
     upload = Upload(folder / "upload.tif", limit_bytes)
     body = _feed_for(request, upload)
@@ -111,8 +111,6 @@ async def receive(request: Request, folder: Path, limit_bytes: int) -> Upload:
             raise Cancelled("The client went away while sending.") from None
         body.finish()
         await upload.flush(file)
-    if upload.received == 0:
-        raise BadParameter("The request carries no file: send the TIFF as the body, or as the form field 'file'.")
     return upload
 
 

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import config
+from service.errors import BadParameter, ConfigError, OutputExists
+from service.references import References
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """`scans` and `results`, which may be named, beside `secret`, which may not."""
+    for name in ("scans/2026", "results/2026", "secret"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "scans" / "2026" / "stack.tif").write_bytes(b"a stack")
+    (tmp_path / "secret" / "key").write_bytes(b"nobody's business")
+    return tmp_path
+
+
+def references(host: Path, **keys: tuple[str, ...]) -> References:
+    roots = {name: {"folder": host / name, "keys": keys.get(name, ())} for name in ("scans", "results")}
+    inputs, outputs = {"scans": roots["scans"]}, {"results": roots["results"]}
+    return References(config.References.model_validate({"inputs": inputs, "outputs": outputs}))
+
+
+def read(made: References, place: str, caller: str | None = None) -> bytes:
+    with made.open_input(place, caller) as source:
+        assert source.name == place.rpartition("/")[2]
+        return source.path.read_bytes()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(made: References, place: str, caller: str | None = None) -> str:
+    with pytest.raises(BadParameter) as refusal:
+        read(made, place, caller)
+    return str(refusal.value)
+
+
+def test_file_below_a_listed_folder_is_opened(host: Path) -> None:
+    assert read(references(host), "scans/2026/stack.tif") == b"a stack"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "", "/", "scans", "scans/", "secret/key", "results/2026", "/etc/passwd", "scans/../secret/key",
+        "scans/2026/../../secret/key", "scans//2026/stack.tif", "scans/./2026/stack.tif", "scans/2026/stack.tif/",
+        "scans/2026", "scans/2026/stack.tif/x", "scans/no/such.tif", "scans/\0", "scans/" + "x" * 300, "scans/\ud800",
+    ],
+)  # fmt: skip
+def test_what_is_no_file_below_a_listed_folder_is_refused(host: Path, place: str) -> None:
+    message = refused(references(host), place)
+    assert message.startswith("input: ")
+    assert str(host) not in message
+
+
+@pytest.mark.parametrize("where", ["scans/link.tif", "scans/folder/key", "scans/2026/up/secret/key"])
+def test_links_are_not_followed(host: Path, where: str) -> None:
+    scans = host / "scans"
+    (scans / "link.tif").symlink_to(host / "secret" / "key")
+    (scans / "folder").symlink_to(host / "secret")
+    (scans / "2026" / "up").symlink_to("../..")
+    assert "link" in refused(references(host), where)
+
+
+def test_listed_folder_may_itself_be_a_link(host: Path) -> None:
+    (host / "scans").rename(host / "disk")
+    (host / "scans").symlink_to("disk")
+    assert read(references(host), "scans/2026/stack.tif") == b"a stack"
+
+
+def test_pipes_and_devices_are_not_opened(host: Path) -> None:
+    os.mkfifo(host / "scans" / "pipe.tif")
+    assert "not a file" in refused(references(host), "scans/pipe.tif")
+
+
+def test_file_stays_the_one_that_was_opened(host: Path) -> None:
+    """Whoever swaps it for a link afterwards does not get the other file read."""
+    path = host / "scans" / "2026" / "stack.tif"
+    with references(host).open_input("scans/2026/stack.tif", None) as source:
+        path.unlink()
+        path.symlink_to(host / "secret" / "key")
+        assert source.path.read_bytes() == b"a stack"
+
+
+def test_folder_that_is_swapped_for_a_link_on_the_way_leads_nowhere_else(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, opened = os.open, list[Any]()
+
+    def swapping(path: Any, *arguments: Any, **options: Any) -> int:
+        opened.append(path)
+        if path == "stack.tif":
+            (host / "scans" / "2026").rename(host / "scans" / "moved")
+            (host / "scans" / "2026").symlink_to(host / "secret")
+            (host / "secret" / "stack.tif").write_bytes(b"nobody's business")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", swapping)
+    assert read(references(host), "scans/2026/stack.tif") == b"a stack"
+    assert "2026" in opened
+
+
+def test_folders_are_for_the_keys_that_are_named(host: Path) -> None:
+    made = references(host, scans=("ada",))
+    assert read(made, "scans/2026/stack.tif", "ada") == b"a stack"
+    for caller in ("bob", None):
+        message = refused(made, "scans/2026/stack.tif", caller)
+        assert message == refused(made, "elsewhere/stack.tif", caller)
+        assert "scans" not in message
+
+
+def test_without_folders_nothing_can_be_named(host: Path) -> None:
+    assert "post the stack itself" in refused(References(config.References()), "scans/2026/stack.tif")
+
+
+def test_file_is_put_whole_and_on_record_once_settled(host: Path) -> None:
+    made, result, folder = references(host), host / "result", host / "results" / "2026"
+    result.write_bytes(b"labels")
+    made.put(result, "results/2026/labels.tif", None, "one")
+    assert (folder / "labels.tif").read_bytes() == b"labels"
+    made.settle("results/2026/labels.tif", None, "one")
+    assert names(folder) == ["labels.tif"]
+    assert (folder / "labels.tif").stat().st_nlink == 1
+
+
+def test_file_that_is_there_is_replaced_only_if_asked(host: Path) -> None:
+    made, result, place = references(host), host / "result", "results/labels.tif"
+    (host / "results" / "labels.tif").write_bytes(b"older")
+    result.write_bytes(b"newer")
+    with pytest.raises(OutputExists, match="overwrite=true"):
+        made.check(None, place, None)
+    with pytest.raises(OutputExists):
+        made.put(result, place, None, "one")
+    assert (host / "results" / "labels.tif").read_bytes() == b"older"
+    made.check(None, place, None, overwrite=True)
+    made.put(result, place, None, "one", overwrite=True)
+    assert (host / "results" / "labels.tif").read_bytes() == b"newer"
+    assert names(host / "results") == ["2026", "labels.tif"]
+
+
+def test_what_was_put_before_a_crash_is_known_again(host: Path) -> None:
+    made, result, place = references(host), host / "result", "results/labels.tif"
+    result.write_bytes(b"labels")
+    made.put(result, place, None, "one")
+    made.put(result, place, None, "one")
+    with pytest.raises(OutputExists):
+        made.put(result, place, None, "two")
+    made.settle(place, None, "one")
+    assert names(host / "results") == ["2026", "labels.tif"]
+
+
+def test_half_a_file_of_a_crash_is_written_anew(host: Path) -> None:
+    made, result = references(host), host / "result"
+    result.write_bytes(b"labels")
+    (host / "results" / ".stackseg-one.part").write_bytes(b"lab")
+    made.put(result, "results/labels.tif", None, "one")
+    assert (host / "results" / "labels.tif").read_bytes() == b"labels"
+
+
+@pytest.mark.parametrize("place", ["scans/x.tif", "results/no/x.tif", "results/link/x.tif", "results/../x.tif"])
+def test_nothing_is_put_elsewhere(host: Path, place: str) -> None:
+    (host / "results" / "link").symlink_to(host / "secret")
+    before = sorted(host.rglob("*"))
+    with pytest.raises(BadParameter, match="output_to"):
+        references(host).put(host / "secret" / "key", place, None, "one")
+    assert sorted(host.rglob("*")) == before
+
+
+def test_link_in_the_place_of_the_result_is_replaced_and_not_written_through(host: Path) -> None:
+    made, result, link = references(host), host / "result", host / "results" / "labels.tif"
+    result.write_bytes(b"labels")
+    link.symlink_to(host / "secret" / "key")
+    with pytest.raises(OutputExists):
+        made.put(result, "results/labels.tif", None, "one")
+    made.put(result, "results/labels.tif", None, "one", overwrite=True)
+    assert not link.is_symlink()
+    assert (host / "secret" / "key").read_bytes() == b"nobody's business"
+
+
+def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
+    for kind in ("inputs", "outputs"):
+        with pytest.raises(ConfigError, match=f"references.{kind}: scans"):
+            References(config.References.model_validate({kind: {"scans": str(host / "nowhere")}}))
