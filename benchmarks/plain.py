@@ -1,6 +1,8 @@
 """The script that a user would write without StackSeg: tifffile, MONAI, eager FP32, scikit-image, tifffile.
 
-python benchmarks/plain.py IN.tif OUT.tif [--model models/nuclei] [--sw-batch-size 1] [--overlap 0.25]
+python benchmarks/plain.py IN.tif OUT.tif [--model models/nuclei] [--sw-batch-size 1] [--overlap 0.25] [--device cpu]
+
+Models of classes take the class with the highest score; instances are the basins of a watershed.
 
 Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects. Importing, loading the weights and
 a first forward are not counted, as they are not for a server that is up.
@@ -13,17 +15,19 @@ import json
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
 import torch
 from monai.inferers.utils import sliding_window_inference
+from numpy.typing import NDArray
 from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 
 from service.networks import load
 from service.postprocess import make_decoder
-from service.repository import Instances, PercentileNormalisation, read_spec
+from service.repository import Instances, ModelSpec, PercentileNormalisation, read_spec
 
 Seconds = dict[str, float]
 
@@ -36,16 +40,16 @@ def main() -> None:
     parser.add_argument("--sw-batch-size", type=int, default=1)
     parser.add_argument("--overlap", type=float, default=0.25)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     spec = read_spec(options.model)
     normalisation = spec.input.normalisation
-    assert isinstance(spec.decoding, Instances), "this script decodes instances"
     assert isinstance(normalisation, PercentileNormalisation), "this script normalises by percentiles"
-    network = load(spec)
+    network = load(spec).to(options.device)
     with torch.inference_mode():
-        network(torch.zeros(1, 1, *spec.input.roi_size))
+        network(torch.zeros(1, 1, *spec.input.roi_size, device=options.device))
 
     seconds: Seconds = {}
     cpu_began, began = _cpu(), time.perf_counter()
@@ -64,22 +68,16 @@ def main() -> None:
 
     with torch.inference_mode():
         scores = sliding_window_inference(
-            torch.from_numpy(image)[None, None],
+            torch.from_numpy(image)[None, None].to(options.device),
             spec.input.roi_size,
             options.sw_batch_size,
             network,
             overlap=options.overlap,
             mode="gaussian",
-        )
+        ).cpu()
     lap("windows")
 
-    probability = torch.sigmoid(scores[0]).numpy()
-    foreground = probability[spec.outputs.index(spec.decoding.foreground)] > spec.decoding.threshold
-    distance = probability[spec.outputs.index(spec.decoding.distance)] * foreground
-    markers = np.zeros(distance.shape, np.int32)
-    peaks = peak_local_max(distance, min_distance=3, threshold_abs=spec.decoding.persistence, exclude_border=False)
-    markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
-    labels = watershed(-distance, markers, mask=foreground)
+    labels = decode(scores[0], spec)
     lap("decode")
 
     tifffile.imwrite(options.output, labels.astype(np.uint16), compression="zlib", metadata={"axes": "ZYX"})
@@ -88,11 +86,25 @@ def main() -> None:
 
     began = time.perf_counter()
     with torch.inference_mode():
-        decoder = make_decoder(spec, labels.shape, "labels", None)
+        kind = "labels" if isinstance(spec.decoding, Instances) else "classes"
+        decoder = make_decoder(spec, labels.shape, kind, None)
         decoder.add(0, 0, scores)
         decoder.finish()
     ours = time.perf_counter() - began
     print(json.dumps({"stages": seconds, "cpu": cpu, "objects": int(labels.max()), "decode_by_stackseg": ours}))
+
+
+def decode(scores: torch.Tensor, spec: ModelSpec) -> NDArray[Any]:
+    """Scores [K, Z, Y, X] -> labels or classes [Z, Y, X]."""
+    if not isinstance(spec.decoding, Instances):
+        return scores.argmax(0).numpy()
+    probability = torch.sigmoid(scores).numpy()
+    foreground = probability[spec.outputs.index(spec.decoding.foreground)] > spec.decoding.threshold
+    distance = probability[spec.outputs.index(spec.decoding.distance)] * foreground
+    markers = np.zeros(distance.shape, np.int32)
+    peaks = peak_local_max(distance, min_distance=3, threshold_abs=spec.decoding.persistence, exclude_border=False)
+    markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
+    return watershed(-distance, markers, mask=foreground)
 
 
 def _cpu() -> float:

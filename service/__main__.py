@@ -1,4 +1,4 @@
-"""Command line: `stackseg serve`, `stackseg segment IN OUT`, `stackseg models`, `evaluate`, `train`, `key NAME`.
+"""Command line: `stackseg serve`, `segment IN OUT`, `models`, `evaluate`, `train`, `bench`, `key NAME`.
 
 `serve` and `segment` import what they need when they run: torch and MONAI take seconds, and neither `--help` nor
 `models` nor a misspelt option should have to wait for them.
@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from service import access, logs
+from service.commands import bench as bench_command
 from service.commands import evaluate as evaluate_command
 from service.commands import models as models_command
 from service.commands import train as train_command
@@ -77,11 +78,14 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a model on annotated stacks")
     train_command.add_arguments(train)
 
+    bench = commands.add_parser("bench", help="measure a model on this machine")
+    bench_command.add_arguments(bench)
+
     key = commands.add_parser("key", help="make an API key, for access.keys of the configuration")
     key.add_argument("name", metavar="NAME", help="who or what will use it, as logs and metrics will show it")
     key.set_defaults(run=run_key)
 
-    for command in (serve, segment, models, evaluate, train, key):
+    for command in (serve, segment, models, evaluate, train, bench, key):
         command.add_argument("--config", type=Path, help="configuration file, such as configs/gpu.yaml")
     return root
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from service.engine import compiled, select
 from service.engine.plans import Trial
 from service.errors import BadParameter, DeviceLost, NonFiniteScores, OutOfMemory
 from service.metrics import Stages
-from service.networks import load
+from service.networks import Network, load
 from service.planning import Estimate, Plan, activation_bytes, estimate, make_plan
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, on_grid
@@ -110,6 +110,12 @@ class Segmenter:
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
+
+    def instrument(self, wrap: Callable[[Network], Network]) -> None:
+        """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
+        if self._warm is not None:
+            window = self._warm.window
+            self._warm = replace(self._warm, window=window.with_network(wrap(window.network)))
 
     def segment(
         self,

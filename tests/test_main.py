@@ -98,6 +98,17 @@ def test_refusal_is_one_line_and_status_one(
     assert not (tmp_path / "out.tif").exists()
 
 
+def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "bench.json"
+    arguments = ["--shape", 4, 20, 20, "--repeats", 1, "--json", numbers, "--plot", tmp_path / "bench.png"]
+    assert run("bench", "--config", config, "--device", "cpu", *arguments) == 0
+    assert "| forward |" in capsys.readouterr().out
+    assert json.loads(numbers.read_text())["model"] == "bands/1"
+    assert (tmp_path / "bench.png").exists()
+    assert run("bench", "--config", config, "--repeats", 0) == 1
+    assert "--repeats" in capsys.readouterr().err
+
+
 def test_missing_input_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("segment", tmp_path / "nowhere.tif", tmp_path / "out.tif", "--config", config) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -24,14 +24,19 @@ class Float32Scores(nn.Module):
 
 
 def prepare(
-    network: nn.Module, device: torch.device, dtype: torch.dtype, memory_format: torch.memory_format
+    network: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    *,
+    fold: bool = True,
 ) -> nn.Module:
     """A copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
     Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only.
     """
-    folded = fold_batch_norms(copy.deepcopy(network).eval())
-    moved = folded.to(device=device, dtype=dtype)
+    own = copy.deepcopy(network).eval()
+    moved = (fold_batch_norms(own) if fold else own).to(device=device, dtype=dtype)
     # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
     for parameter in moved.parameters():
         if parameter.dim() == 5:

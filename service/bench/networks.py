@@ -1,0 +1,202 @@
+"""Ways to run one network, by itself and in turn: every engine, and every optimisation alone and removed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from service import hardware
+from service.bench.timing import Spread, in_turn, matrix_peak, synchronised
+from service.config import Settings
+from service.engine import compiled, cudagraph, precision, select, winograd
+from service.engine.plans import Choice
+from service.engine.precision import DTYPES
+from service.engine.prepare import prepare
+from service.networks import Network, load
+from service.planning import activation_bytes
+from service.repository import ModelSpec
+from service.warmup import FAILURES, WarmUp
+
+ROUNDS, SECONDS = 12, 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Runner(NamedTuple):
+    """A network that has run: `call` is one batch of `windows`, `precision` that whose peak it is held against."""
+
+    name: str
+    windows: int
+    precision: str
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one way to run a network.
+
+    problem     why there are no numbers
+    ratio       its windows per second over those of the first row of its group, round by round
+    peak_share  of a large matrix product in the same precision; fewer multiplications than the model's can pass 1
+    """
+
+    group: str
+    name: str
+    windows: int
+    problem: str | None = None
+    ms_per_window: Spread | None = None
+    windows_per_second: float | None = None
+    gflop_per_second: float | None = None
+    peak_share: float | None = None
+    ratio: Spread | None = None
+
+
+@dataclass
+class Yardstick:
+    """Arithmetic of one window, in GFLOP, and what the device does at best: GFLOP per second by precision."""
+
+    device: torch.device
+    gflop: float
+    peaks: dict[str, float]
+
+    def measure(self, name: str) -> float:
+        """The device's peak, measured again: a moment in which it was busy does not lower it."""
+        self.peaks[name] = max(self.peaks.get(name, 0.0), matrix_peak(DTYPES[name], self.device) / 1e9)
+        return self.peaks[name]
+
+
+def race(group: str, runners: Sequence[Runner], yardstick: Yardstick, seconds: float = SECONDS) -> Iterator[Row]:
+    """All of them in turn; the first is what the others are compared with."""
+    times = in_turn([runner.call for runner in runners], ROUNDS, seconds)
+    peaks = {name: yardstick.measure(name) for name in {runner.precision for runner in runners}}
+    per_window = [[t / runner.windows for t in taken] for runner, taken in zip(runners, times, strict=True)]
+    for runner, taken in zip(runners, per_window, strict=True):
+        spread = Spread.of([1000 * t for t in taken])
+        speed = 1000 / spread.median
+        yield Row(
+            group,
+            runner.name,
+            runner.windows,
+            ms_per_window=spread,
+            windows_per_second=speed,
+            gflop_per_second=speed * yardstick.gflop,
+            peak_share=speed * yardstick.gflop / peaks[runner.precision],
+            ratio=Spread.ratio(per_window[0], taken),
+        )
+
+
+def compare_engines(
+    spec: ModelSpec, settings: Settings, in_use: Runner, batch_sizes: Iterable[int], yardstick: Yardstick
+) -> Iterator[Row]:
+    """Every engine that the settings leave open, at every batch size, beside the network as it is in use."""
+    device, network = yardstick.device, load(spec)
+    window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
+    warming = WarmUp(spec, settings, device, network, window_bytes)
+    names = precision.candidates(settings.engine.precision, hardware.native_precisions(device))
+    runners = [in_use]
+    for size in batch_sizes:
+        for choice in select.choices(settings.engine, device, names, size):
+            log.info("building %s", choice)
+            try:
+                warm = warming.build(choice) if select.KINDS[choice.engine].suits(network) else None
+            except FAILURES as error:
+                yield Row("engines", label(choice), size, select.first_line(error))
+            else:
+                if warm is not None:
+                    call = calling(warm.window.network, warm.window.batch, device)
+                    runners.append(Runner(label(choice), size, choice.precision, call))
+    yield from race("engines", runners, yardstick)
+
+
+def label(choice: Choice) -> str:
+    """A choice without its batch size."""
+    mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
+    return f"{choice.engine}{mode} {choice.precision} {choice.memory_format}"
+
+
+def calling(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:
+    return synchronised(lambda: network(batch), device)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which optimisations a network runs with; the defaults are none."""
+
+    windows: int = 1
+    precision: str = "fp32"
+    folded: bool = False
+    channels_last: bool = False
+    winograd: bool = False
+    compiled: bool = False
+    frozen: bool = False
+    cudagraph: bool = False
+
+    def build(self, network: nn.Module, window: tuple[int, ...], device: torch.device) -> Runner:
+        """Make it run, on one batch of noise of windows (C, z, y, x). Raises what engines raise."""
+        memory_format = torch.channels_last_3d if self.channels_last else torch.contiguous_format
+        dtype = DTYPES[self.precision]
+        module = prepare(network, device, dtype, memory_format, fold=self.folded)
+        batch = torch.rand(self.windows, *window, device=device).to(dtype).to(memory_format=memory_format)
+        run: Network = winograd.accelerate(module) if self.winograd else module
+        with torch.inference_mode():
+            if self.compiled and isinstance(run, nn.Module):
+                run = compiled.make(run, "default", freeze=self.frozen)
+            if self.cudagraph:
+                run = cudagraph.make(run, batch)
+            for _ in range(select.WARM_UP_CALLS):
+                run(batch)
+        return Runner("", self.windows, self.precision, calling(run, batch, device))
+
+
+def compare_optimisations(spec: ModelSpec, yardstick: Yardstick, windows: int) -> Iterator[Row]:
+    """Each one alone beside the network as it was loaded, and each one removed beside all of them together."""
+    network, device = load(spec), yardstick.device
+    known = optimisations(network, device, windows)
+    everything = Recipe()
+    for change in known.values():
+        everything = replace(everything, **change)
+    alone = {"none": Recipe()} | {f"{name} alone": replace(Recipe(), **change) for name, change in known.items()}
+    removed = {"all": everything} | {f"without {name}": without(everything, change) for name, change in known.items()}
+    for group, recipes in (("alone", alone), ("removed", removed)):
+        runners = []
+        for name, recipe in recipes.items():
+            log.info("building %s", name)
+            try:
+                made = recipe.build(network, (spec.input.channels, *spec.input.roi_size), device)
+            except FAILURES as error:
+                yield Row(group, name, recipe.windows, select.first_line(error))
+            else:
+                runners.append(made._replace(name=name))
+        yield from race(group, runners, yardstick)
+
+
+def optimisations(network: nn.Module, device: torch.device, windows: int) -> dict[str, dict[str, Any]]:
+    """Those that there are for this network on this device: name -> the fields of a `Recipe` that it changes."""
+    native = hardware.native_precisions(device)
+    narrow = [name for name, dtype in DTYPES.items() if dtype in native and name != "fp32"]
+    found: dict[str, dict[str, Any]] = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
+    if windows > 1:
+        found[f"{windows} windows at once"] = {"windows": windows}
+    if narrow:
+        found[narrow[0]] = {"precision": narrow[0]}
+    elif device.type == "cpu" and winograd.candidates(network):
+        found["winograd"] = {"winograd": True}
+    found["compiling"] = {"compiled": True}
+    if device.type == "cpu":
+        # Only what is compiled can be frozen, so alone it means both.
+        found["freezing"] = {"compiled": True, "frozen": True}
+    else:
+        found["CUDA graph"] = {"cudagraph": True}
+    return found
+
+
+def without(recipe: Recipe, change: dict[str, Any]) -> Recipe:
+    """`recipe` with the last field that `change` sets back at its default, and what needs it."""
+    field = list(change)[-1]
+    less = replace(recipe, **{field: getattr(Recipe(), field)})
+    return less if less.compiled else replace(less, frozen=False)

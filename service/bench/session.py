@@ -1,0 +1,187 @@
+"""One run of `stackseg bench`: starts, then requests, then the comparisons that were asked for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from service import hardware
+from service.bench import requests
+from service.bench.networks import Row, Runner, Yardstick, compare_engines, compare_optimisations, label
+from service.bench.requests import Requests, Size
+from service.bench.timing import Spread, flop_of_window, peak_bytes
+from service.config import Settings, overruled
+from service.engine.plans import Choice
+from service.errors import BadParameter
+from service.networks import load
+from service.repository import ModelSpec
+from service.segmenter import EngineReport, Segmenter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure.
+
+    cold         start twice: with an empty cache folder, then with what the first start left there
+    baseline     the plain script, in turn with the requests
+    batch_sizes  for the comparison of engines; the one in use if none is given
+    profile      file for a trace of one request
+    """
+
+    shape: Size = (64, 512, 512)
+    repeats: int = 3
+    cold: bool = False
+    baseline: bool = False
+    compare_engines: bool = False
+    compare_optimisations: bool = False
+    batch_sizes: tuple[int, ...] = ()
+    profile: Path | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What requests took: one that was the first, then the repeats.
+
+    stages     seconds of those, `total` among them
+    stitching  windows per second of a request over those of a bare loop of forwards, repeat by repeat
+    plain      the same of the plain script; `speedup` is its time over ours, repeat by repeat
+    """
+
+    windows: int
+    first: float
+    stages: dict[str, Spread]
+    stitching: Spread
+    plain: dict[str, Spread]
+    speedup: Spread | None
+
+    @property
+    def windows_per_second(self) -> float:
+        """Of copying, forward and blending."""
+        return self.windows / sum(self.stages[stage].median for stage in ("copy", "forward", "blend"))
+
+
+@dataclass
+class Report:
+    """Everything that was measured.
+
+    starts      seconds of loading the model and making its network ready, by how that was planned
+    gflop       of one window; `peaks`: GFLOP per second of a large matrix product, by precision
+    peak_bytes  largest resident memory of the process until the last request; `device_bytes` on a GPU
+    rows        of the comparisons
+    """
+
+    model: str
+    shape: Size
+    device: str
+    threads: int
+    engine: EngineReport
+    starts: dict[str, float]
+    answered: Answered
+    gflop: float
+    peaks: dict[str, float]
+    peak_bytes: int
+    device_bytes: int
+    rows: list[Row] = field(default_factory=list)
+    torch_version: str = str(torch.__version__)
+
+    @property
+    def voxels_per_second(self) -> float:
+        return math.prod(self.shape) / self.answered.stages["total"].median
+
+    @property
+    def gflop_per_second(self) -> float:
+        return self.gflop * self.answered.windows_per_second
+
+    @property
+    def peak_share(self) -> float:
+        return self.gflop_per_second / self.peaks[self.engine.precision]
+
+
+def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
+    """Measure one model. Raises what `Segmenter` raises, and BadParameter."""
+    if wanted.baseline and not requests.PLAIN.exists():
+        raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
+    device = hardware.choose_device(settings.device.name)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        requests.write_stack(spec, wanted.shape, folder / "stack.tif")
+        if wanted.cold:
+            settings = overruled(settings, "engine", {"cache_folder": folder / "cache"})
+        starts, segmenter = _start(spec, settings, wanted)
+        line = Requests(segmenter, folder / "stack.tif", folder, device)
+        answered = _repeat(line, wanted)
+        shape = (spec.input.channels, *spec.input.roi_size)
+        yardstick = Yardstick(device, flop_of_window(load(spec), shape) / 1e9, {})
+        yardstick.measure(segmenter.report().precision)
+        report = Report(
+            model=spec.identifier,
+            shape=wanted.shape,
+            device=hardware.device_name(device),
+            threads=torch.get_num_threads(),
+            engine=segmenter.report(),
+            starts=starts,
+            answered=answered,
+            gflop=yardstick.gflop,
+            peaks=yardstick.peaks,
+            peak_bytes=peak_bytes(),
+            device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        )
+        if wanted.profile is not None:
+            line.profile(wanted.profile)
+        if wanted.compare_engines or wanted.batch_sizes:
+            sizes = wanted.batch_sizes or (len(line.batch),)
+            report.rows += compare_engines(spec, settings, _in_use(line, report.engine), sizes, yardstick)
+        if wanted.compare_optimisations:
+            report.rows += compare_optimisations(spec, yardstick, len(line.batch))
+        return report
+
+
+def _start(spec: ModelSpec, settings: Settings, wanted: Wanted) -> tuple[dict[str, float], Segmenter]:
+    starts = {}
+    for _ in range(2 if wanted.cold else 1):
+        torch.compiler.reset()
+        began = time.perf_counter()
+        segmenter = Segmenter(spec, settings)
+        segmenter.warm_up()
+        planned = segmenter.report().planned
+        starts[planned] = time.perf_counter() - began
+        log.info("ready after %.1f s (%s)", starts[planned], planned)
+    return starts, segmenter
+
+
+def _repeat(line: Requests, wanted: Wanted) -> Answered:
+    first = line.once()["total"]
+    log.info("first request: %.2f s", first)
+    ours, bare, plain = [], [], []
+    for repeat in range(wanted.repeats):
+        ours.append(line.once())
+        bare.append(line.bare_loop())
+        log.info("request %d of %d: %.2f s", repeat + 1, wanted.repeats, ours[-1]["total"])
+        if wanted.baseline:
+            plain.append(line.plain_script())
+            log.info("plain script: %.2f s", plain[-1]["total"])
+    return Answered(
+        windows=line.windows,
+        first=first,
+        stages=_spreads(ours),
+        stitching=Spread.ratio(bare, [taken["copy"] + taken["forward"] + taken["blend"] for taken in ours]),
+        plain=_spreads(plain),
+        speedup=Spread.ratio([p["total"] for p in plain], [o["total"] for o in ours]) if plain else None,
+    )
+
+
+def _spreads(runs: list[dict[str, float]]) -> dict[str, Spread]:
+    return {stage: Spread.of([taken[stage] for taken in runs]) for stage in (runs[0] if runs else ())}
+
+
+def _in_use(line: Requests, engine: EngineReport) -> Runner:
+    choice = Choice(engine.engine, engine.precision, engine.memory_format, len(line.batch), engine.compile_mode)
+    return Runner(f"in use: {label(choice)}", len(line.batch), engine.precision, line.forward)

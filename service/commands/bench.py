@@ -1,0 +1,57 @@
+"""`stackseg bench`: what a model takes on the machine at hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from service.config import Settings, overruled
+from service.errors import BadParameter
+from service.repository import choose, read_repository
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """The grammar behind `stackseg bench`."""
+    bench.add_argument("--model", help="name of a model; the default model if not given")
+    bench.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
+    bench.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"), help="of a stack")
+    bench.add_argument("--repeats", type=int, default=3, help="requests, after a first one (default %(default)s)")
+    bench.add_argument("--cold", action="store_true", help="start twice, first with an empty cache folder")
+    bench.add_argument("--baseline", action="store_true", help="the plain MONAI script in turn with it (from a clone)")
+    bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by every engine in turn")
+    bench.add_argument("--batch-sizes", type=int, nargs="+", default=(), metavar="N", help="for that comparison")
+    bench.add_argument("--compare-optimizations", action="store_true", help="each one alone, and each one removed")
+    bench.add_argument("--profile", type=Path, metavar="JSON", help="write a torch profiler's trace of one request")
+    bench.add_argument("--json", type=Path, metavar="JSON", help="write every number")
+    bench.add_argument("--plot", type=Path, metavar="PNG", help="draw stages and comparisons; needs the extra demo")
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, settings: Settings) -> int:
+    """Measure one model in this process; prints Markdown tables. torch is imported only here."""
+    from service.bench import session, show  # noqa: PLC0415
+
+    if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
+        raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
+    if options.device is not None:
+        settings = overruled(settings, "device", {"name": options.device})
+    wanted = session.Wanted(
+        shape=tuple(options.shape),
+        repeats=options.repeats,
+        cold=options.cold,
+        baseline=options.baseline,
+        compare_engines=options.compare_engines,
+        compare_optimisations=options.compare_optimizations,
+        batch_sizes=tuple(options.batch_sizes),
+        profile=options.profile,
+    )
+    models = settings.models
+    spec = choose(read_repository(models.folder, models.serve), options.model, models.default)
+    report = session.run(spec, settings, wanted)
+    sys.stdout.write("\n".join(show.lines(report)) + "\n")
+    if options.json is not None:
+        options.json.write_text(show.as_json(report), encoding="utf-8")
+    if options.plot is not None and not show.plot(report, options.plot):
+        sys.stderr.write("There is no plot: matplotlib is not installed (pip install 'stackseg[demo]').\n")
+    return 0

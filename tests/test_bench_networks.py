@@ -1,0 +1,105 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from service.bench import networks, timing
+from service.bench.networks import Recipe, Row, Runner, Yardstick, compare_engines, compare_optimisations
+from service.config import Settings
+from service.engine import select
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_matrices(monkeypatch):
+    monkeypatch.setattr(timing, "MATRIX", 256)
+
+
+@pytest.fixture
+def yardstick():
+    return Yardstick(CPU, 2.0, {"fp32": 1e6})
+
+
+def test_rows_compare_with_the_first_round_by_round(yardstick):
+    batch = torch.zeros(2, 1, 4, 4, 4)
+    slow = Runner("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
+    quick = Runner("quick", 2, "fp32", lambda: None)
+    first, second = networks.race("engines", [slow, quick], yardstick)
+    assert (first.name, first.ratio.median) == ("slow", 1.0)
+    assert second.ratio.least > 1
+    for row in (first, second):
+        assert row.windows_per_second == pytest.approx(1000 / row.ms_per_window.median)
+        assert row.gflop_per_second == pytest.approx(2 * row.windows_per_second)
+        assert row.peak_share == pytest.approx(row.gflop_per_second / 1e6)
+
+
+def test_a_yardstick_keeps_the_best_it_saw(yardstick):
+    assert yardstick.measure("fp32") == 1e6
+    assert Yardstick(CPU, 1.0, {}).measure("fp32") > 0.1
+
+
+def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yardstick):
+    settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
+    rows = list(compare_engines(bands, settings, Runner("in use", 1, "fp32", lambda: None), (1, 2), yardstick))
+    assert [row.name for row in rows[:1]] == ["in use"]
+    assert {(row.name, row.windows) for row in rows[1:]} == {
+        (f"eager fp32 {layout}", size) for layout in ("contiguous", "channels_last_3d") for size in (1, 2)
+    }
+    assert all(row.ms_per_window is not None for row in rows)
+
+
+def test_an_engine_that_fails_has_a_row_that_says_why(bands, yardstick, monkeypatch):
+    settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
+    absent = dataclasses.replace(select.KINDS["openvino"], missing=lambda: "not installed")
+    monkeypatch.setitem(select.KINDS, "openvino", absent)
+    in_use = Runner("in use", 1, "fp32", lambda: None)
+    row, other = compare_engines(bands, settings, in_use, (3,), yardstick)
+    assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
+    assert row.ms_per_window is None
+    assert other.name == "in use"
+
+
+class Grey(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.BatchNorm3d(16), nn.ReLU())
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_optimisations_are_those_that_the_device_has():
+    assert list(networks.optimisations(Grey(), CPU, 2))[:3] == ["folding", "channels-last", "2 windows at once"]
+    known = networks.optimisations(Grey(), CPU, 1)
+    assert ("winograd" in known) != ("bf16" in known)
+    assert "1 windows at once" not in known
+
+
+def test_what_needs_a_removed_optimisation_goes_with_it():
+    everything = Recipe(folded=True, compiled=True, frozen=True)
+    assert networks.without(everything, {"compiled": True}) == Recipe(folded=True)
+    assert networks.without(everything, {"compiled": True, "frozen": True}) == Recipe(folded=True, compiled=True)
+    assert networks.without(everything, {"folded": True}) == Recipe(compiled=True, frozen=True)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(windows=2, folded=True, channels_last=True, winograd=True)])
+def test_a_recipe_computes_what_the_network_does(recipe, monkeypatch):
+    network, seen = Grey().eval(), []
+    monkeypatch.setattr(networks, "calling", lambda run, batch, _device: lambda: seen.append((run(batch), batch)))
+    runner = recipe.build(network, (8, 8, 8, 8), CPU)
+    with torch.inference_mode():
+        runner.call()
+        (scores, batch) = seen[0]
+        assert runner.windows == len(batch)
+        assert torch.allclose(scores, network(batch), atol=1e-4)
+
+
+def test_every_optimisation_has_its_two_rows(bands, yardstick, monkeypatch):
+    changes = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
+    monkeypatch.setattr(networks, "optimisations", lambda *_arguments: changes)
+    rows = list(compare_optimisations(bands, yardstick, 1))
+    assert [row.name for row in rows if row.group == "alone"] == ["none", "folding alone", "channels-last alone"]
+    assert [row.name for row in rows if row.group == "removed"] == ["all", "without folding", "without channels-last"]
+    assert all(isinstance(row, Row) and row.problem is None for row in rows)
