@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
 from service.watershed import Basins, Watershed
@@ -240,6 +241,8 @@ def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[N
     labels = np.empty(basins.pieces.shape, label_dtype(count))
     for plane, pieces in zip(labels, basins.pieces, strict=True):
         plane[:] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()
+    if decoding.holes == "fill":
+        fill_holes(labels)
     return labels, count
 
 

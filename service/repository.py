@@ -106,6 +106,7 @@ class Instances(_Frozen):
     minimum_size   objects of fewer voxels are dropped
     smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
     border         what becomes of objects that touch a face of the volume
+    holes          what becomes of background that one object encloses
     """
 
     kind: Literal["instances"]
@@ -116,6 +117,7 @@ class Instances(_Frozen):
     minimum_size: Annotated[int, Field(ge=0)] = 16
     smoothing: Annotated[int, Field(ge=0, le=16)] = 0
     border: Literal["keep", "drop"] = "keep"
+    holes: Literal["keep", "fill"] = "keep"
 
 
 class Classes(_Frozen):

@@ -251,6 +251,16 @@ def test_objects_at_the_border_can_be_dropped(random_nuclei: ModelSpec, z: int) 
     assert np.array_equal(result.pixels == 1, balls((12, 26, 26, 5)))
 
 
+def test_holes_of_objects_can_be_filled(random_nuclei: ModelSpec) -> None:
+    ball, core = balls((12, 20, 20, 8)), balls((12, 20, 20, 2))
+    distance = np.where(ball, distance_transform_edt(ball), 0)
+    scores = torch.from_numpy(np.stack([np.where(ball & ~core, 5.0, -5.0), distance]))[None].float()
+    kept = run(with_decoding(random_nuclei, persistence=20), scores).pixels
+    filled = run(with_decoding(random_nuclei, persistence=20, holes="fill"), scores).pixels
+    assert np.array_equal(kept == 1, ball & ~core)
+    assert np.array_equal(filled == 1, ball)
+
+
 def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
     inside = balls((0, 12, 12, 5), size=(1, 40, 40))
     scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
