@@ -13,8 +13,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter, zoom
+from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
+
+from service.training.optics import expose, log_uniform, smooth_noise, spread
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.uint16]
@@ -80,23 +82,23 @@ class Scene:
         dense = rng.random() < 0.55
         elongation = float(rng.uniform(1.0, 4.5))
         return cls(
-            diameter=_log_uniform(rng, max(8.0, 4.0 * anisotropy), 40.0),
+            diameter=log_uniform(rng, max(8.0, 4.0 * anisotropy), 40.0),
             anisotropy=anisotropy,
-            fill=float(rng.uniform(0.2, 0.65) if dense else _log_uniform(rng, 0.01, 0.2)),
+            fill=float(rng.uniform(0.2, 0.65) if dense else log_uniform(rng, 0.01, 0.2)),
             clustering=float(rng.choice([0.2, 0.6, 0.9])),
             contact=float(rng.uniform(0.72, 1.0)),
             spread=float(rng.choice([0.15, 0.35, 0.8], p=[0.4, 0.35, 0.25])),
             texture=float(rng.uniform(0.0, 0.6)),
             margin=float(rng.uniform(1.0, 1.06 if dense else 1.15)),
-            blur=_log_uniform(rng, 0.4, 1.8),
+            blur=log_uniform(rng, 0.4, 1.8),
             elongation=elongation / anisotropy,
             haze=float(rng.choice([0.0, rng.uniform(0.05, 0.5)])),
-            floor=_log_uniform(rng, 0.01, 0.6),
+            floor=log_uniform(rng, 0.01, 0.6),
             glow=float(rng.choice([0.0, rng.uniform(0.02, 0.4)])),
             ghosts=int(rng.integers(1, 16) if rng.random() < 0.5 else 0),
             shading=float(rng.uniform(0, 0.5)),
             attenuation=float(rng.choice([0.0, rng.uniform(0.1, 0.8)])),
-            photons=_log_uniform(rng, 2.5, 400),
+            photons=log_uniform(rng, 2.5, 400),
             read_noise=float(rng.uniform(0.2, 3.0)),
             bits=int(rng.choice([8, 16])),
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
@@ -135,10 +137,6 @@ def synthesise(rng: Generator, shape: Shape, scene: Scene | None = None) -> tupl
             break
         _place(rng, scene, canvas)
     return _record(rng, scene, canvas), canvas.labels
-
-
-def _log_uniform(rng: Generator, low: float, high: float) -> float:
-    return float(np.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
@@ -247,19 +245,11 @@ def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
     brightness = rng.lognormal(0, scene.spread)
     rim = rng.uniform(-0.45, 0.35)
     light = np.float32(brightness) * (1 + np.float32(rim) * gauge**2)
-    light *= np.clip(1 + scene.texture * _smooth_noise(rng, gauge.shape, scene.diameter / 9), 0.1, 3)
+    light *= np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 9), 0.1, 3)
     if rng.random() < 0.3:
-        light *= 1 - 0.6 * (_smooth_noise(rng, gauge.shape, scene.diameter / 6) > 1.3)
+        light *= 1 - 0.6 * (smooth_noise(rng, gauge.shape, scene.diameter / 6) > 1.3)
     light[gauge * np.float32(scene.margin) > 1] = 0
     return light
-
-
-def _smooth_noise(rng: Generator, shape: tuple[int, ...], length: float) -> Floats:
-    """Gaussian noise [z, y, x] of standard deviation near 1 that varies over `length` voxels."""
-    coarse = [max(2, math.ceil(edge / max(length, 1)) + 1) for edge in shape]
-    noise = rng.standard_normal(coarse, dtype=np.float32)
-    factors = [edge / small for edge, small in zip(shape, coarse, strict=True)]
-    return np.asarray(zoom(noise, factors, order=1, mode="nearest", grid_mode=True) * np.float32(1.5))
 
 
 def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
@@ -273,23 +263,13 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     sigma = np.array([scene.blur * scene.elongation, scene.blur, scene.blur])
     light = gaussian_filter(light, sigma, truncate=3)
     if scene.glow:
-        light += np.float32(scene.glow) * _spread(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
+        light += np.float32(scene.glow) * spread(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
     if scene.haze:
-        light += np.float32(scene.haze) * _spread(
-            light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
-        )
-    light += np.float32(scene.floor) * (1 + np.float32(0.3) * _smooth_noise(rng, shape, max(shape) / 2))
-    light *= np.clip(1 + scene.shading * _smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
+        light += np.float32(scene.haze) * spread(light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter))
+    light += np.float32(scene.floor) * (1 + np.float32(0.3) * smooth_noise(rng, shape, max(shape) / 2))
+    light *= np.clip(1 + scene.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
     light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
-    return _expose(rng, scene, np.maximum(light, 0))
-
-
-def _spread(light: Floats, widths: tuple[float, float]) -> Floats:
-    """Stray light, standard deviations along z and in the plane; on every fourth voxel, as nothing of it is sharp."""
-    along, across = widths
-    small = gaussian_filter(light[::2, ::4, ::4], [along / 2, across / 4, across / 4], truncate=2.5)
-    factors = [edge / s for edge, s in zip(light.shape, small.shape, strict=True)]
-    return np.asarray(zoom(small, factors, order=1, mode="nearest", grid_mode=True))
+    return expose(rng, scene, np.maximum(light, 0))
 
 
 def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
@@ -301,7 +281,7 @@ def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
             np.exp(-0.5 * ((axis - rng.uniform(0, len(axis))) / w) ** 2).astype(np.float32)
             for axis, w in zip(axes, (width * rng.uniform(1, 2) / scene.anisotropy, width, width), strict=True)
         )
-        light += np.float32(_log_uniform(rng, 0.02, 0.25)) * z[:, None, None] * y[:, None] * x
+        light += np.float32(log_uniform(rng, 0.02, 0.25)) * z[:, None, None] * y[:, None] * x
 
 
 def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
@@ -322,28 +302,15 @@ def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
             for edge, step in zip(light.shape, (scene.anisotropy, 1, 1), strict=True)
         )
         from_shell = np.sqrt(z[:, None, None] + y[:, None] + x) - np.float32(radius)
-        light += np.float32(_log_uniform(rng, 0.2, 4)) * np.exp(-(from_shell**2) / np.float32(rng.uniform(1, 4)))
+        light += np.float32(log_uniform(rng, 0.2, 4)) * np.exp(-(from_shell**2) / np.float32(rng.uniform(1, 4)))
 
 
 def _add_bleed(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
     """Another channel's stain of the cell around each nucleus."""
     if not scene.bleed:
         return
-    around = _spread(
+    around = spread(
         (canvas.labels > 0).astype(np.float32), (0.6 * scene.diameter / scene.anisotropy, 0.6 * scene.diameter)
     )
-    grain = np.clip(1 + 0.7 * _smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)
+    grain = np.clip(1 + 0.7 * smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)
     canvas.light += np.float32(2 * scene.bleed) * around * grain
-
-
-def _expose(rng: Generator, scene: Scene, light: Floats) -> NDArray[Any]:
-    counts = rng.poisson(light * np.float32(scene.photons)).astype(np.float32)
-    counts += np.float32(scene.read_noise) * rng.standard_normal(light.shape, dtype=np.float32)
-    if rng.random() < 0.25:
-        counts = gaussian_filter(counts, rng.uniform(0.3, 0.7), truncate=2)
-    top = float(np.quantile(counts[::2, ::2, ::2], 1 - scene.saturation))
-    full = 255 if scene.bits == 8 else int(rng.integers(600, 60000))
-    offset = 0.02 * full * rng.random()
-    scaled = counts * ((full - offset) / max(top, 1e-3)) + offset
-    dtype = np.uint8 if scene.bits == 8 else np.uint16
-    return np.asarray(np.clip(np.rint(scaled), 0, full), dtype)
