@@ -1,0 +1,193 @@
+"""Synthetic tissues: labelled stacks of cells that touch, of which the membranes are stained.
+
+Cells are the Voronoi cells of points that keep their distance, in a space that is bent a little so that faces curve.
+They fill the stack, or a body in it with background around. All randomness comes from one `numpy.random.Generator`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import edt
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+from scipy.spatial import cKDTree
+
+from service.training.optics import Floats, expose, log_uniform, smooth_noise, spread
+
+Labels = NDArray[np.uint16]
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Tissue:
+    """What is drawn and how it is recorded; lengths in voxels along y and x, intensities relative to a membrane of 1.
+
+    diameter        mean diameter of a cell; along z it is shorter by `flatness`
+    order           how evenly cells are spread: nearest points are at least so many diameters apart
+    bend            how far faces are bent, in diameters
+    body            size of the tissue relative to the stack; above 1 it fills the stack
+    holes           part of the cells that are missing, as cavities
+    thickness       standard deviation of a membrane's profile
+    unevenness      how much the brightness of membranes varies from place to place
+    gaps            part of the membranes that is hardly stained
+    rim             brightness of the tissue's surface, where a cell touches none
+    inside, grain   stain inside the cells, and depth of its texture
+    specks          number of bright vesicles per cell
+    blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
+    haze, floor     stray light of the membranes; even background
+    shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
+    photons, read_noise, bits, saturation   as of `service.training.synthesis.Scene`
+    """
+
+    diameter: float
+    flatness: float
+    order: float
+    bend: float
+    body: float
+    holes: float
+    thickness: float
+    unevenness: float
+    gaps: float
+    rim: float
+    inside: float
+    grain: float
+    specks: float
+    blur: float
+    elongation: float
+    haze: float
+    floor: float
+    shading: float
+    attenuation: float
+    photons: float
+    read_noise: float
+    bits: int
+    saturation: float
+
+    @classmethod
+    def draw(cls, rng: Generator, smallest: float = 12.0, largest: float = 48.0) -> Self:
+        """A tissue at random, of cells between these diameters."""
+        diameter = log_uniform(rng, smallest, largest)
+        flatness = float(rng.choice(np.array([1.0, rng.uniform(1, 2), rng.uniform(2, 3)]), p=[0.3, 0.5, 0.2]))
+        return cls(
+            diameter=diameter,
+            flatness=flatness,
+            order=float(rng.uniform(0.45, 0.8)),
+            bend=float(rng.uniform(0, 0.12)),
+            body=float(rng.uniform(0.55, 0.95) if rng.random() < 0.55 else 2.0),
+            holes=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
+            thickness=log_uniform(rng, 0.5, 1.6),
+            unevenness=float(rng.uniform(0, 0.5)),
+            gaps=float(rng.choice([0.0, rng.uniform(0.02, 0.25)])),
+            rim=float(rng.uniform(0.25, 1.3)),
+            inside=float(rng.choice([0.0, rng.uniform(0.02, 0.5)], p=[0.25, 0.75])),
+            grain=float(rng.uniform(0, 0.8)),
+            specks=float(rng.choice([0.0, rng.uniform(0.5, 6)])),
+            blur=log_uniform(rng, 0.4, 1.5),
+            elongation=float(rng.uniform(1.0, 3.5)) / flatness,
+            haze=float(rng.choice([0.0, rng.uniform(0.05, 0.5)])),
+            floor=log_uniform(rng, 0.005, 0.3),
+            shading=float(rng.uniform(0, 0.4)),
+            attenuation=float(rng.choice([0.0, rng.uniform(0.1, 0.7)])),
+            photons=log_uniform(rng, 4, 300),
+            read_noise=float(rng.uniform(0.2, 2.0)),
+            bits=int(rng.choice([8, 16])),
+            saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
+        )
+
+
+def synthesise_tissue(rng: Generator, shape: Shape, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
+    """One stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 outside the cells."""
+    tissue = tissue if tissue is not None else Tissue.draw(rng)
+    labels = _cells(rng, shape, tissue)
+    return expose(rng, tissue, np.maximum(_light(rng, tissue, labels), 0)), labels
+
+
+def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
+    """Numbered cells, 0 outside the body and in cavities."""
+    spacing = np.array([tissue.flatness, 1, 1], np.float32)
+    extent = np.array(shape) * spacing
+    points = _points(rng, extent, tissue)
+    bend = tissue.bend * tissue.diameter
+    axes = [(np.arange(edge, dtype=np.float32) + 0.5) * step for edge, step in zip(shape, spacing, strict=True)]
+    places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+    if bend:
+        for axis in range(3):
+            places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
+    _, owner = cKDTree(points).query(places.reshape(-1, 3), workers=1)
+    kept = rng.random(len(points)) >= tissue.holes
+    numbers = np.where(kept, np.cumsum(kept), 0).astype(np.uint16)
+    labels = numbers[owner].reshape(shape)
+    if tissue.body < 1:
+        labels[~_body(rng, places, extent, tissue)] = 0
+    return np.asarray(labels, np.uint16)
+
+
+def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:
+    """Centres [cells, 3] in and around the volume, at least `order` diameters apart where that is possible."""
+    margin = 0.7 * tissue.diameter
+    count = math.ceil(np.prod(extent + 2 * margin) / (math.pi / 6 * tissue.diameter**3))
+    points = rng.uniform(-margin, extent + margin, (count, 3))
+    for _ in range(12):
+        close = np.unique([second for _, second in cKDTree(points).query_pairs(tissue.order * tissue.diameter)])
+        if not close.size:
+            break
+        points[close.astype(int)] = rng.uniform(-margin, extent + margin, (close.size, 3))
+    return points
+
+
+def _body(rng: Generator, places: Floats, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.bool_]:
+    """An ellipsoid with a wavy surface, or everything on one side of such a plane; [z, y, x] bool."""
+    shape = (places.shape[0], places.shape[1], places.shape[2])
+    waves = np.float32(0.06) * smooth_noise(rng, shape, 0.8 * tissue.diameter)
+    if rng.random() < 0.5:
+        middle = extent * rng.uniform(0.4, 0.6, 3)
+        radii = tissue.body * extent / 2 * rng.uniform(0.9, 1.15, 3)
+        return np.asarray(np.sqrt((((places - middle) / radii) ** 2).sum(axis=-1)) < 1 + waves)
+    normal = rng.normal(size=3)
+    normal /= np.linalg.norm(normal)
+    height = ((places - extent * rng.uniform(0.35, 0.65)) / extent.max()) @ normal
+    return np.asarray(height < waves * 0.5)
+
+
+def _light(rng: Generator, tissue: Tissue, labels: Labels) -> Floats:
+    """What reaches the camera, [Z, Y, X]."""
+    shape = (labels.shape[0], labels.shape[1], labels.shape[2])
+    light = _stain(rng, tissue, labels, shape)
+    light = gaussian_filter(light, [tissue.blur * tissue.elongation, tissue.blur, tissue.blur], truncate=3)
+    if tissue.haze:
+        light += np.float32(tissue.haze) * spread(
+            light, (0.5 * tissue.diameter / tissue.flatness, 0.5 * tissue.diameter)
+        )
+    light += np.float32(tissue.floor)
+    light *= np.clip(1 + tissue.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
+    light *= np.linspace(1, 1 - tissue.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
+    return np.asarray(light, np.float32)
+
+
+def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Shape) -> Floats:
+    """Emitted light: membranes, what is inside the cells, vesicles."""
+    # Numbered from 1, background is an object like the others, so that surfaces are membranes on both sides.
+    apart = edt.edt(labels.astype(np.uint32) + 1, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False) - 0.5
+    light = np.exp(-0.5 * (np.minimum(apart, 1e3) / np.float32(tissue.thickness)) ** 2).astype(np.float32)
+    light *= np.clip(1 + tissue.unevenness * smooth_noise(rng, shape, 0.6 * tissue.diameter), 0.15, 3)
+    if tissue.gaps:
+        field = smooth_noise(rng, shape, 0.3 * tissue.diameter)
+        light[field > np.quantile(field[::2, ::3, ::3], 1 - tissue.gaps)] *= np.float32(0.1)
+    inner = labels > 0
+    surface = edt.edt(inner, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False)
+    light[(surface <= 3 * tissue.thickness) | ~inner] *= np.float32(tissue.rim)
+    if tissue.inside:
+        each = rng.lognormal(math.log(tissue.inside), 0.3, int(labels.max()) + 1).astype(np.float32)
+        each[0] = 0
+        grain = 1 + tissue.grain * smooth_noise(rng, shape, max(1.0, tissue.diameter / 12))
+        light += each[labels] * np.clip(grain, 0, 3)
+    places = np.flatnonzero(inner)
+    count = int(tissue.specks * labels.max())
+    if count and places.size:
+        light.ravel()[rng.choice(places, count)] += rng.uniform(0.5, 3, count).astype(np.float32)
+    return np.asarray(light, np.float32)

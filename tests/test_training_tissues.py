@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.ndimage import minimum_filter
+
+from service.training.tissues import Tissue, synthesise_tissue
+
+SHAPE = (24, 40, 44)
+
+
+def tissue(**changes: float) -> Tissue:
+    """A plain tissue that fills the stack: even cells of 16 voxels with thin bright membranes and dark insides."""
+    plain = Tissue(
+        diameter=16,
+        flatness=1,
+        order=0.8,
+        bend=0,
+        body=2,
+        holes=0,
+        thickness=0.7,
+        unevenness=0,
+        gaps=0,
+        rim=1,
+        inside=0,
+        grain=0,
+        specks=0,
+        blur=0.4,
+        elongation=1,
+        haze=0,
+        floor=0.05,
+        shading=0,
+        attenuation=0,
+        photons=400,
+        read_noise=0.2,
+        bits=16,
+        saturation=0,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_tissue_gives_a_stack_and_its_labels(seed: int) -> None:
+    image, labels = synthesise_tissue(np.random.default_rng(seed), SHAPE)
+    assert image.shape == labels.shape == SHAPE
+    assert image.dtype in (np.uint8, np.uint16)
+    assert labels.dtype == np.uint16
+    assert len(np.unique(labels)) > 1
+    assert image.std() > 0
+
+
+def test_the_same_seed_gives_the_same_stack() -> None:
+    first, second, other = (synthesise_tissue(np.random.default_rng(seed), SHAPE) for seed in (5, 5, 6))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_light_is_where_cells_meet() -> None:
+    image, labels = synthesise_tissue(np.random.default_rng(0), SHAPE, tissue())
+    at_faces = minimum_filter(labels, 3) != labels
+    deep = (minimum_filter(labels, 7) == labels) & (minimum_filter(-labels.astype(int), 7) == -labels.astype(int))
+    assert labels.all()
+    assert deep.any()
+    assert np.median(image[at_faces]) > 4 * np.median(image[deep])
+
+
+def test_a_body_has_background_around_it_and_a_surface_as_bright_as_it_should_be() -> None:
+    bright, dim = (
+        synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body=0.7, rim=rim, floor=0.01)) for rim in (1.0, 0.1)
+    )
+    assert np.array_equal(bright[1], dim[1])
+    outside = bright[1] == 0
+    assert 0.2 < outside.mean() < 0.95
+    surface = (minimum_filter(bright[1], 3) == 0) & ~outside
+    assert dim[0][surface].mean() < 0.5 * bright[0][surface].mean()
+
+
+@pytest.mark.parametrize("flatness", [1, 2])
+def test_cells_have_the_diameter_and_the_flatness_of_the_tissue(flatness: float) -> None:
+    _, labels = synthesise_tissue(np.random.default_rng(1), (48, 72, 72), tissue(flatness=flatness))
+    border = set(np.concatenate([labels[[0, -1]].ravel(), labels[:, [0, -1]].ravel(), labels[..., [0, -1]].ravel()]))
+    volumes = [np.count_nonzero(labels == n) for n in set(np.unique(labels)) - border]
+    assert len(volumes) >= 5
+    assert np.mean(volumes) == pytest.approx(np.pi / 6 * 16**3 / flatness, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"gaps": 0.3}, {"unevenness": 0.5}, {"inside": 0.5}, {"inside": 0.4, "grain": 0.8}, {"specks": 5}]
+)
+def test_the_stain_changes_what_is_seen_and_not_what_is_true(extra: dict[str, float]) -> None:
+    (plain, labels), (image, same) = (
+        synthesise_tissue(np.random.default_rng(2), SHAPE, made) for made in (tissue(), tissue(**extra))
+    )
+    assert np.array_equal(labels, same)
+    assert not np.array_equal(plain, image)
+
+
+def test_cavities_are_background() -> None:
+    _, labels = synthesise_tissue(np.random.default_rng(4), SHAPE, tissue(holes=0.3))
+    assert 0.1 < (labels == 0).mean() < 0.6
