@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from service.errors import BrokenModel, UnknownModel
 
 FILE_NAME = "model.yaml"
+
+# Answers where nothing else is said: models that are added beside it must not take its place by their name.
+USUAL = "nuclei"
 
 T = TypeVar("T")
 
@@ -226,9 +229,15 @@ def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelS
     return specs
 
 
+def usual(models: Iterable[str]) -> str | None:
+    """Of the names of models, which answers who names none and where no default is configured; None without any."""
+    names = list(models)
+    return USUAL if USUAL in names else next(iter(names), None)
+
+
 def choose(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """The model called `name`; None: the `default`, or where there is none the first. Raises UnknownModel."""
-    wanted = name or default or next(iter(models), None)
+    """The model called `name`; None: the `default`, without one the `usual` one. Raises UnknownModel."""
+    wanted = name or default or usual(models)
     if wanted is None or wanted not in models:
         raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models) or 'none'}.")
     return models[wanted]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.errors import BrokenModel, UnknownModel
-from service.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec
+from service.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec, usual
 
 WEIGHTS = b"any bytes: the repository compares them with their hash and never parses them"
 
@@ -224,6 +224,13 @@ def test_model_is_chosen_by_name_then_by_default_then_by_order(
     name: str | None, default: str | None, chosen: int
 ) -> None:
     assert choose({"nuclei": 1, "cells": 2}, name, default) == chosen
+
+
+@pytest.mark.parametrize(
+    ("served", "name"), [(["cells", "nuclei"], "nuclei"), (["cells", "plants"], "cells"), ([], None)]
+)
+def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str], name: str | None) -> None:
+    assert usual(served) == name
 
 
 @pytest.mark.parametrize(("models", "told"), [({"nuclei": 1, "cells": 2}, "nuclei, cells"), ({}, "none")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from service.repository import usual
 from service.routes.requests import RuntimeDependency
 from service.runtime import ModelState
 from service.schemas import ModelInfo, ModelList
@@ -15,7 +16,7 @@ router = APIRouter(tags=["models"])
 async def list_models(runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state."""
     models = [_info(model) for model in runtime.models]
-    default = runtime.settings.models.default or (models[0].name if models else None)
+    default = runtime.settings.models.default or usual(model.name for model in models)
     return ModelList(default=default, models=models)
 
 
