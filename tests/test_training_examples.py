@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, recorded
+from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, object_widths, recorded, stated
 from service.training.synthesis import synthesise
 
 
@@ -77,3 +77,55 @@ def test_the_share_decides_between_two_sources(share: float, expected: int) -> N
 
     image, _ = mixed(constant(0), constant(1), share)(np.random.default_rng(0))
     assert image.item() == expected
+
+
+def box(widths: tuple[int, int, int], shape: tuple[int, int, int] = (60, 60, 60)) -> Pair:
+    """A volume with eight boxes of these widths that touch no border."""
+    labels = np.zeros(shape, np.uint16)
+    for number in range(8):
+        low = [2 + (number >> axis & 1) * (length // 2) for axis, length in enumerate(shape)]
+        labels[tuple(slice(start, start + width) for start, width in zip(low, widths, strict=True))] = number + 1
+    return (100 * (labels > 0)).astype(np.uint16), labels
+
+
+def test_the_widths_of_objects_leave_those_at_the_border_out() -> None:
+    _, labels = box((5, 9, 13))
+    assert object_widths(labels) == pytest.approx((5, 9, 13))
+    labels[-3:, -1:, :50] = 9
+    assert object_widths(labels) == pytest.approx((5, 9, 13))
+    assert object_widths(np.zeros((4, 5, 6), np.uint16)) is None
+    only = np.zeros((4, 5, 6), np.uint16)
+    only[0, :2, :3] = 7
+    assert object_widths(only) == pytest.approx((1, 2, 3))
+
+
+def test_stated_sizes_become_the_models() -> None:
+    widths = []
+    for seed in range(6):
+        image, labels = stated(lambda _: box((5, 9, 13)), 20, 1.0)(np.random.default_rng(seed))
+        assert image.shape == labels.shape
+        assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
+        widths.append(object_widths(labels))
+    each, together = (np.array([w for w in widths if (w.max() / w.min() < 1.5) == kind]) for kind in (True, False))
+    assert each == pytest.approx(20, rel=0.2)
+    assert np.cbrt(together.prod(axis=1)) == pytest.approx(20, rel=0.2)
+    assert len(each) > 0 < len(together)
+
+
+def test_what_is_far_larger_than_stated_and_what_is_not_chosen_stays() -> None:
+    for widths, share in (((5, 9, 13), 0.0), ((28, 28, 28), 1.0)):
+        pair = box(widths)
+        image, labels = stated(lambda _, pair=pair: pair, 14, share)(np.random.default_rng(0))
+        assert image is pair[0]
+        assert labels is pair[1]
+
+
+def test_recorded_stacks_are_turned_together_with_their_labels() -> None:
+    pair = box((8, 20, 12), (40, 60, 60))
+    shapes = set()
+    for seed in range(6):
+        image, labels = recorded([pair], turning=True)(np.random.default_rng(seed))
+        assert image.shape == labels.shape
+        assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
+        shapes.add(image.shape[1] < 0.85 * image.shape[0] * 60 / 40)
+    assert shapes == {True, False}

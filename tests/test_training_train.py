@@ -12,7 +12,7 @@ from service.formats import tiff
 from service.networks import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.synthesis import synthesise
-from service.training.train import Schedule, loss, measure_statistics, read_pairs, save, train
+from service.training.train import KINDS, Schedule, loss, main, measure_statistics, read_pairs, save, train
 from service.volume import Segmentation
 
 
@@ -94,6 +94,37 @@ def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     assert all(torch.equal(stored[name], value) for name, value in trained.state_dict().items())
     assert not torch.equal(stored["head.weight"], before["head.weight"])
     assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None:
+    pool = Pool(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 2, 0)
+    start = network()
+    for norm in (module for module in start.modules() if isinstance(module, torch.nn.BatchNorm3d)):
+        norm.running_mean.fill_(0.25)
+    before = start.head.weight.detach().clone()
+    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=0), 0, tmp_path)
+    pool.close()
+    stored = load_file(tmp_path / "weights.safetensors")
+    means = [value for name, value in stored.items() if name.endswith("running_mean")]
+    assert means
+    assert all((mean == 0.25).all() for mean in means)
+    assert not torch.equal(trained.head.weight, before)
+
+
+def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Path) -> None:
+    image, labels = synthesise(np.random.default_rng(0), (16, 24, 24))
+    stack, truth = tmp_path / "stack.tif", tmp_path / "truth.tif"
+    tiff.write(Segmentation(image, "labels"), stack)
+    tiff.write(Segmentation(labels, "labels"), truth)
+    common = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--keep-statistics"]
+    main([*common, "--out", str(tmp_path / "first")])
+    first = tmp_path / "first" / "weights.safetensors"
+    recorded = ["--images", str(stack), "--labels", str(truth), "--share", "1"]
+    main([*common, *recorded, "--out", str(tmp_path / "second"), "--init", str(first)])
+    before, after = load_file(first), load_file(tmp_path / "second" / "weights.safetensors")
+    ShuffleUNet(1, 2, KINDS["membranes"].widths).load_state_dict(after)
+    assert all(torch.equal(after[name], before[name]) for name in before if "running" in name)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
 def test_saved_weights_load_again(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter, zoom
+from scipy.ndimage import find_objects, gaussian_filter, rotate, zoom
 from torch import Tensor
 
-from service.training.synthesis import synthesise
 from service.training.targets import distance_target
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 Source = Callable[[Generator], Pair]
 Normalise = Callable[[NDArray[Any]], Floats]
+
+# Of volumes that are resampled to an object size; larger ones only take time, as crops of 48 are drawn from them.
+LARGEST = (72, 88, 88)
 
 
 class Example(NamedTuple):
@@ -43,25 +45,92 @@ class Percentiles:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def synthetic(rng: Generator) -> Pair:
-    """A synthetic stack of random size; one in five is thin, as stacks often are."""
-    depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
-    width = int(rng.integers(64, 97))
-    return synthesise(rng, (depth, width, width))
+def synthetic(make: Callable[[Generator, tuple[int, int, int]], Pair]) -> Source:
+    """A source of synthetic stacks of random size; one in five is thin, as stacks often are."""
+
+    def draw(rng: Generator) -> Pair:
+        depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
+        width = int(rng.integers(64, 97))
+        return make(rng, (depth, width, width))
+
+    return draw
 
 
-def recorded(pairs: Sequence[Pair]) -> Source:
-    """A source of recorded volumes (image, labels), each time zoomed a little along every axis."""
+def recorded(pairs: Sequence[Pair], *, turning: bool = False) -> Source:
+    """A source of recorded volumes (image, labels), each time zoomed a little along every axis.
+
+    With `turning`, every second one is turned by any angle in the plane and cut to the square that is known all over,
+    which costs small volumes more than it brings.
+    """
 
     def draw(rng: Generator) -> Pair:
         image, labels = pairs[int(rng.integers(len(pairs)))]
         factors = np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3))
-        return (
-            zoom(image.astype(np.float32), factors, order=1, mode="nearest", grid_mode=True),
-            zoom(labels, factors, order=0, mode="nearest", grid_mode=True),
-        )
+        angle = float(rng.uniform(0, 90)) if turning and rng.random() < 0.5 else 0.0
+        return _zoom(*_turn(image, labels, angle), factors)
 
     return draw
+
+
+def stated(source: Source, diameter: float, share: float) -> Source:
+    """Volumes of `source`, of which a `share` is resampled as for requests that state the size of the objects.
+
+    Their objects become `diameter` voxels wide, give or take a few percent: in two of three such volumes along each
+    axis, in the others by one factor for all axes. What would have to shrink by more than a third stays as it is.
+    """
+
+    def draw(rng: Generator) -> Pair:
+        image, labels = source(rng)
+        widths = object_widths(labels)
+        if rng.random() >= share or widths is None:
+            return image, labels
+        if rng.random() < 1 / 3:
+            widths = np.full(3, np.cbrt(np.prod(widths)))
+        factors = diameter / widths * np.exp(rng.normal(0, 0.05) + rng.normal(0, 0.03, 3))
+        if factors.min() < 2 / 3:
+            return image, labels
+        return _zoom(*_part(image, labels, np.asarray(LARGEST) / factors, rng), factors)
+
+    return draw
+
+
+def object_widths(labels: NDArray[Any]) -> NDArray[np.float64] | None:
+    """Median extents of the objects along z, y and x in voxels, [3]; None without any object.
+
+    Objects at the border, of which only a part is known, count only where there are fewer than three others.
+    """
+    boxes = [box for box in find_objects(labels) if box is not None]
+    whole = [box for box in boxes if all(s.start > 0 and s.stop < n for s, n in zip(box, labels.shape, strict=True))]
+    extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
+    return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
+
+
+def _zoom(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.float64]) -> Pair:
+    return (
+        zoom(image.astype(np.float32), factors, order=1, mode="nearest", grid_mode=True),
+        zoom(labels, factors, order=0, mode="nearest", grid_mode=True),
+    )
+
+
+def _turn(image: NDArray[Any], labels: NDArray[Any], angle: float) -> Pair:
+    """Turned in the plane by an angle in degrees, 0 to 90, and cut to the square that is known all over."""
+    if not angle:
+        return image, labels
+    edge = int(min(image.shape[1:]) / (np.cos(np.radians(angle)) + np.sin(np.radians(angle))))
+    y, x = ((length - edge) // 2 for length in image.shape[1:])
+    square = (slice(None), slice(y, y + edge), slice(x, x + edge))
+    turned = rotate(image.astype(np.float32), angle, axes=(1, 2), reshape=False, order=1, mode="nearest")
+    return turned[square], rotate(labels, angle, axes=(1, 2), reshape=False, order=0, mode="nearest")[square]
+
+
+def _part(image: NDArray[Any], labels: NDArray[Any], shape: NDArray[np.float64], rng: Generator) -> Pair:
+    """A box of at most `shape` around some voxel of an object."""
+    middle = np.unravel_index(int(rng.choice(np.flatnonzero(labels))), labels.shape)
+    box = []
+    for centre, length, size in zip(middle, labels.shape, np.ceil(shape).astype(int), strict=True):
+        start = int(np.clip(centre - size // 2, 0, max(0, length - size)))
+        box.append(slice(start, start + int(size)))
+    return image[tuple(box)], labels[tuple(box)]
 
 
 def mixed(first: Source, second: Source, share: float) -> Source:
@@ -114,11 +183,19 @@ def batch(pool: Pool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Ten
 
 
 def _crop(example: Example, rng: Generator, edge: int) -> Floats:
-    """[3, edge, edge, edge] from somewhere in the volume; zeros outside, as sliding windows pad with them."""
+    """[3, edge, edge, edge] from somewhere in the volume; zeros outside, as sliding windows pad with them.
+
+    Every second one holds some voxel of an object at a random place, or crops of sparse volumes would often be empty.
+    """
     crop = np.zeros((3, edge, edge, edge), np.float32)
     inner, outer = [], []
-    for length in example.image.shape:
+    shape = example.image.shape
+    held = np.flatnonzero(example.foreground) if rng.random() < 0.5 else np.zeros(0, np.intp)
+    voxel = np.unravel_index(int(rng.choice(held)), shape) if held.size else None
+    for axis, length in enumerate(shape):
         low, high = min(0, length - edge), max(0, length - edge)
+        if voxel is not None:
+            low, high = max(low, int(voxel[axis]) - edge + 1), min(high, int(voxel[axis]))
         start = int(rng.integers(low, high + 1))
         begin, end = max(start, 0), min(start + edge, length)
         outer.append(slice(begin, end))

@@ -1,4 +1,4 @@
-"""Train the nuclei model: `python -m service.training.train --out FOLDER --minutes 30`.
+"""Train a bundled model: `python -m service.training.train --kind nuclei --out FOLDER --minutes 30`.
 
 Writes `weights.safetensors` into the folder every minute, so that the training may be stopped at any time.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,29 @@ from torch.nn import functional
 from service.errors import BadParameter
 from service.formats import tiff
 from service.networks import ShuffleUNet
-from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, recorded, synthetic
+from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, recorded, stated, synthetic
+from service.training.synthesis import synthesise
+from service.training.tissues import synthesise_tissue
 from service.volume import Selection
 
 log = logging.getLogger("stackseg.train")
 
 LIMIT_BYTES = 4 * 2**30
+
+
+class Kind(NamedTuple):
+    """What a bundled model finds: synthetic stacks of it, and `input.diameter` and the widths of its model file."""
+
+    synthetic: Source
+    diameter: float
+    widths: tuple[int, ...]
+    steps_per_volume: int
+
+
+KINDS = {
+    "nuclei": Kind(synthetic(synthesise), 20.0, (32, 48, 96, 96), 2),
+    "membranes": Kind(synthetic(synthesise_tissue), 32.0, (16, 32, 64, 64), 4),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,9 @@ class Schedule:
     learning_rate   at its highest
     batch_size      crops per step, cubes of `edge` voxels
     averaging       decay per step of the moving average of the weights, which is what is kept
-    statistics      batches over which the statistics of batch normalisation are measured at the end
+    steps_per_volume   steps after which another volume replaces one of the pool
+    statistics      batches over which the statistics of batch normalisation are measured at the end; 0: those that
+                    training begins with are kept, and the weights learn to live with them
     """
 
     minutes: float = 30.0
@@ -50,6 +69,7 @@ class Schedule:
     batch_size: int = 4
     edge: int = 48
     averaging: float = 0.998
+    steps_per_volume: int = 2
     statistics: int = 80
 
     def rate(self, progress: float) -> float:
@@ -94,6 +114,8 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
     average = copy.deepcopy(network).eval()
     optimiser = torch.optim.AdamW(network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
     network.train()
+    if not schedule.statistics:
+        keep_statistics(network)
     begin = saved = time.monotonic()
     step, recent = 0, float("nan")
     while (progress := (time.monotonic() - begin) / (60 * schedule.minutes)) < 1:
@@ -103,13 +125,14 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
         recent = value if math.isnan(recent) else 0.98 * recent + 0.02 * value
         step += 1
         follow(average, network, min(schedule.averaging, step / (step + 20)))
-        if step % 2 == 0:
+        if step % schedule.steps_per_volume == 0:
             pool.refresh()
         if time.monotonic() - saved > 60:
             saved = time.monotonic()
             save(average, folder)
             log.info("%5.1f %%  step %d  loss %.4f", 100 * progress, step, recent)
-    measure_statistics(average, pool, schedule, rng)
+    if schedule.statistics:
+        measure_statistics(average, pool, schedule, rng)
     save(average, folder)
     log.info("done  step %d  loss %.4f", step, recent)
     return average
@@ -122,6 +145,17 @@ def _step(network: nn.Module, optimiser: torch.optim.Optimizer, images: Tensor, 
     nn.utils.clip_grad_norm_(network.parameters(), 2.0)
     optimiser.step()
     return float(value.detach())
+
+
+def keep_statistics(network: nn.Module) -> None:
+    """Let batch normalisation train with the statistics that it will be used with.
+
+    Those of a small batch of unlike stacks differ so much from the mean that a network which always saw its input
+    normalised by them finds objects in what is only dim light once the mean is used.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm3d):
+            module.eval()
 
 
 @torch.no_grad()
@@ -174,14 +208,16 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
     return pairs
 
 
-def _source(images: Sequence[Path], labels: Sequence[Path], share: float) -> Source:
-    pairs = read_pairs(images, labels)
-    return mixed(synthetic, recorded(pairs), share) if pairs else synthetic
+def _source(kind: Kind, options: argparse.Namespace) -> Source:
+    pairs = read_pairs(options.images, options.labels)
+    source = mixed(kind.synthetic, recorded(pairs, turning=True), options.share) if pairs else kind.synthetic
+    return stated(source, kind.diameter, options.stated)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command line."""
     parser = argparse.ArgumentParser(prog="python -m service.training.train", description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, default="nuclei")
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -189,6 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=Path, nargs="*", default=[], help="recorded stacks, one channel each")
     parser.add_argument("--labels", type=Path, nargs="*", default=[], help="their labels, in the same order")
     parser.add_argument("--share", type=float, default=0.25, help="part of the volumes that is drawn from them")
+    parser.add_argument("--stated", type=float, default=0.6, help="part of them whose objects get the model's diameter")
+    parser.add_argument("--batch-size", type=int, default=4, help="crops per step")
+    parser.add_argument("--keep-statistics", action="store_true", help="of batch normalisation, as --init has them")
     parser.add_argument("--pool", type=int, default=64, help="volumes held in memory")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -197,13 +236,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
-    network = ShuffleUNet(1, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    kind = KINDS[options.kind]
+    network = ShuffleUNet(1, 2, kind.widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if options.init:
         network.load_state_dict(load_file(options.init))
-    source = _source(options.images, options.labels, options.share)
-    pool = Pool(source, Percentiles(), options.pool, options.seed)
+    pool = Pool(_source(kind, options), Percentiles(), options.pool, options.seed)
+    schedule = Schedule(
+        options.minutes,
+        options.learning_rate,
+        batch_size=options.batch_size,
+        steps_per_volume=kind.steps_per_volume * 4 // options.batch_size,
+        statistics=0 if options.keep_statistics else Schedule.statistics,
+    )
     try:
-        train(network, pool, Schedule(options.minutes, options.learning_rate), options.seed, options.out)
+        train(network, pool, schedule, options.seed, options.out)
     finally:
         pool.close()
 
