@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.errors import BrokenModel
+from service.exported import load_exported
 from service.programs import load_torchscript
 from service.repository import Architecture, ModelSpec
 
@@ -112,6 +114,10 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+# Files that bring a network of their own.
+_OWN: dict[str, Callable[[Path], nn.Module]] = {"torchscript": load_torchscript, "exported": load_exported}
+
+
 def build(architecture: Architecture) -> nn.Module:
     """A freshly initialised network, float32 on the CPU. Raises BrokenModel for unknown names and bad arguments."""
     constructor = ARCHITECTURES.get(architecture.name)
@@ -128,9 +134,10 @@ def load(spec: ModelSpec) -> nn.Module:
 
     Raises BrokenModel where the weights do not fit, and where scores do not have the shape that the model file states.
     """
-    network = (
-        load_torchscript(spec.weights_path) if spec.architecture is None else _with_weights(spec.architecture, spec)
-    )
+    if spec.architecture is not None:
+        network = _with_weights(spec.architecture, spec)
+    else:
+        network = _OWN[spec.weights.kind](spec.weights_path)
     network = network.eval().requires_grad_(requires_grad=False).float()
     _check_shapes(network, spec)
     return network

@@ -1,12 +1,13 @@
 """Networks that come as programs: TorchScript files, checked before and after they are parsed.
 
 TorchScript is no Python, but it is a program: it can read and write files (`aten::from_file`, `aten::save`), and the
-`__setstate__` of a module runs while the file is loaded. So a file with such a method, or a class of an extension, is
-refused unread, and of a parsed program only one whose every operator is on a list is ever called.
+`__setstate__` of a module runs while the file is loaded. So a file with such a method, a hook, or a class of an
+extension is refused unread, and of a parsed program only one whose every operator is on a list is ever called.
 """
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,7 +302,10 @@ ATEN = frozenset(
         "zeros_like",
     ]
 )
-FORBIDDEN = (b"__setstate__", b"__getstate__", b"torch.classes")
+# Methods that run while a file is loaded, hooks that run beside the graph that is looked at, and classes of extensions.
+FORBIDDEN = (b"__setstate__", b"__getstate__", b"__forward_hooks__", b"__forward_pre_hooks__", b"torch.classes")
+# Entries of an archive that hold the bytes of one tensor. torch finds files by their names in any case, we do not.
+TENSOR = re.compile(r"[^/]+/(data|constants)/[0-9]+")
 
 
 class Program(nn.Module):
@@ -343,11 +347,11 @@ def _check_source(path: Path) -> None:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED:
                     _refuse_bomb(path, entry)
-                if entry.filename.endswith((".py", ".pkl")):
+                if not TENSOR.fullmatch(entry.filename):
                     content = archive.read(entry)
                     for word in FORBIDDEN:
                         if word in content:
-                            raise BrokenModel(f"{path}: {entry.filename} has {word.decode()}, which runs on loading.")
+                            raise BrokenModel(f"{path}: {entry.filename} has {word.decode()}, which is never run.")
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {error}") from error
 

@@ -34,9 +34,9 @@ class Architecture(_Frozen):
 
 
 class Weights(_Frozen):
-    """A file inside the model folder: tensors for the architecture, or a program that brings its own."""
+    """A file inside the model folder: tensors for the architecture, or a program or graph that brings its own."""
 
-    kind: Literal["safetensors", "torchscript"] = "safetensors"
+    kind: Literal["safetensors", "torchscript", "exported"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -165,13 +165,13 @@ class ModelSpec(_Frozen):
 
     @property
     def network(self) -> str:
-        """The architecture's name; for a program the kind of its file."""
+        """The architecture's name; for a network of the file's own the kind of that file."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
     @model_validator(mode="after")
     def _one_network(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
-            raise ValueError("architecture: safetensors need one, and a program (weights.kind torchscript) has its own")
+            raise ValueError("architecture: safetensors need one, and other kinds of weights bring their own")
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from service.__main__ import main
 from service.errors import UnsupportedPackage
 from service.imports.archives import unpacked
 from service.imports.folder import import_model, state_dict
+from service.networks import load
 
 STATED: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},
@@ -103,14 +104,12 @@ def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_pa
         import_model(file, tmp_path / "models", STATED)
 
 
-def test_exported_programs_are_refused_unread(tmp_path: Path) -> None:
-    class Double(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    torch.export.save(torch.export.export(Double(), (torch.ones(1, 1, 4, 4, 4),)), tmp_path / "double.pt2")
-    with pytest.raises(UnsupportedPackage, match=r"double\.pt2: torch\.export\.load may run code"):
-        import_model(tmp_path / "double.pt2", tmp_path / "models", STATED)
+def test_an_exported_graph_is_imported_and_computes_the_same(bands_network: nn.Module, tmp_path: Path) -> None:
+    file, image = tmp_path / "bands.pt2", torch.rand(1, 1, 16, 16, 16)
+    torch.export.save(torch.export.export(bands_network, (image,)), file)
+    spec, _ = import_model(file, tmp_path / "models", STATED)
+    assert (spec.name, spec.network, spec.weights.file) == ("bands", "exported", "weights.pt2")
+    assert torch.allclose(load(spec)(image), bands_network(image))
 
 
 def test_the_command_imports_and_then_lists(

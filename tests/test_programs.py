@@ -69,7 +69,35 @@ def test_a_program_that_would_run_while_it_is_loaded_is_not_loaded(
 ) -> None:
     path = saved(RunsOnLoading(), tmp_path / "runs.ts")
     monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("it was loaded"))
-    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which runs on loading"):
+    with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is never run"):
+        load_torchscript(path)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_hooks_are_refused_because_the_graph_does_not_show_them(tmp_path: Path, register: str, deep: bool) -> None:
+    def before(self: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        torch.save(given[0], "witness")
+        return given
+
+    def after(self: nn.Module, given: tuple[Tensor], made: Tensor) -> Tensor:
+        torch.save(given[0], "witness")
+        return made
+
+    network = nn.Sequential(nn.ReLU())
+    hooked = network[0] if deep else network
+    getattr(hooked, register)(before if register == "register_forward_pre_hook" else after)
+    with pytest.raises(BrokenModel, match=r"__forward_(pre_)?hooks__"):
+        load_torchscript(saved(network, tmp_path / "hooked.ts"))
+
+
+def test_names_in_another_case_hide_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "hidden.ts"
+    with zipfile.ZipFile(saved(RunsOnLoading(), tmp_path / "runs.ts")) as plain, zipfile.ZipFile(path, "w") as hidden:
+        for entry in plain.infolist():
+            name = entry.filename.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL")
+            hidden.writestr(name, plain.read(entry))
+    with pytest.raises(BrokenModel, match="never run"):
         load_torchscript(path)
 
 

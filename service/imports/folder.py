@@ -29,6 +29,7 @@ from service.volume import Volume
 
 PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
+SUFFIX = {"torchscript": ".ts", "exported": ".pt2"}
 
 
 class Imported(NamedTuple):
@@ -42,7 +43,8 @@ def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str 
     """Make `models/<name>` of a package, a folder or a file.
 
     `stated` has keys of a model file that go before what the package says. Nothing is downloaded and nothing is run but
-    networks: architectures known by name, and TorchScript within the limits of `service.programs`.
+    networks: architectures known by name, and those of TorchScript and torch.export within the limits of
+    `service.programs` and `service.exported`.
     Raises UnsupportedPackage, naming the field, and BrokenModel where the result does not fit together.
     """
     if not path.exists():
@@ -55,8 +57,7 @@ def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str 
                 return _write(kind.read(root), models, stated, name)
         raise UnsupportedPackage(
             f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
-            "(configs/metadata.json); "
-            "a TorchScript program is a single file."
+            "(configs/metadata.json); a TorchScript program and a file of torch.export are single files."
         )
 
 
@@ -114,13 +115,12 @@ def _slug(name: str) -> str:
 
 
 def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
-    if draft.kind == "torchscript":
-        file = folder / "weights.ts"
-        shutil.copyfile(draft.weights, file)
-    else:
-        file = folder / "weights.safetensors"
+    if draft.kind == "state dict":
+        kind, file = "safetensors", folder / "weights.safetensors"
         save_file({key: value.contiguous().clone() for key, value in state_dict(draft.weights).items()}, file)
-    kind = "torchscript" if draft.kind == "torchscript" else "safetensors"
+    else:
+        kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
+        shutil.copyfile(draft.weights, file)
     return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 

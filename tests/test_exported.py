@@ -1,0 +1,182 @@
+"""Graphs of others: what is run of a file of torch.export, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.dynunet import DynUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from torch import Tensor, nn
+
+from service.engine import winograd
+from service.engine.prepare import prepare
+from service.errors import BrokenModel
+from service.exported import load_exported
+from service.planning import activation_bytes
+
+SHAPE = (2, 1, 32, 32, 32)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1, norm="batch"),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(8, 8, 16, 16, 32, 8)),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2),
+    "DynUNet": lambda: DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2]),
+}
+
+
+class Folds(nn.Module):
+    """Sizes that are computed, a constant, a buffer that is not saved, and several tensors from one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv3d(1, 4, 1)
+        self.register_buffer("gain", torch.tensor([1.0, 2.0]), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.mix(x).split(2, dim=1)
+        flat = (first * self.gain.view(1, 2, 1, 1, 1) + second).reshape(x.shape[0], 2, -1)
+        return (flat + torch.tensor(0.5)).reshape(x.shape[0], 2, *x.shape[2:]), second
+
+
+def exported(network: nn.Module, path: Path, *, dynamic: bool = False) -> Path:
+    sizes = ({0: torch.export.Dim("batch", min=1, max=64)},) if dynamic else None
+    torch.export.save(torch.export.export(network.eval(), (torch.rand(SHAPE),), dynamic_shapes=sizes), path)
+    return path
+
+
+def rewritten(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    """A copy with one of its files changed."""
+    other = path.with_stem("other")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            new.writestr(entry, change(content) if entry.filename.endswith(name) else content)
+    return other
+
+
+def with_graph(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy with another graph."""
+
+    def edit(content: bytes) -> bytes:
+        program = json.loads(content)
+        change(program)
+        return json.dumps(program).encode()
+
+    return rewritten(path, "models/model.json", edit)
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(NETWORKS["UNet"](), tmp_path_factory.mktemp("exported") / "unet.pt2")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_monai_compute_what_they_did(name: str, tmp_path: Path, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS[name]()
+    loaded = load_exported(exported(network, tmp_path / "network.pt2", dynamic=dynamic))
+    images = torch.rand(SHAPE)
+    with torch.inference_mode():
+        assert torch.allclose(loaded(images), network(images), atol=1e-5)
+        assert torch.allclose(loaded(images[:1]), network(images[:1]), atol=1e-5)
+
+
+def test_computed_sizes_constants_and_several_results(tmp_path: Path) -> None:
+    network = Folds()
+    loaded = load_exported(exported(network, tmp_path / "folds.pt2", dynamic=True))
+    images = torch.rand(3, *SHAPE[1:])
+    assert torch.allclose(loaded(images), network(images)[0])
+
+
+def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
+    network = SegResNet(3, 16, 1, 2)
+    loaded = load_exported(exported(network, tmp_path / "network.pt2"))
+    assert winograd.candidates(loaded) == winograd.candidates(network) > 0
+    assert activation_bytes(loaded, SHAPE) >= 16 * 4 * 2 * 32**3
+
+
+def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
+    loaded, images = load_exported(unet), torch.rand(SHAPE)
+    prepared = prepare(loaded, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
+    with torch.inference_mode():
+        scores, expected = prepared(images.bfloat16()), loaded(images)
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores, expected, atol=0.1 * float(expected.std()))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.ops.aten.from_file.default",
+        "torch.ops.aten.add.__class__",
+        "torch.ops.aten.add._schemas",
+        "torch.ops.aten.add.Tensor.__call__",
+        "torch.ops.prims.device_put.default",
+        "os.torch.ops.aten.add.Tensor",
+        "builtins.eval",
+    ],
+)
+def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:
+    other = with_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
+    with pytest.raises(BrokenModel, match=r"calls|cannot be read"):
+        load_exported(other)
+
+
+def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    text = f"__import__('pathlib').Path({str(witness)!r}).touch()"
+
+    def plant(program: dict[str, Any]) -> None:
+        program["guards_code"] = [text]
+        values = program["graph_module"]["graph"]["tensor_values"]
+        next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": text, "hint": None}}
+
+    load_exported(with_graph(unet, plant))
+    assert not witness.exists()
+
+
+def test_pickled_weights_are_refused_and_pickled_examples_not_read(unet: Path) -> None:
+    load_exported(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."))
+    pickled = rewritten(
+        unet, "weights_config.json", lambda text: text.replace(b'"use_pickle": false', b'"use_pickle": true')
+    )
+    with pytest.raises(BrokenModel, match="is pickled"):
+        load_exported(pickled)
+
+
+@pytest.mark.parametrize("part", ["weight_0", "weights_config.json", "models/model.json"])
+def test_damage_is_named(unet: Path, part: str) -> None:
+    with pytest.raises(BrokenModel, match=r"cannot be read|is said to lie"):
+        load_exported(rewritten(unet, part, lambda content: content[: len(content) // 2]))
+
+
+def test_a_tensor_cannot_be_larger_than_its_bytes(unet: Path) -> None:
+    grown = rewritten(
+        unet, "weights_config.json", lambda text: text.replace(b'{"as_int": 8}', b'{"as_int": 800000000}')
+    )
+    with pytest.raises(BrokenModel, match="is said to lie in"):
+        load_exported(grown)
+
+
+def test_other_files_are_refused(bands_network: nn.Module, tmp_path: Path) -> None:
+    torch.jit.script(bands_network).save(str(tmp_path / "bands.pt2"))
+    with pytest.raises(BrokenModel, match="export the network again"):
+        load_exported(tmp_path / "bands.pt2")
+    (tmp_path / "text.pt2").write_text("no archive")
+    with pytest.raises(BrokenModel, match="cannot be read"):
+        load_exported(tmp_path / "text.pt2")
+
+
+def test_a_network_that_is_still_trained_is_refused(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2)).train()
+    torch.export.save(torch.export.export(network, (torch.rand(SHAPE),)), tmp_path / "trained.pt2")
+    with pytest.raises(BrokenModel, match="in eval mode"):
+        load_exported(tmp_path / "trained.pt2")
