@@ -3,8 +3,9 @@
 Clients post stacks small and large, wait or come back for their answers, cancel, hang up while they send and while they
 wait, and post what is no stack. Every label volume must be the one that the model gives for this stack alone in this
 process, voxel by voxel; nothing may be answered with 500; in the end no file may be left. Meanwhile another process
-asks /health/live. Memory is that of the server and its child processes, after the first minute (or a quarter of the
-time where that is shorter), every minute, and at the end.
+asks /health/live. Memory is the resident set of the server and its child processes, sampled every second; as what runs
+at the moment makes it rise and fall, the median of every minute (a quarter of the time where that is shorter) is told,
+and it grows from the one after the first to the last.
 Raises AssertionError where something is wrong. Without --models a tiny model with random weights is made.
 """
 
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -154,7 +156,7 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     http = server.client()
     assert http is not None
     address = str(http.base_url)
-    memory = Memory(server.pid, min(seconds / 4, 60.0))
+    memory = Memory(server.pid, min(seconds / 60, 1.0))
     command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
     with closing(http), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
         end = time.monotonic() + seconds
@@ -177,8 +179,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         "clients": clients,
         "happened": dict(sorted(told.items())),
         "health_live_milliseconds": health,
-        "memory_bytes": memory.samples,
-        "memory_growth": round(memory.samples[-1] / memory.samples[0] - 1, 3),
+        "memory_bytes": (medians := memory.medians(min(seconds / 4, 60.0))),
+        "memory_growth": round(medians[-1] / medians[1] - 1, 3),
     }
 
 
@@ -192,23 +194,31 @@ def wait_idle(http: httpx2.Client) -> None:
 
 
 class Memory(threading.Thread):
-    """Notes what a process and its children take, every so many seconds and when it is stopped."""
+    """Notes what a process and its children take, every so many seconds until it is stopped."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         super().__init__(daemon=True)
-        self.samples: list[int] = []
+        self._samples: list[tuple[float, int]] = []
         self._pid, self._seconds = pid, seconds
         self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
+        began = time.monotonic()
         while not self._stopped.wait(self._seconds):
-            self.samples.append(resident(self._pid))
+            self._samples.append((time.monotonic() - began, resident(self._pid)))
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
-        self.samples.append(resident(self._pid))
+
+    def medians(self, seconds: float) -> list[int]:
+        """Of every stretch of so many seconds, but for a rest at the end that is shorter."""
+        stretches: dict[int, list[int]] = {}
+        for moment, size in self._samples:
+            stretches.setdefault(int(moment / seconds), []).append(size)
+        whole = int(self._samples[-1][0] / seconds + 0.1)
+        return [round(statistics.median(stretches[number])) for number in sorted(stretches) if number < whole]
 
 
 def resident(pid: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import signal
 import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from importlib.metadata import version
 from types import FrameType
@@ -62,6 +63,9 @@ STATUS: dict[type[errors.StackSegError], int] = {
     # Nobody reads this answer; the number is what proxies log for a client that hung up.
     errors.Cancelled: 499,
 }
+
+# From glibc's malloc.h.
+_M_ARENA_MAX = -8
 
 PROBLEM_TYPE = "application/problem+json"
 
@@ -153,6 +157,7 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings, host: str, port: int) -> bool:
     """Serve until a signal ends it; prints the address. False if a thread would not end. Raises ConfigError."""
+    _share_freed_memory()
     app = create_app(settings)
     runtime: Runtime = app.state.runtime
     config = uvicorn.Config(
@@ -178,6 +183,16 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         sys.stdout.flush()
         Server(config, runtime).run(sockets=[listener])
     return runtime.ended
+
+
+def _share_freed_memory() -> None:
+    """Let all threads take from what any of them has freed.
+
+    The C library otherwise keeps a pool for each of many threads, and the process grows for hours until all are full.
+    """
+    # Other C libraries have no such function, and no such pools.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def listen(host: str, port: int) -> socket.socket:
