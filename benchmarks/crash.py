@@ -39,6 +39,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from torch import nn
 
 from service.config import Settings
 from service.networks import build
@@ -95,9 +96,12 @@ class Stack:
 
 
 class Server:
-    """`python -m service serve` on the same folder, again and again. `waiting` may wait in its queue."""
+    """`python -m service serve` on the same folder, again and again.
 
-    def __init__(self, models: Path, folder: Path, waiting: int = 64) -> None:
+    `waiting` may wait in its queue; `sections` are added to its configuration.
+    """
+
+    def __init__(self, models: Path, folder: Path, waiting: int = 64, **sections: dict[str, Any]) -> None:
         self.jobs, self.scratch = folder / "jobs", folder / "scratch"
         self.scratch.mkdir(parents=True)
         self._config, self._log = folder / "config.yaml", folder / "log"
@@ -109,6 +113,8 @@ class Server:
             "jobs": {"folder": str(self.jobs), "attempts": 1000},
             "server": {"scratch_folder": str(self.scratch), "port": 0},
         }
+        for name, keys in sections.items():
+            content[name] = content.get(name, {}) | keys
         self._config.write_text(yaml.safe_dump(content), encoding="utf-8")
 
     def start(self) -> None:
@@ -313,12 +319,15 @@ def make_stacks(models: Path) -> list[Stack]:
     return [Stack(shape, seed, segmenter) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
 
 
-def make_model(root: Path, content: dict[str, Any] = MODEL) -> Path:
-    """A folder in `root` for the model that `content` describes, with random weights."""
+def make_model(
+    root: Path, content: dict[str, Any] = MODEL, prepare: Callable[[nn.Module], None] = lambda _network: None
+) -> Path:
+    """A folder in `root` for the model that `content` describes, with random weights unless `prepare` sets them."""
     folder = root / content["name"]
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     network = build(Architecture(**content["architecture"]))
+    prepare(network)
     weights = folder / "weights.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, weights)
     stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from service.arrays import LARGE_BYTES
 from service.config import Settings
 from service.errors import BadParameter
 from service.postprocess import bytes_per_voxel
@@ -77,6 +78,9 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
     decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)
+    if plan.output != "labels" and decoding >= LARGE_BYTES:
+        # The result lies on disk, and the planes that a layer of windows is cut from in memory.
+        decoding = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1])
     return Estimate(
         windows=grid.count,
         sw_batch_size=plan.sw_batch_size,

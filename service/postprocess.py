@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.arrays import Allocate, release
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
@@ -36,15 +37,17 @@ class Decoder(Protocol):
         """The segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
 
 
-def make_decoder(spec: ModelSpec, size: Size, output: OutputKind, voxel_size: VoxelSize | None) -> Decoder:
-    """The decoder for what the caller wants of this model; `size` is (Z, Y, X)."""
+def make_decoder(
+    spec: ModelSpec, size: Size, output: OutputKind, voxel_size: VoxelSize | None, allocate: Allocate = np.zeros
+) -> Decoder:
+    """The decoder for what the caller wants of this model; `size` is (Z, Y, X), `allocate` makes what is as large."""
     if output == "probabilities":
-        return ProbabilityDecoder(spec, size, voxel_size)
+        return ProbabilityDecoder(spec, size, voxel_size, allocate)
     if isinstance(spec.decoding, Instances):
         if output == "classes":
-            return ForegroundDecoder(spec, spec.decoding, size, voxel_size)
+            return ForegroundDecoder(spec, spec.decoding, size, voxel_size, allocate)
         return InstanceDecoder(spec, spec.decoding, size, voxel_size)
-    return ClassDecoder(spec, size, voxel_size)
+    return ClassDecoder(spec, size, voxel_size, allocate)
 
 
 def bytes_per_voxel(spec: ModelSpec, output: OutputKind) -> int:
@@ -55,17 +58,19 @@ def bytes_per_voxel(spec: ModelSpec, output: OutputKind) -> int:
 
 
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
-    """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]."""
+    """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]; where they lie on disk, let go of finished planes."""
     planes, rows = slab.shape[-3:-1]
     pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
+    if y0 + rows == pixels.shape[-2]:
+        release(pixels)
 
 
 class ProbabilityDecoder:
     """All outputs after the model's activation, float32 [K, Z, Y, X]."""
 
-    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None) -> None:
+    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
         self._spec, self._voxel_size = spec, voxel_size
-        self._pixels = np.empty((len(spec.outputs), *size), np.float32)
+        self._pixels = allocate((len(spec.outputs), *size), np.float32)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         match self._spec.activation:
@@ -84,12 +89,13 @@ class ProbabilityDecoder:
 class ClassDecoder:
     """The index of the output with the highest score, uint8 [Z, Y, X] (uint16 beyond 256 classes)."""
 
-    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None) -> None:
+    def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
         self._spec, self._voxel_size = spec, voxel_size
-        self._pixels = np.empty(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
+        self._pixels = allocate(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        place(self._pixels, z0, y0, scores[0].argmax(0).cpu().numpy())
+        # The same as argmax, which takes nine times as long along the first axis.
+        place(self._pixels, z0, y0, scores[0].max(0).indices.cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=self._spec.outputs)
@@ -98,12 +104,14 @@ class ClassDecoder:
 class ForegroundDecoder:
     """Background and foreground of a model of instances, uint8 [Z, Y, X] of 0 and 1."""
 
-    def __init__(self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None, allocate: Allocate
+    ) -> None:
         self._voxel_size = voxel_size
         self._channel = spec.outputs.index(decoding.foreground)
         self._name = decoding.foreground
         self._threshold = _logit(decoding.threshold)
-        self._pixels = np.empty(size, np.uint8)
+        self._pixels = allocate(size, np.uint8)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         place(self._pixels, z0, y0, (scores[0, self._channel] > self._threshold).cpu().numpy())

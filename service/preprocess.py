@@ -1,13 +1,14 @@
 """Volume -> image, normalised and resampled as the model's file says; and the way back to the volume's grid.
 
-Normalising takes statistics of the whole volume, but its float32 pixels are made only where a window reads them.
+Normalising takes statistics of the whole volume, block of planes by block, but its float32 pixels are made only where a
+window reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
 import torch
@@ -34,21 +35,72 @@ MOST_RESAMPLING = 64.0
 # Objects smaller than this part of what the model wants are not to be seen in the stack.
 MOST_ENLARGING = 16.0
 
+# Statistics take planes together until they hold so many voxels: what they need beside them stays small.
+BLOCK_VOXELS = 2**22
+
 # One hot pixel among nearly equal ones would otherwise become infinite, and spread through the whole window.
 FARTHEST = 1e6
 
 
+class Channel(Protocol):
+    """All pixels of one channel in blocks, as often as they are asked for; a 3D array gives its planes."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of every block."""
+
+    @property
+    def size(self) -> int:
+        """Number of voxels."""
+
+    def __iter__(self) -> Iterator[Array]:
+        """Blocks of any shape, together every voxel once."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A channel of a volume, a few planes at a time; what is not finite comes as `substitute`, if there is one."""
+
+    volume: Volume
+    index: int
+    substitute: float | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.volume.dtype
+
+    @property
+    def size(self) -> int:
+        return self.volume.voxels
+
+    def __iter__(self) -> Iterator[Array]:
+        _, depth, height, width = self.volume.shape
+        step = max(BLOCK_VOXELS // (height * width), 1)
+        for z0 in range(0, depth, step):
+            yield finite(self.volume.read(z0, min(z0 + step, depth))[self.index], self.substitute)
+
+
+def finite(pixels: Array, substitute: float | None) -> Array:
+    """The pixels, with `substitute` in the place of NaN and infinity; None: there are none."""
+    return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
+
+
 @dataclass(frozen=True)
 class Scaling:
-    """x -> (x - offset) / scale, then at least `lowest` and at most `highest`; scale 0: everything becomes 0."""
+    """x -> (x - offset) / scale, then at least `lowest` and at most `highest`; scale 0: everything becomes 0.
+
+    NaN and infinity count as `substitute`; None: there are none.
+    """
 
     offset: float
     scale: float
     lowest: float = -FARTHEST
     highest: float = FARTHEST
+    substitute: float | None = None
 
     def apply(self, pixels: Array) -> NDArray[np.float32]:
         """Pixels of any dtype and shape -> a new float32 array."""
+        pixels = finite(pixels, self.substitute)
         if self.scale == 0 or not np.isfinite((self.offset, self.scale)).all():
             return np.zeros(pixels.shape, np.float32)
         dtype = np.float64 if pixels.dtype.itemsize > 4 or pixels.dtype in (np.int32, np.uint32) else np.float32
@@ -60,20 +112,30 @@ class Scaling:
 
 
 class Image:
-    """Channels of a volume that are normalised where they are read.
+    """A volume whose channels are normalised where they are read.
 
     Indexed with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
+    The planes of the last box are kept, as windows come in layers.
     """
 
-    def __init__(self, channels: Sequence[Array], scalings: Sequence[Scaling]) -> None:
-        self._channels, self._scalings = channels, scalings
-        self.shape = (1, len(channels), *channels[0].shape)
+    def __init__(self, volume: Volume, scalings: Sequence[Scaling]) -> None:
+        self._volume, self._scalings = volume, scalings
+        self.shape = (1, *volume.shape)
+        self._range = (0, 0)
+        self._planes: Array
 
     def __getitem__(self, box: tuple[int, slice, slice, slice, slice]) -> Tensor:
-        _, channels, *place = box
-        chosen = zip(self._channels[channels], self._scalings[channels], strict=True)
-        parts = [torch.from_numpy(scaling.apply(channel[tuple(place)])) for channel, scaling in chosen]
+        _, channels, z, y, x = box
+        chosen = zip(self._read(*z.indices(self.shape[2])[:2])[channels], self._scalings[channels], strict=True)
+        parts = [torch.from_numpy(scaling.apply(planes[:, y, x])) for planes, scaling in chosen]
         return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+    def _read(self, z0: int, z1: int) -> Array:
+        if self._range != (z0, z1):
+            # The old ones go first: of a large volume they are most of what is in memory.
+            self._planes, self._range = np.empty(0), (0, 0)
+            self._planes, self._range = self._volume.read(z0, z1), (z0, z1)
+        return self._planes
 
     def tensor(self) -> Tensor:
         """All of it, float32 [1, C, Z, Y, X]; plane by plane, so that nothing wider exists of the whole volume."""
@@ -96,12 +158,13 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
     NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where
     a channel has no finite pixel, and what `working_size` does.
     """
-    channels, replaced = [], 0
-    for channel in volume.array():
-        finite, bad = _finite(channel)
-        channels.append(finite)
+    scalings, replaced = [], 0
+    for index in range(volume.shape[0]):
+        substitute, bad = _substitute(Blocks(volume, index))
+        channel = Blocks(volume, index, substitute)
+        scalings.append(replace(scaling(channel, spec.input.normalisation), substitute=substitute))
         replaced += bad
-    image = Image(channels, [scaling(channel, spec.input.normalisation) for channel in channels])
+    image = Image(volume, scalings)
     notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
     target = working_size(volume, spec, diameter)
     if target == volume.shape[1:]:
@@ -205,70 +268,121 @@ def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32
     return scaling(pixels, normalisation).apply(pixels)
 
 
-def scaling(pixels: Array, normalisation: Normalisation) -> Scaling:
-    """How one channel [Z, Y, X] of finite numbers is normalised."""
+def scaling(channel: Channel, normalisation: Normalisation) -> Scaling:
+    """How one channel of finite numbers is normalised."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
-            at_low, at_high = percentiles(pixels, low, high)
+            at_low, at_high = percentiles(channel, low, high)
             if at_low == at_high:
                 # Hardly any pixel differs from the background, and those that do are all that there is to see.
-                at_low, at_high = float(pixels.min()), float(pixels.max())
+                at_low = float(min(block.min() for block in channel))
+                at_high = float(max(block.max() for block in channel))
             return Scaling(at_low, at_high - at_low, *(clip or ()))
         case ZScoreNormalisation():
-            with np.errstate(over="ignore", invalid="ignore"):
-                mean, deviation = (float(f(pixels, dtype=np.float64)) for f in (np.mean, np.std))
-            return Scaling(mean, deviation)
+            return Scaling(*mean_and_deviation(channel))
         case RangeNormalisation(low=low, high=high, clip=clip):
             return Scaling(low, high - low, *(clip or ()))
         case _:
             assert_never(normalisation)
 
 
-def percentiles(pixels: Array, low: float, high: float) -> tuple[float, float]:
+def mean_and_deviation(channel: Channel) -> tuple[float, float]:
+    """Mean and standard deviation, like `numpy.mean` and `numpy.std` in float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = float(sum(block.sum(dtype=np.float64) for block in channel) / channel.size)
+        squares = (np.square(np.subtract(block, mean, dtype=np.float64)).sum() for block in channel)
+        return mean, float(np.sqrt(sum(squares) / channel.size))
+
+
+def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
     """Two percentiles over all pixels, linearly interpolated like `numpy.percentile`.
 
-    Up to 16 bits a histogram gives them exactly in one pass; other dtypes are partially sorted.
+    They are exact: up to 16 bits a histogram gives them in one pass; other dtypes are partially sorted where they are
+    small, and counted by 16 bits of their order in each further pass where they are not.
     """
-    if pixels.dtype.kind not in "biu" or pixels.dtype.itemsize > 2:
-        # Half precision would round the result, and overflow on the way to it.
-        exact = pixels.astype(np.float32) if pixels.dtype == np.float16 else pixels
-        a, b = np.percentile(exact, (low, high))
+    ranks = [share / 100 * (channel.size - 1) for share in (low, high)]
+    if channel.dtype.itemsize > 2 and channel.size <= BLOCK_VOXELS:
+        a, b = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
         return float(a), float(b)
-    lowest = int(np.iinfo(pixels.dtype).min) if pixels.dtype.kind == "i" else 0
-    unsigned = pixels if pixels.dtype.kind == "u" else (pixels.astype(np.int32) - lowest)
-    cumulated = np.cumsum(_histogram(unsigned))
-    a, b = (_rank(cumulated, share / 100 * (pixels.size - 1)) + lowest for share in (low, high))
+    wanted = sorted({int(whole) for rank in ranks for whole in (np.floor(rank), np.ceil(rank))})
+    found = dict(zip(wanted, _sorted_values(channel, wanted), strict=True))
+    a, b = (_between(found[int(np.floor(rank))], found[int(np.ceil(rank))], rank % 1) for rank in ranks)
     return a, b
 
 
-def _histogram(pixels: Array) -> NDArray[np.int64]:
-    """Counts by value. Plane by plane, since bincount widens its input to 64 bits."""
-    total = np.zeros(2**16, np.int64)
-    for plane in pixels:
-        counts = np.bincount(plane.ravel(), minlength=1)
-        total[: len(counts)] += counts
+def _between(below: float, above: float, share: float) -> float:
+    """The share that `numpy.percentile` takes of two neighbours; neither may overflow the difference."""
+    return below if share == 0 else below * (1 - share) + above * share
+
+
+def _sorted_values(channel: Channel, ranks: list[int]) -> list[float]:
+    """The pixels that would have these ranks, ascending and from 0, if all were sorted."""
+    prefixes, rests = [0] * len(ranks), list(ranks)
+    bits = 8 * channel.dtype.itemsize
+    for shift in range(max(bits - 16, 0), -1, -16):
+        counts = _histograms(channel, shift, frozenset(prefixes))
+        for index, prefix in enumerate(prefixes):
+            cumulated = np.cumsum(counts[prefix])
+            value = int(np.searchsorted(cumulated, rests[index], side="right"))
+            rests[index] -= int(cumulated[value - 1]) if value else 0
+            prefixes[index] = prefix << 16 | value
+    return [_value(key, channel.dtype) for key in prefixes]
+
+
+def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
+    """By the bits of their keys above the 16 at `shift`: how many pixels have which 16 bits there."""
+    total = {prefix: np.zeros(2**16, np.int64) for prefix in prefixes}
+    for block in channel:
+        keys = _keys(block.ravel())
+        whole = keys.dtype.itemsize * 8 <= shift + 16
+        for prefix, counts in total.items():
+            mine = keys if whole else keys[keys >> (shift + 16) == prefix]
+            # Widened to 64 bits by bincount, which is why blocks are small.
+            here = np.bincount(mine >> shift & 0xFFFF if shift or not whole else mine, minlength=1)
+            counts[: len(here)] += here
     return total
 
 
-def _rank(cumulated: NDArray[np.int64], rank: float) -> float:
-    """The value at a fractional rank of the sorted pixels, from their cumulated histogram."""
-    below, above = np.searchsorted(cumulated, (np.floor(rank), np.ceil(rank)), side="right")
-    return float(below + (above - below) * (rank - np.floor(rank)))
+def _keys(pixels: Array) -> NDArray[np.unsignedinteger]:
+    """Unsigned integers as wide as the pixels, in the order of the pixels."""
+    kind, bits = pixels.dtype.kind, 8 * pixels.dtype.itemsize
+    keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
+    sign = keys.dtype.type(1 << (bits - 1))
+    if kind == "f":
+        # A negative number has all its bits turned, a positive one its sign.
+        return keys ^ (pixels.view(f"i{pixels.dtype.itemsize}") >> (bits - 1)).view(keys.dtype) ^ (~keys & sign)
+    return keys ^ sign if kind == "i" else keys
 
 
-def _finite(channel: Array) -> tuple[Array, int]:
-    """The channel without NaN and infinity, and how many there were; BadFile where there is nothing else."""
-    if channel.dtype.kind != "f":
-        return channel, 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(channel.sum(dtype=np.float64)):
-            return channel, 0
-    bad = ~np.isfinite(channel)
-    if bad.all():
+def _value(key: int, dtype: np.dtype[Any]) -> float:
+    """The inverse of `_keys`."""
+    bits = 8 * dtype.itemsize
+    sign = 1 << (bits - 1)
+    if dtype.kind == "f":
+        key ^= sign if key & sign else 2 * sign - 1
+    elif dtype.kind == "i":
+        key ^= sign
+    return float(np.array(key, f"u{dtype.itemsize}").view(dtype))
+
+
+def _substitute(channel: Channel) -> tuple[float | None, int]:
+    """What NaN and infinity are taken for, None where there are none, and how many; BadFile where all are."""
+    if channel.dtype.kind != "f" or _all_finite(channel):
+        return None, 0
+    lowest, bad = np.inf, 0
+    for block in channel:
+        good = np.isfinite(block)
+        bad += block.size - int(np.count_nonzero(good))
+        lowest = min(lowest, float(block.min(where=good, initial=np.inf)))
+    if bad == channel.size:
         raise BadFile("Every pixel is NaN or infinite. Export the file again, or choose another channel.")
-    replaced = channel.copy()
-    replaced[bad] = channel[~bad].min()
-    return replaced, int(bad.sum())
+    return (lowest if bad else None), bad
+
+
+def _all_finite(blocks: Iterable[Array]) -> bool:
+    # A sum is NaN or infinite as soon as one pixel is, and reads them once; a sum may also overflow by itself.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return all(np.isfinite(block.sum(dtype=np.float64)) for block in blocks)
 
 
 def _times(size: Size) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from service import hardware
+from service.arrays import allocator
 from service.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Trial
@@ -93,6 +94,7 @@ class Segmenter:
         self.spec = spec
         self._settings = settings
         self._device = hardware.choose_device(settings.device.name)
+        self._allocate = allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
             torch.set_num_threads(settings.device.threads or hardware.usable_cores())
         if settings.engine.cache_folder is not None:
@@ -193,7 +195,7 @@ class Segmenter:
         size: Size = (image.shape[2], image.shape[3], image.shape[4])
         batch_size, fallbacks, spoilt = plan.sw_batch_size, list[str](), list[str]()
         while True:
-            decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size)
+            decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size, self._allocate)
             window = self._warm_up.reference(batch_size) if spoilt else self._window(batch_size)
             try:
                 feed(decoder, window.run(image, plan.overlap, cancelled=cancelled, progress=progress), stages)

@@ -81,6 +81,19 @@ def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):
     assert needed(2, "classes") < needed(2, "probabilities") < needed(2, "labels")
 
 
+def test_classes_of_a_large_volume_lie_on_disk_and_take_the_planes_of_a_layer_only(bands):
+    plan = Plan("classes", 2, 0.0)
+    small, large = (
+        estimate(bands, volume_of_shape((1, depth, 2048, 2048)), plan, 10**6, on_host=True).host_bytes
+        for depth in (64, 2496)
+    )
+    assert large == small
+
+
+def volume_of_shape(shape):
+    return Description("TIFF", "ZYX", shape[1:], shape, "uint16", None, "not stated", ("",), 1)
+
+
 def test_activations_are_counted_without_leaving_a_trace():
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1))
     voxels = 6**3

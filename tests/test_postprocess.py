@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 from torch import Tensor
 
+from service.arrays import on_disk
 from service.postprocess import Smoother, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
@@ -265,3 +267,17 @@ def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
     inside = balls((0, 12, 12, 5), size=(1, 40, 40))
     scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
     assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1
+
+
+@pytest.mark.parametrize("output", ["classes", "probabilities"])
+def test_results_on_disk_are_those_in_memory(bands, tmp_path, output):
+    scores = torch.randn(1, 3, 6, 8, 10, generator=torch.Generator().manual_seed(0))
+    results = []
+    for allocate in (np.zeros, functools.partial(on_disk, folder=tmp_path)):
+        decoder = make_decoder(bands, (6, 8, 10), output, None, allocate)
+        for z0, y0 in itertools.product((0, 2, 4), (0, 4)):
+            decoder.add(z0, y0, scores[:, :, z0 : z0 + 2, y0 : y0 + 4])
+        results.append(decoder.finish().pixels)
+    np.testing.assert_array_equal(*results)
+    if output == "classes":
+        np.testing.assert_array_equal(results[0], scores[0].argmax(0).numpy())

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from service import preprocess
 from service.errors import BadFile, BadParameter
 from service.preprocess import FARTHEST, normalise, on_grid, percentiles, prepare, resampled_size, working_size
 from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
@@ -257,3 +258,48 @@ def test_classes_and_probabilities_come_back():
     got = on_grid(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, np.broadcast_to([0, 1], (1, 2, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "uint64", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize(("low", "high"), [(0, 100), (1, 99.8), (33.3, 50)])
+def test_percentiles_of_large_volumes_are_counted_to_the_same_values(dtype, low, high, monkeypatch):
+    monkeypatch.setattr(preprocess, "BLOCK_VOXELS", 50)
+    rng, kind = np.random.default_rng(0), np.dtype(dtype).kind
+    pixels = rng.normal(0, 300, (7, 5, 9)) if kind != "u" else rng.uniform(0, 300, (7, 5, 9))
+    pixels = (pixels * 10.0 ** rng.integers(0, 2 if dtype == "float16" else 6, pixels.shape)).astype(dtype)
+    if kind == "f":
+        pixels.flat[:6] = 0.0, -0.0, np.finfo(dtype).max, np.finfo(dtype).min, np.finfo(dtype).tiny, 1
+    else:
+        pixels.flat[:3] = np.iinfo(dtype).max, np.iinfo(dtype).min, 0
+    got = percentiles(preprocess.Blocks(Volume.from_array(pixels[None]), 0), low, high)
+    expected = np.percentile(pixels.astype(np.longdouble), (low, high))
+    np.testing.assert_allclose(got, expected.astype(np.float64), rtol=1e-12)
+
+
+def test_statistics_do_not_depend_on_how_planes_are_taken_together(bands, monkeypatch):
+    pixels = np.random.default_rng(0).normal(7, 3, (1, 9, 10, 11)).astype(np.float32)
+    for normalisation in (PERCENTILE, ZScoreNormalisation(kind="zscore")):
+        spec = spec_of(bands, normalisation=normalisation)
+        monkeypatch.setattr(preprocess, "BLOCK_VOXELS", 2**22)
+        whole = prepare(Volume.from_array(pixels), spec).image.tensor()
+        monkeypatch.setattr(preprocess, "BLOCK_VOXELS", 250)
+        np.testing.assert_allclose(prepare(Volume.from_array(pixels), spec).image.tensor(), whole, atol=1e-6)
+
+
+def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
+    monkeypatch.setattr(preprocess, "BLOCK_VOXELS", 4 * 32 * 40)
+    pixels = np.random.default_rng(0).integers(0, 3000, (1, 64, 32, 40), dtype=np.uint16)
+    ranges = []
+
+    def read(z0, z1):
+        ranges.append((z0, z1))
+        return pixels[:, z0:z1]
+
+    volume = Volume(pixels.shape, pixels.dtype, read)
+    image = prepare(volume, spec_of(bands, normalisation=PERCENTILE)).image
+    assert max(z1 - z0 for z0, z1 in ranges) == 4
+    del ranges[:]
+    for z0 in (0, 16, 32, 48):
+        for x0 in range(0, 40, 8):
+            image[0, slice(None), slice(z0, z0 + 16), slice(0, 32), slice(x0, x0 + 8)]
+    assert ranges == [(0, 16), (16, 32), (32, 48), (48, 64)]

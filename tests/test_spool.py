@@ -1,10 +1,11 @@
-"""Jobs in a real server that is killed, and in one with many clients at once."""
+"""Jobs in a real server that is killed, in one with many clients at once, and in one that is given a large stack."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import crash
+import large
 import load
 
 
@@ -24,3 +25,10 @@ def test_many_clients_some_of_them_rude_get_what_each_gets_alone(bands_repositor
     assert min(happened["labels waited for"], happened["labels fetched later"], happened["hung up"]) > 0
     # A loop that is blocked while a volume runs would take seconds; the benchmark measures on a quiet machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
+
+
+def test_stack_on_the_host_becomes_labels_on_the_host(tmp_path: Path) -> None:
+    """`benchmarks/large.py` does it with 20 GB; wrong labels or too much memory raise AssertionError."""
+    (figures,) = large.run([0.05], tmp_path)
+    assert figures["shape"] == [6, *large.PLANE]
+    assert figures["peak_anonymous_bytes"] > 0

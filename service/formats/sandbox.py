@@ -23,6 +23,7 @@ from typing import IO, Any, Self, cast
 import numpy as np
 
 import service
+from service.arrays import LARGE_BYTES
 from service.errors import (
     AmbiguousAxes,
     BadFile,
@@ -91,7 +92,9 @@ class Reader:
         dtype = np.dtype(placement.dtype)
         if dtype.kind not in "uif" or math.prod(placement.shape) * dtype.itemsize > limit:
             raise BadFile("The file is damaged: what was read of it makes no sense.")
-        take = placement.stream if shared and name is None else placement.volume
+        # What is large would otherwise fill memory with pages of the file, which looks like use.
+        large = math.prod(placement.shape) * dtype.itemsize >= LARGE_BYTES
+        take = placement.stream if large or (shared and name is None) else placement.volume
         try:
             return take(source, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
         except ValueError as error:

@@ -18,12 +18,16 @@ from pathlib import Path
 import numpy as np
 from tifffile import TiffFile, TiffWriter
 
+from service.arrays import release
 from service.errors import BadParameter
 from service.formats import axes, description, image, metadata, pixels, structure
 from service.formats.axes import Layout, Part
 from service.formats.image import StoredImage
 from service.formats.pixels import Placement
 from service.volume import Array, Description, Segmentation, Selection, Volume, VoxelSize
+
+# So often what was written of a large array is let go of.
+RELEASED_PAGES = 64
 
 # Beyond this many bytes of pixels a classic TIFF, whose offsets have 32 bits, might not hold its pages.
 _CLASSIC_BYTES = 2**32 - 2**26
@@ -211,7 +215,9 @@ def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None
     try:
         with TiffWriter(partial, ome=True, bigtiff=bigtiff) as writer:
             writer.write(
-                segmentation.pixels,
+                _pages(segmentation.pixels),
+                shape=segmentation.pixels.shape,
+                dtype=segmentation.pixels.dtype,
                 photometric="minisblack",
                 compression="adobe_deflate",
                 compressionargs={"level": 1},
@@ -225,6 +231,14 @@ def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _pages(pixels: Array) -> Iterator[Array]:
+    """The planes [Y, X] of an array of any shape; of one that lies on disk, a few at a time are in memory."""
+    for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
+        if number % RELEASED_PAGES == 0:
+            release(pixels)
+        yield pixels[index]
 
 
 def _printable(name: str) -> str:

@@ -1,0 +1,228 @@
+"""A stack that is larger than memory: python benchmarks/large.py [--gigabytes 20] [--folder FOLDER] [--json FILE].
+
+Makes an uncompressed, contiguous BigTIFF of so many gigabytes (10^9), a sparse file with bright blocks in some planes,
+and lets a real server segment it by reference, written where `output_to` says; several sizes one after the other. The
+network is nearly free (convolutions of 1x1x1), so that what remains is the way of the pixels: statistics, windows,
+blending, labels, compression. Labels are compared plane by plane where there are blocks, and in some planes between.
+
+Memory is the resident set of the server and its child processes, sampled every 20 ms: anonymous pages, and pages of
+mapped files, which the system could take back (program code, results on their way to disk), each process by itself, so
+that shared pages count more than once. The budget is the input slab (the planes that one layer of windows reads) and
+2 GB. Raises AssertionError where the budget is exceeded or a label is wrong. Without --folder the system's temporary
+folder is used: it needs room for the labels, uncompressed, of the largest stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import tifffile
+import torch
+from crash import Server, make_model
+from torch import nn
+
+PLANE = (2048, 2048)
+ROI = (16, 64, 256)
+BLOCK = (256, 256)
+EXTRA_BYTES = 2 * 10**9
+THRESHOLD = 500
+VOXEL_SIZE = (2.0, 0.5, 0.5)
+
+MODEL: dict[str, Any] = {
+    "name": "threshold",
+    "version": "1",
+    "summary": "Bright or not, voxel by voxel.",
+    "licence": "Apache-2.0",
+    "training_data": "None.",
+    "architecture": {
+        "name": "UNet",
+        "arguments": {
+            "spatial_dims": 3,
+            "in_channels": 1,
+            "out_channels": 2,
+            "channels": [1, 1],
+            "strides": [1],
+            "kernel_size": 1,
+            "up_kernel_size": 1,
+            "norm": None,
+            "act": None,
+        },
+    },
+    "input": {"channels": 1, "normalisation": {"kind": "percentile", "low": 0, "high": 100}, "roi_size": list(ROI)},
+    "outputs": ["dark", "bright"],
+    "decoding": {"kind": "classes"},
+}
+
+
+class Peak(threading.Thread):
+    """The most that a process and its children had in memory at once, in bytes, between `start` and `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._stopped = threading.Event()
+        self.resident = self.anonymous = 0
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.02):
+            anonymous, mapped = resident(self._pid)
+            self.anonymous = max(self.anonymous, anonymous)
+            self.resident = max(self.resident, anonymous + mapped)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Bytes of a process and its children in memory: anonymous, and of mapped files."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    anonymous = mapped = 0
+    for one in (str(pid), *children):
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{one}/status").read_text().splitlines())
+        kilobytes = {name: int(status.get(name, "0 kB").split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
+        anonymous += 1024 * kilobytes["RssAnon"]
+        mapped += 1024 * (kilobytes["RssFile"] + kilobytes["RssShmem"])
+    return anonymous, mapped
+
+
+def make_stack(path: Path, depth: int) -> dict[int, Any]:
+    """Write a sparse stack of so many planes; gives the bright block in the corner of every plane that has one."""
+    voxel_size = {f"PhysicalSize{axis}": size for axis, size in zip("ZYX", VOXEL_SIZE, strict=True)}
+    tifffile.imwrite(
+        path,
+        shape=(depth, *PLANE),
+        dtype=np.uint16,
+        bigtiff=True,
+        ome=True,
+        photometric="minisblack",
+        metadata={"axes": "ZYX", **voxel_size},
+    )
+    rng, blocks = np.random.default_rng(0), {}
+    pixels = tifffile.memmap(path, mode="r+")
+    for z in {0, depth // 3, depth // 2, depth - 1}:
+        blocks[z] = rng.integers(0, 1001, BLOCK, dtype=np.uint16)
+        # Half of the brightest value decides, so there must be a brightest one.
+        blocks[z][0, 0] = 2 * THRESHOLD
+        pixels[z, -BLOCK[0] :, -BLOCK[1] :] = blocks[z]
+    pixels.flush()
+    return blocks
+
+
+def set_weights(network: nn.Module) -> None:
+    """The score of `dark` is a half everywhere, that of `bright` the normalised pixel."""
+    state = network.state_dict()
+    for tensor in state.values():
+        tensor.zero_()
+    state["model.0.conv.weight"][:] = 1
+    state["model.2.conv.weight"][0, 1] = 1
+    state["model.2.conv.bias"][0] = 0.5
+
+
+def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> dict[str, Any]:
+    """Make, post, wait, compare, delete; gives the figures of one size."""
+    scan, labels = folder / "scans" / "stack.tif", folder / "results" / "labels.tif"
+    blocks = make_stack(scan, depth)
+    peak = Peak(server.pid)
+    peak.start()
+    began = time.monotonic()
+    answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
+    assert answer.status_code == 202, answer.text
+    while (job := http.get(answer.headers["location"]).json())["state"] in {"waiting", "running"}:
+        time.sleep(0.2)
+    seconds = time.monotonic() - began
+    peak.stop()
+    assert job["state"] == "done", job
+    compare(labels, depth, blocks)
+    figures = {
+        "input_bytes": scan.stat().st_size,
+        "shape": [depth, *PLANE],
+        "seconds": round(seconds, 1),
+        "voxels_per_second": round(depth * PLANE[0] * PLANE[1] / seconds),
+        "stage_seconds": job["seconds"],
+        "label_file_bytes": labels.stat().st_size,
+        "peak_resident_bytes": peak.resident,
+        "peak_anonymous_bytes": peak.anonymous,
+        "budget_bytes": 2 * ROI[0] * PLANE[0] * PLANE[1] + EXTRA_BYTES,
+    }
+    labels.unlink()
+    scan.unlink()
+    return figures
+
+
+def compare(labels: Path, depth: int, blocks: dict[int, Any]) -> None:
+    with tifffile.TiffFile(labels) as file:
+        series = file.series[0]
+        assert (series.axes, series.shape) == ("ZYX", (depth, *PLANE)), (series.axes, series.shape)
+        pixels = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"]
+        assert tuple(pixels[f"PhysicalSize{axis}"] for axis in "ZYX") == VOXEL_SIZE, pixels
+        for z in {*blocks, 1, depth // 4, depth // 2 + 1, depth - 2} & set(range(depth)):
+            expected = np.zeros(PLANE, np.uint8)
+            if z in blocks:
+                expected[-BLOCK[0] :, -BLOCK[1] :] = blocks[z] > THRESHOLD
+            assert np.array_equal(series.pages[z].asarray(), expected), f"plane {z} is wrong"
+
+
+def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
+    """Segment one stack after the other; gives the figures of each. AssertionError where a promise is broken."""
+    for name in ("scans", "results"):
+        (folder / name).mkdir(parents=True)
+    make_model(folder / "models", MODEL, set_weights)
+    depths = [max(round(size * 1e9 / (2 * PLANE[0] * PLANE[1])), 2) for size in gigabytes]
+    server = Server(
+        folder / "models",
+        folder / "service",
+        windows={"overlap": 0.0},
+        references={
+            "inputs": {"scans": str(folder / "scans")},
+            "outputs": {"results": str(folder / "results")},
+            "decoded_bytes": 4 * max(depths) * PLANE[0] * PLANE[1],
+        },
+    )
+    server.start()
+    http = server.client()
+    assert http is not None
+    anonymous, mapped = resident(server.pid)
+    figures = []
+    with closing(http):
+        for depth in depths:
+            figures.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
+            print(json.dumps(figures[-1]), file=sys.stderr)
+    server.kill()
+    server.wait()
+    for one in figures:
+        assert one["peak_resident_bytes"] <= one["budget_bytes"], "more memory was taken than the budget allows"
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[20])
+    parser.add_argument("--folder", type=Path, help="a disk with room enough")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="large-", dir=options.folder))
+    try:
+        figures = run(options.gigabytes, folder)
+    finally:
+        shutil.rmtree(folder)
+    text = json.dumps({"stacks": figures, "python": platform.python_version(), "torch": torch.__version__}, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

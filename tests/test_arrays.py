@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service import arrays
+from service.arrays import allocator, on_disk, release
+from service.errors import OutOfStorage
+
+
+def test_large_array_is_zeros_on_disk_in_a_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LARGE_BYTES", 4000)
+    allocate = allocator(tmp_path)
+    small, large = allocate((999,), np.float32), allocate((10, 100), np.float32)
+    assert small.base is None
+    assert isinstance(large.base, mmap.mmap)
+    assert not large.any()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_released_is_still_there(tmp_path: Path) -> None:
+    made = on_disk((64, 4096), np.uint16, tmp_path)
+    made[3:5] = 7
+    release(made[3:5])
+    release(made)
+    assert (made[3:5] == 7).all()
+    assert made.sum() == 7 * 2 * 4096
+
+
+def test_pages_of_a_released_array_leave_the_process(tmp_path: Path) -> None:
+    def mapped() -> int:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * sum(int(status[name].split()[0]) for name in ("RssFile", "RssShmem"))
+
+    made = on_disk((2**25,), np.uint8, tmp_path)
+    before = mapped()
+    made[:] = 1
+    assert mapped() - before > 2**24
+    release(made)
+    assert mapped() - before < 2**22
+
+
+def test_arrays_in_memory_are_left_alone() -> None:
+    made = np.arange(10)
+    release(made[2:])
+    assert made[9] == 9
+
+
+def test_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OutOfStorage, match="no room"):
+        on_disk((2**50,), np.uint8, tmp_path)
+    assert list(tmp_path.iterdir()) == []
