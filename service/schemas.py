@@ -157,9 +157,12 @@ def explain(faults: Iterable[Mapping[str, Any]]) -> str:
 def _voxel_size(text: str) -> VoxelSize:
     try:
         z, y, x = (float(part) for part in text.split(","))
-        return VoxelSize(z, y, x)
-    except (ValueError, BadParameter):
+    except ValueError:
         raise ValueError("three positive numbers Z,Y,X in micrometres are expected, such as 0.5,0.2,0.2") from None
+    try:
+        return VoxelSize(z, y, x)
+    except BadParameter as error:
+        raise ValueError(f"{error} Z,Y,X are expected, such as 0.5,0.2,0.2") from None
 
 
 class Inspection(BaseModel):

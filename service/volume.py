@@ -16,9 +16,13 @@ Array = NDArray[Any]
 OutputKind = Literal["labels", "classes", "probabilities"]
 
 
+# Lengths in micrometres: from a tenth of an atom to a metre. Beyond, TIFF tags and quotients overflow.
+PLAUSIBLE = (1e-5, 1e6)
+
+
 @dataclass(frozen=True)
 class VoxelSize:
-    """Edge lengths of one voxel in micrometres; finite and positive, or `BadParameter`."""
+    """Edge lengths of one voxel in micrometres; within `PLAUSIBLE`, or `BadParameter`."""
 
     z: float
     y: float
@@ -26,8 +30,10 @@ class VoxelSize:
 
     def __post_init__(self) -> None:
         for axis, size in zip("zyx", self, strict=True):
-            if not (math.isfinite(size) and size > 0):
-                raise BadParameter(f"The voxel size along {axis} must be a positive number of micrometres, not {size}.")
+            if not PLAUSIBLE[0] <= size <= PLAUSIBLE[1]:
+                least, most = PLAUSIBLE
+                text = f"must be a number of micrometres from {least:g} to {most:g}, not {size}"
+                raise BadParameter(f"The voxel size along {axis} {text}.")
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.z, self.y, self.x))
@@ -156,8 +162,9 @@ class Diameter:
     unit: Literal["px", "um"]
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(length) and length > 0 for length in self.lengths):
-            raise BadParameter(f"A diameter must be finite and positive, not {self.lengths}.")
+        if not all(PLAUSIBLE[0] <= length <= PLAUSIBLE[1] for length in self.lengths):
+            least, most = PLAUSIBLE
+            raise BadParameter(f"A diameter must be from {least:g} to {most:g}, not {self.lengths}.")
 
     @classmethod
     def parse(cls, text: str) -> Self:

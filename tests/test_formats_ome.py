@@ -53,6 +53,13 @@ def test_planes_may_be_scattered_over_the_pages() -> None:
     assert image.pages == (1, 4, 3, 2, 5, 0)
 
 
+def test_a_plane_that_is_placed_twice_is_an_error() -> None:
+    planes = "".join(f'<TiffData IFD="{page}" FirstZ="{z}" PlaneCount="1"/>' for page, z in enumerate([0, 1, 0]))
+    sizes = 'SizeX="8" SizeY="6" SizeZ="2" SizeC="1" SizeT="1"'
+    with pytest.raises(BadFile, match="plane 0 in the file twice"):
+        ome.parse(xml(planes, sizes=sizes), 3)
+
+
 def test_without_tiffdata_the_pages_count_only_where_their_number_fits() -> None:
     assert ome.parse(xml(""), 6)[0].pages == (0, 1, 2, 3, 4, 5)
     with pytest.raises(BadFile, match="places only 0"):

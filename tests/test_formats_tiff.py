@@ -369,6 +369,15 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
         np.testing.assert_array_equal(pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
 
 
+@pytest.mark.parametrize("axes", ["YZX", "XZY", "YXZ"])
+def test_planes_must_lie_in_pages_that_are_decoded(make: Make, axes: str) -> None:
+    packed = make(noise(3, 9, 11), "packed.tif", compression="zlib", metadata=None)
+    with pytest.raises(BadParameter, match=f"axes={axes}.*each must hold Y and X"):
+        tiff.inspect(packed, Selection(axes=axes), LIMIT)
+    plain = make(noise(3, 9, 11), metadata=None)
+    assert sorted(tiff.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
+
+
 @pytest.mark.parametrize(
     ("compression", "count", "complaint"), [("zlib", 0, "no bytes"), (None, 2**32 - 16, "cut short")]
 )

@@ -48,7 +48,9 @@ def test_any_text_is_understood_or_refused_by_name(given: dict[str, str]) -> Non
     assert outcome.startswith("Selection(") or any(name in outcome for name in given)
 
 
-@pytest.mark.parametrize("text", ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", ",,"])
+@pytest.mark.parametrize(
+    "text", ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", "1,1,1e-12", "1e200,1,1", ",,"]
+)
 def test_voxel_size_is_three_positive_numbers(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(voxel_size=text)

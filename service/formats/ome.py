@@ -6,7 +6,6 @@ are refused, names of other files are recognised and never followed.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element, ParseError
@@ -168,7 +167,10 @@ def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_coun
                 f"The OME-XML places planes {first} to {first + count - 1} of {planes} on pages {page} to"
                 f" {page + count - 1}, but the file has {page_count} pages: it is cut short or damaged."
             )
-        pages.update(zip(range(first, first + count), itertools.count(page)))
+        for plane in range(first, first + count):
+            if plane in pages:
+                raise BadFile(f"The OME-XML places plane {plane} in the file twice. Export the file again.")
+            pages[plane] = page + plane - first
     if len(pages) < planes:
         raise BadFile(f"The OME-XML promises {planes} planes and places only {len(pages)} of them in the file.")
     return tuple(pages[plane] for plane in range(planes))

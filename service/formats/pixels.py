@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
-from service.errors import BadFile, TooLarge
+from service.errors import BadFile, BadParameter, TooLarge
 from service.formats.axes import Layout, Part
 from service.formats.image import Page, StoredImage, translated
 from service.formats.structure import Structure
@@ -118,7 +118,7 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
     """Look at everything that decoding will touch, before any pixel is read.
 
     Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
-    where a plane lies outside the file or has no pixels in it.
+    where a plane lies outside the file or has no pixels in it, and BadParameter for axes that run across pages.
     """
     needed = math.prod(shape_of(layout, part)) * delivered_dtype(image).itemsize
     page = 0 if image.whole else image.page.nbytes
@@ -134,6 +134,18 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
         raise BadFile("The planes in the file do not add up to the stack that its metadata describe.")
     for index, stored in enumerate(image.pages):
         _check_page(image, stored, index, structure)
+    if part.time is not None and place(image, layout, part) is None:
+        _check_axes(image, layout)
+
+
+def _check_axes(image: StoredImage, layout: Layout) -> None:
+    """Pages are decoded one by one into planes, so that y and x must lie within a page."""
+    inner = layout.axes[len(layout.shape) - _inner(image, layout) :]
+    if not {*"YX"} <= {*inner}:
+        raise BadParameter(
+            f"axes={layout.axes} has the pages of this file hold {inner or 'single pixels'}; each must hold Y and X."
+            " Correct axes, or save the stack uncompressed."
+        )
 
 
 def _check_page(image: StoredImage, page: Page, index: int, structure: Structure) -> None:
@@ -237,6 +249,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
     workers = len(os.sched_getaffinity(0))
     lock = threading.RLock()
     dtype = delivered_dtype(image)
+    _check_axes(image, layout)
     inner = _inner(image, layout)
     frames = list(_frames(layout, part, inner))
     alone = len(frames) == 1

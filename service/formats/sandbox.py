@@ -220,10 +220,12 @@ class _Child:
         """The next line from the child; EOFError where it has ended, TimeoutError where it is silent."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
         deadline = time.monotonic() + seconds
+        # Not select.select, which knows no descriptor beyond 1023, and a busy server has more.
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
         line = b""
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:

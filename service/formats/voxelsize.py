@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.formats.ome import OmeImage
-from service.volume import VoxelSize
+from service.volume import PLAUSIBLE, VoxelSize
 
 _SI = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
     "m": -3, "µ": -6, "n": -9, "p": -12, "f": -15, "a": -18, "z": -21, "y": -24,
 }  # fmt: skip
 _INCH = 25_400.0
-_PLAUSIBLE = (1e-5, 1e6)  # um: from a tenth of an atom to a metre
 
 # All of UnitsLength of the OME schema that are lengths, and what ImageJ and others write for the common ones.
 MICROMETRES: dict[str, float] = {
@@ -97,7 +96,7 @@ def length(value: Any, unit: str) -> float | None:
         size = float(value) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
-    return size if _PLAUSIBLE[0] <= size <= _PLAUSIBLE[1] else None
+    return size if PLAUSIBLE[0] <= size <= PLAUSIBLE[1] else None
 
 
 def _along(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
