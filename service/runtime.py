@@ -270,7 +270,15 @@ class Runtime:
             self._problem = str(error)
             log.error("%s", error)  # noqa: TRY400 - the message says it all
             return []
-        return [self._read_model(folder) for folder in folders]
+        found: dict[str, ModelState] = {}
+        for folder in folders:
+            state = self._read_model(folder)
+            if state.name in found:
+                problem = f"{folder}: the name {state.name!r} is taken by another folder; give one of them another."
+                log.error("%s", problem)
+                state = ModelState(state.name, "failed", problem=problem)
+            found[state.name] = state
+        return list(found.values())
 
     @staticmethod
     def _read_model(folder: Path) -> ModelState:

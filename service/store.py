@@ -128,8 +128,10 @@ class JobStore:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._hold: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            self._jobs.mkdir(exist_ok=True)
-            self._incoming.mkdir(exist_ok=True)
+            # The folder itself may be one that the operator made, and open to others.
+            for inner in (self._jobs, self._incoming):
+                inner.mkdir(mode=0o700, exist_ok=True)
+                inner.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
         try:
@@ -165,19 +167,22 @@ class JobStore:
         self.make_room(size)
         folder = self._jobs / job
         _sync(upload, upload.parent)
-        upload.parent.rename(folder)
-        _sync(self._jobs)
         values = (job, owner, order.model, json.dumps(order.parameters), order.name, order.windows)
-        try:
-            with self._transaction() as database:
-                database.execute(
-                    "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds, created,"
-                    " input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, order.receive_seconds, time.time(), size),
-                )
-        except OutOfStorage:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        # Others may have taken the room while the file went to the disk.
+        with self._lock:
+            self.make_room(size)
+            upload.parent.rename(folder)
+            _sync(self._jobs)
+            try:
+                with self._transaction() as database:
+                    database.execute(
+                        "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
+                        " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                        (*values, order.receive_seconds, time.time(), size),
+                    )
+            except OutOfStorage:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         return self.get(job)
 
     def get(self, job: str) -> Record:
@@ -289,7 +294,7 @@ class JobStore:
                 self.delete(record.id)
 
     def make_room(self, size: int) -> None:
-        """Delete the oldest results until so many bytes more fit. Raises OutOfStorage."""
+        """Delete the oldest results until so many bytes more fit; none where they never would. Raises OutOfStorage."""
         with self._lock:
             if not self._evict(size):
                 raise OutOfStorage(
@@ -306,17 +311,17 @@ class JobStore:
         return int(used)
 
     def _evict(self, size: int, spare: str = "") -> bool:
-        """Delete the oldest results but that of `spare`; whether `size` bytes fit then."""
+        """Delete the oldest results but that of `spare` until `size` bytes fit; False, and none, if they never do."""
         excess = self.used_bytes() + size - self._quota
-        if excess <= 0:
-            return True
-        for record in self._select("state = 'done' AND id != ? ORDER BY ended", spare):
-            self._move(record.id, ("done",), "state = 'expired'")
-            self.tidy(record.id)
-            excess -= record.result_bytes
-            if excess <= 0:
-                return True
-        return False
+        results = self._select("state = 'done' AND id != ? ORDER BY ended", spare) if excess > 0 else []
+        if excess > sum(record.result_bytes for record in results):
+            return False
+        for record in results:
+            if excess > 0:
+                self._move(record.id, ("done",), "state = 'expired'")
+                self.tidy(record.id)
+                excess -= record.result_bytes
+        return True
 
     def _size(self, job: str) -> int:
         try:
@@ -354,6 +359,8 @@ _UNFORESEEN = "Something went wrong in the service while the job ran; its log te
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    path.touch(0o600)
+    path.chmod(0o600)
     database = sqlite3.connect(path, check_same_thread=False)
     database.row_factory = sqlite3.Row
     database.execute("PRAGMA journal_mode = WAL")

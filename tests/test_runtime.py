@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,16 @@ def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
         assert str(error) in runtime.obstacles()[0]
         with pytest.raises(BrokenModel, match="bands"):
             runtime.segmenter(None)
+
+
+def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for name in ("first", "second"):
+        shutil.copytree(bands_repository / "bands", models / name)
+    with running(settings(models, tmp_path)) as runtime:
+        (state,) = runtime.models
+        assert (state.name, state.state) == ("bands", "failed")
+        assert "second: the name 'bands' is taken" in (state.problem or "")
 
 
 def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:

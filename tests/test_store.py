@@ -208,6 +208,28 @@ def test_inputs_of_jobs_that_are_not_over_are_never_deleted(store: JobStore) -> 
     accept(store, size=201)
 
 
+def test_results_are_not_deleted_for_what_does_not_fit_anyway(store: JobStore) -> None:
+    done, running = accept(store), accept(store, size=500)
+    finish(store, done, size=300)
+    store.begin(running)
+    with pytest.raises(OutOfStorage):
+        accept(store, size=501)
+    assert store.get(done).state == "done"
+    assert store.result(done).exists()
+    accept(store, size=500)
+    assert store.get(done).state == "expired"
+
+
+def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    for path in (folder, folder / "jobs"):
+        path.mkdir(mode=0o755)
+    store = open_store(folder)
+    accept(store)
+    assert {path.name for path in folder.iterdir() if path.stat().st_mode & 0o077} == set()
+    store.close()
+
+
 def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
     store = open_store(tmp_path / "jobs", keep_seconds=0.05)
     try:
