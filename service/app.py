@@ -273,7 +273,10 @@ def _methods(request: Request) -> set[str]:
 
 def _answer_unexpected(request: Request, _error: Exception) -> Response:
     detail = "Something went wrong in the service; its log tells more under the number in `instance`."
-    return problem(request, 500, "internal-error", detail)
+    response = problem(request, 500, "internal-error", detail)
+    # Such an error passes on to the server, which then closes the connection: nobody should send a request into it.
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _problem_responses() -> dict[int | str, dict[str, Any]]:

@@ -101,7 +101,8 @@ class Limits(_Section):
     sw_batch_size        largest that a request may ask for
     overlap              largest that a request may ask for
     cache_bytes          of results that are kept for who asks the same again; 0: none
-    waiting              requests that may wait for the device, beyond the one that runs
+    waiting              requests that may wait for the device, beyond one that runs
+    at_once              of these, how many may be worked on at the same time: prepared, computed, decoded
     read_seconds         for decoding one file
     request_seconds      for a request as a whole, waiting included
     """
@@ -112,6 +113,7 @@ class Limits(_Section):
     overlap: Overlap = 0.75
     cache_bytes: NonNegativeInt = 2**30
     waiting: NonNegativeInt = 16
+    at_once: PositiveInt = 16
     read_seconds: PositiveFloat = 60.0
     request_seconds: PositiveFloat = 3600.0
 

@@ -1,4 +1,4 @@
-"""Job records, and the bounded queue in which they wait for the device."""
+"""Job records, and the bounded queue in which they wait for their turn."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ RECENT = 16
 LONGEST_RETRY_AFTER = 120
 # Only puts jobs in order until the first one of a model has been timed; never told to anybody.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
+# One batch is computed, the next is prepared already, and who knows whether those after it will be in time.
+BATCHES_AHEAD = 3
+# Work that is so much longer than another's can well wait until that one is done.
+LONGER = 2
 
 
 class Progress(NamedTuple):
@@ -29,6 +33,21 @@ class Progress(NamedTuple):
     total: int = 0
 
 
+class Needs(NamedTuple):
+    """What a piece of work takes: bytes of memory at its peak, and windows at once, of whomever they are."""
+
+    host: int = 0
+    device: int = 0
+    batch: int = 1
+
+
+class Free(NamedTuple):
+    """Bytes of memory that can still be taken, None where nobody says."""
+
+    host: int | None = None
+    device: int | None = None
+
+
 class Job(Generic[T]):
     """One piece of work for the device, and its one result.
 
@@ -36,13 +55,31 @@ class Job(Generic[T]):
     work     called with the job itself in the worker's thread: it asks `job.cancelled()` now and then, tells
              `job.advance(done, total)`, and returns the result of `future` or raises what the future then raises
     windows  how many there should be; 0: not known, the job counts as short
+    needs    called when the work could begin: what it will take
     ready    whether the work can begin; if not, the job keeps its place until `JobQueue.release`
+    alone    nothing that is due later begins before this one has ended
     """
 
-    def __init__(self, name: str, work: Callable[[Job[T]], T], *, windows: int = 0, ready: bool = True) -> None:
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str,
+        work: Callable[[Job[T]], T],
+        *,
+        windows: int = 0,
+        needs: Callable[[], Needs] = Needs,
+        ready: bool = True,
+        alone: bool = False,
+    ) -> None:
         self.name = name
         self.windows = windows
+        self.needs = needs
         self.ready = ready
+        self.alone = alone
+        # On the clock of `time.monotonic`; see `JobQueue`.
+        self.due = 0.0
+        # That the device was busy for it; 0 where nobody tells.
+        self.device_seconds = 0.0
+        self.on_advance: Callable[[], None] = lambda: None
         self.future: Future[T] = Future()
         self.progress = Progress()
         self.created = time.monotonic()
@@ -83,6 +120,7 @@ class Job(Generic[T]):
 
     def advance(self, done: int, total: int) -> None:
         self.progress = Progress(done, total)
+        self.on_advance()
 
     def run(self) -> None:
         """Do the work, unless it was cancelled while it waited. What the work raises passes through: see `fail`."""
@@ -105,19 +143,26 @@ class Job(Generic[T]):
 
 
 class JobQueue:
-    """Short work first, yet nothing waits for ever. At most `limit` offered jobs wait beyond the one that runs.
+    """Short work first, yet nothing waits for ever. At most `limit` offered jobs are here beyond one that runs.
 
     Every job is due at the moment it came plus the seconds that it should take by itself, and the one that is due first
     is taken. So a small stack passes a huge one that has just come; and what may pass the huge one has to come within
     the time that the huge one takes, which bounds its waiting however many small ones follow. This is earliest deadline
     first (Liu and Layland 1973), the deadline being that of a device of one's own.
+
+    Up to `at_once` jobs run, but no more than there is use for: one begins if those that run would let the device fall
+    idle soon, or if it will be done long before they are. What they need has to fit in the memory that is `free`,
+    unless nothing else runs; a job that has to wait for that is passed by those that fit in beside it.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, at_once: int = 16, free: Callable[[], Free] = Free) -> None:
         self._limit = limit
+        self._at_once = at_once
+        self._free = free
         self._waiting: list[Job[Any]] = []
-        self._due: dict[Job[Any], float] = {}
-        self._running: Job[Any] | None = None
+        self._running: dict[Job[Any], Needs] = {}
+        # What was free when nothing ran.
+        self._capacity = Free()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._seconds_per_window: dict[str, float] = {}
         self._closed = False
@@ -128,15 +173,16 @@ class JobQueue:
         return len(self._waiting)
 
     @property
-    def running(self) -> Job[Any] | None:
-        return self._running
+    def running(self) -> tuple[Job[Any], ...]:
+        with self._changed:
+            return tuple(self._running)
 
     def check(self) -> None:
         """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
         with self._changed:
             if self._closed:
                 raise NotReady("The service is stopping; send the request again when it is back.")
-            if len(self._waiting) + (self._running is not None) > self._limit:
+            if len(self._waiting) + len(self._running) > self._limit:
                 message = f"{len(self._waiting)} requests wait for the device, and no more may; try again later."
                 raise QueueFull(message, self._retry_after())
 
@@ -150,10 +196,10 @@ class JobQueue:
     def put(self, job: Job[Any]) -> None:
         """Let the job wait for its turn, however many wait: for loading models, and for jobs of an earlier process."""
         with self._changed:
-            rate = self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
-            self._due[job] = job.created + job.windows * rate
+            job.due = job.created + self._expected(job)
+            job.on_advance = self._look
             self._waiting.append(job)
-            self._waiting.sort(key=self._due.__getitem__)
+            self._waiting.sort(key=lambda one: one.due)
             self._changed.notify()
         job.future.add_done_callback(lambda _: self._forget(job))
 
@@ -164,15 +210,17 @@ class JobQueue:
             self._changed.notify()
 
     def take(self) -> Job[Any] | None:
-        """Wait for the next job; None once the queue is closed and empty."""
+        """Wait for the next job that may begin; None once the queue is closed and empty."""
         with self._changed:
-            self._running = None
-            self._changed.wait_for(lambda: self._next() is not None or (self._closed and not self._waiting))
-            job = self._next()
-            if job is not None:
-                self._remove(job)
-                self._running = job
-            return job
+            while not (self._closed and not self._waiting):
+                if (job := self._next()) is not None:
+                    self._waiting.remove(job)
+                    self._running[job] = job.needs()
+                    # For whoever waits here as well: another one may begin beside this one.
+                    self._changed.notify()
+                    return job
+                self._changed.wait()
+            return None
 
     def close(self) -> None:
         """Accept no more jobs; those that wait still get their turn."""
@@ -183,7 +231,7 @@ class JobQueue:
     def cancel_all(self) -> None:
         """Give up every job that waits or runs."""
         with self._changed:
-            jobs = [*self._waiting, *([self._running] if self._running else [])]
+            jobs = [*self._waiting, *self._running]
         for job in jobs:
             job.cancel()
 
@@ -195,16 +243,19 @@ class JobQueue:
     def seconds_left(self, job: Job[Any]) -> float | None:
         """Seconds until the job should be done, those before it included; None where that cannot be told yet."""
         with self._changed:
-            if job is self._running:
+            if job in self._running:
                 return self._left(job)
             if job not in self._waiting:
                 return None
-            before = self._waiting[: self._waiting.index(job) + 1]
-            parts = [self._left(one) for one in ([self._running] if self._running else []) + before]
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+            before = [self._left(one) for one in self._waiting[: self._waiting.index(job) + 1]]
+            # Those that run share the device, and each tells how long that takes as things are.
+            beside = [self._left(one) for one in self._running]
+        if None in before or None in beside:
+            return None
+        return sum(filter(None, before)) + max(filter(None, beside), default=0.0)
 
     def _left(self, job: Job[Any]) -> float | None:
+        """Seconds until the work should be done, by its own pace or else by that of others with this model."""
         done, total = job.progress
         if done > 0:
             return job.seconds_run * (total - done) / done
@@ -212,25 +263,71 @@ class JobQueue:
             return max(job.windows * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
         return None
 
-    def _next(self) -> Job[Any] | None:
-        return next((job for job in self._waiting if job.ready), None)
+    def _expected(self, job: Job[Any]) -> float:
+        """Seconds of the device that are still to come."""
+        done, total = job.progress
+        return (total - done if total else job.windows) * self._rate(job)
 
-    def _remove(self, job: Job[Any]) -> None:
-        self._waiting.remove(job)
-        del self._due[job]
+    def _rate(self, job: Job[Any]) -> float:
+        return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
+
+    def _next(self) -> Job[Any] | None:
+        if len(self._running) >= self._at_once or any(job.alone for job in self._running):
+            return None
+        blocked: Needs | None = None
+        for job in self._waiting:
+            if not job.ready:
+                if job.alone:
+                    return None
+            elif job.alone:
+                return job
+            elif self._useful(job, needs := job.needs()):
+                if self._fits(needs, blocked):
+                    return job
+                blocked = blocked or needs
+        return None
+
+    def _useful(self, job: Job[Any], needs: Needs) -> bool:
+        """Whether it would get windows into one of the next batches, those of the running with less work first."""
+        mine = self._expected(job)
+        work = (self._expected(other) for other in self._running)
+        ahead = sum(left for left in work if left < LONGER * mine)
+        # Half a window less, so that rounding decides nothing.
+        return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * self._rate(job)
+
+    def _fits(self, needs: Needs, blocked: Needs | None) -> bool:
+        """Whether there is memory for it, and still will be for the blocked one once the largest is gone."""
+        free = self._free()
+        if not self._running:
+            self._capacity = free
+            return True
+        for kind, (now, capacity) in enumerate(zip(free, self._capacity, strict=True)):
+            if now is None or capacity is None:
+                continue
+            need, held = needs[kind], [taken[kind] for taken in self._running.values()]
+            # What runs may not have taken all of it yet, and others than this process may have.
+            if need > now or need + sum(held) > capacity:
+                return False
+            if blocked is not None and need + blocked[kind] + sum(held) - max(held) > capacity:
+                return False
+        return True
+
+    def _look(self) -> None:
+        """Somebody got on, so that another one may be of use now."""
+        with self._changed:
+            if self._waiting:
+                self._changed.notify()
 
     def _forget(self, job: Job[Any]) -> None:
         with self._changed:
-            if job is self._running:
-                self._running = None
-            elif job in self._waiting:
-                self._remove(job)
-                self._changed.notify_all()
+            if self._running.pop(job, None) is None and job in self._waiting:
+                self._waiting.remove(job)
+            self._changed.notify_all()
             if job.state == "done" and job.progress.total:
                 self._time(job)
 
     def _time(self, job: Job[Any]) -> None:
-        measured = job.seconds_run / job.progress.total
+        measured = (job.device_seconds or job.seconds_run) / job.progress.total
         self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
 
     def _learn(self, job: Job[Any]) -> None:
@@ -238,11 +335,12 @@ class JobQueue:
             self._recent.append(job.seconds_run)
 
     def _retry_after(self) -> int:
-        """Whole seconds until the running job should end, by its own pace or else by the median of the recent ones."""
-        left = self._left(self._running) if self._running is not None else None
-        if left is None:
-            if not self._recent:
-                return 5
-            run = self._running.seconds_run if self._running is not None else 0.0
-            left = statistics.median(self._recent) - run
+        """Whole seconds until one that runs should end, by its own pace or else by the median of the recent ones."""
+        known = [left for job in self._running if (left := self._left(job)) is not None]
+        if known:
+            left = min(known)
+        elif self._recent:
+            left = statistics.median(self._recent) - max((job.seconds_run for job in self._running), default=0.0)
+        else:
+            return 5
         return min(max(math.ceil(left), 1), LONGEST_RETRY_AFTER)

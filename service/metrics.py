@@ -127,21 +127,10 @@ class Metrics:
         for stage, value in seconds.items():
             self._stages.labels(stage).observe(value)
 
-    def counting(self, model: str, sw_batch_size: int, tell: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """`tell(done, total)`, to be called after every batch of one volume, with its windows and slots counted."""
-        seen = 0
-
-        def count(done: int, total: int) -> None:
-            nonlocal seen
-            # After memory ran out, everything begins again at the first window.
-            fresh = done - seen if done >= seen else done
-            if fresh:
-                self._windows.labels(model).inc(fresh)
-                self._slots.labels(model).inc(max(fresh, sw_batch_size))
-            seen = done
-            tell(done, total)
-
-        return count
+    def count_batch(self, model: str, windows: int, slots: float) -> None:
+        """Count what one batch was for one request: its windows, and its part of the room of the batch."""
+        self._windows.labels(model).inc(windows)
+        self._slots.labels(model).inc(slots)
 
     def count_recomputed(self, model: str, times: int) -> None:
         self._recomputed.labels(model).inc(times)

@@ -71,10 +71,11 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     resampled = size != tuple(volume.shape[1:])
     stored = math.prod(volume.shape[1:]) if resampled else 0
     image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
-    # Sums of one row of windows and the slab that leaves it, and the planes of a layer that the next one reaches: see
-    # service.windows.
+    # Sums of one row of windows, the slabs that leave it, and the planes of a layer that the next one reaches: see
+    # service.windows. One slab is decoded while those of the next batch wait.
     (depth, height, _), (_, across, along) = grid.roi, grid.padded
-    rows = depth * height * along * (2 * len(spec.outputs) + 1)
+    slabs = 2 + -(-plan.sw_batch_size // len(grid.starts[2]))
+    rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
     decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)

@@ -1,4 +1,4 @@
-"""What lives as long as the process: settings, models, the device's queue and worker, the readers of files."""
+"""What lives as long as the process: settings, models, the queue and its workers, the device, the readers of files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from service import hardware, measurements, repository
 from service.cache import ResultCache
 from service.config import Settings
+from service.device import Device, Share
 from service.engine import compiled
 from service.errors import BrokenModel, ConfigError, DeviceLost, NotReady, OutOfStorage, StackSegError
 from service.formats import tiff
 from service.formats.sandbox import Reader
-from service.jobs import Job, JobQueue
+from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
 from service.references import References
 from service.repository import ModelSpec
@@ -62,17 +64,24 @@ class ModelState(NamedTuple):
 class Runtime:
     """Owns the threads and child processes. `start` returns at once, models become ready one after the other.
 
-    `load` makes a segmenter of a model; it is called in the worker's thread. `root` is this process's own folder, and
+    `load` makes a segmenter of a model; it is called in the device's thread. `root` is this process's own folder, and
     goes with it; `scratch`, inside it, has a folder per request. Raises ConfigError for a device or a folder that is
     not there.
     """
 
     def __init__(self, settings: Settings, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter) -> None:
-        hardware.choose_device(settings.device.name)
+        device = hardware.choose_device(settings.device.name)
+        on_host = device.type == "cpu"
+        limits = settings.limits
+        at_once = min(limits.at_once, limits.waiting + 1)
         self.settings = settings
         self.references = References(settings.references)
         self.metrics = Metrics()
-        self.queue = JobQueue(settings.limits.waiting)
+        self.queue = JobQueue(
+            limits.waiting,
+            at_once,
+            lambda: Free(hardware.available_memory(), None if on_host else hardware.free_bytes(device)),
+        )
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
@@ -83,10 +92,11 @@ class Runtime:
         self._models: dict[str, ModelState] = {}
         self._problem: str | None = None
         self._lock = threading.Lock()
-        self._worker = Worker("device", self.queue.take)
+        self._device = Device("device")
+        self._worker = Worker("request", self.queue.take, at_once)
         self._watchdog = Watchdog(
-            self._pulse,
-            lambda: self._worker.alive,
+            lambda: self._device.pulse,
+            lambda: self._device.alive,
             batch_seconds=settings.watchdog.batch_seconds,
             grace_seconds=settings.watchdog.grace_seconds,
         )
@@ -98,7 +108,7 @@ class Runtime:
         return time.monotonic() - self._started
 
     def start(self) -> None:
-        """Read the model repository and let the worker load and warm up every model."""
+        """Read the model repository and let the device load and warm up every model."""
         sweep(self.root.parent)
         self._hold = make_held_folder(self.root)
         self.scratch.mkdir()
@@ -115,6 +125,7 @@ class Runtime:
             self._models[state.name] = state
             if state.spec is not None:
                 self.queue.put(self._load(state.spec))
+        self._device.start()
         self._worker.start()
         self._watchdog.start()
 
@@ -135,8 +146,10 @@ class Runtime:
         if self._patience is not None:
             self._patience.cancel()
         self._give_up()
-        if not self._worker.join(JOIN_SECONDS):
-            log.warning("the worker is still busy after %s s; leaving it behind", JOIN_SECONDS)
+        self._worker.join(JOIN_SECONDS)
+        self._device.close()
+        if not (self._device.join(JOIN_SECONDS) and self._worker.join(JOIN_SECONDS)):
+            log.warning("the device is still busy after %s s; leaving it behind", JOIN_SECONDS)
         self._reader.close()
         self.readers.shutdown()
         discard(self.root)
@@ -153,7 +166,7 @@ class Runtime:
 
     @property
     def ended(self) -> bool:
-        """Whether the worker has ended."""
+        """Whether nothing is worked on any more, and nothing ever will be."""
         return not self._worker.alive
 
     def make_folder(self) -> Path:
@@ -179,7 +192,7 @@ class Runtime:
             reasons.append("The service is stopping.")
         if self._watchdog.problem is not None:
             reasons.append(self._watchdog.problem)
-        elif not self._worker.alive:
+        elif not self._device.alive:
             reasons.append("The thread that owns the device is not running.")
         for model in self.models:
             if model.state == "loading":
@@ -210,22 +223,28 @@ class Runtime:
         return self._reader.read(path, selection, scratch, shared=shared)
 
     def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
-        """Let the worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
-        windows = segmenter.estimate(volume, options).windows
+        """Let a worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
+        needed = segmenter.estimate(volume, options)
 
         def work(job: Job[Result]) -> Result:
             return self.segment(job, segmenter, volume, options)
 
-        job: Job[Result] = Job(segmenter.spec.name, work, windows=windows)
+        needs = Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
+        job: Job[Result] = Job(segmenter.spec.name, work, windows=needed.windows, needs=lambda: needs)
         self.queue.offer(job)
         return job
 
     def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
-        """The work of a job, in the worker's thread. Raises what `Segmenter.segment` raises."""
+        """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
-        progress = self.metrics.counting(name, segmenter.estimate(volume, options).sw_batch_size, job.advance)
+
+        def count(share: Share) -> None:
+            self.metrics.count_batch(name, share.windows, share.slots)
+            job.device_seconds += share.seconds
+
+        run = partial(self._device.run, due=job.due, share=count)
         try:
-            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=progress)
+            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance, run=run)
         except DeviceLost as error:
             self._watchdog.give_up(str(error))
             raise
@@ -241,17 +260,10 @@ class Runtime:
         """Write a table of the objects as CSV; see `service.measurements.measure`."""
         measurements.write_csv(measurements.measure(segmentation, volume), path)
 
-    def _pulse(self) -> tuple[int, int] | None:
-        """What changes with every batch of windows; None while none is computed."""
-        job = self.queue.running
-        if job is None or job.progress.done >= job.progress.total:
-            return None
-        return id(job), job.progress.done
-
     def _show_gauges(self) -> None:
         watch = self.metrics.watch
         watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
-        watch("stackseg_running", "1 while the device works.", lambda: float(self.queue.running is not None))
+        watch("stackseg_running", "Requests that are worked on.", lambda: len(self.queue.running))
         watch("stackseg_cache_bytes", "Bytes of earlier results.", lambda: float(self.cache.nbytes))
         watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
         watch("stackseg_compiled_graphs", "Graphs compiled so far; it stays the same once ready.", compiled.graphs)
@@ -292,10 +304,13 @@ class Runtime:
     def _load(self, spec: ModelSpec) -> Job[Segmenter]:
         """The job that loads a model; however it ends, the model's state tells."""
 
-        def work(_job: Job[Segmenter]) -> Segmenter:
+        def load() -> Segmenter:
             segmenter = self._make_segmenter(spec, self.settings)
             segmenter.warm_up()
             return segmenter
+
+        def work(_job: Job[Segmenter]) -> Segmenter:
+            return self._device.call(load)
 
         def note(future: Future[Segmenter]) -> None:
             if future.cancelled():
@@ -305,7 +320,7 @@ class Runtime:
             with self._lock:
                 self._models[spec.name] = state
 
-        job: Job[Segmenter] = Job(f"load {spec.name}", work)
+        job: Job[Segmenter] = Job(f"load {spec.name}", work, alone=True)
         job.future.add_done_callback(note)
         return job
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +35,15 @@ log = logging.getLogger(__name__)
 
 Cancelled = Callable[[], bool]
 Progress = Callable[[int, int], None]
+
+
+class Run(Protocol):
+    """How windows are computed: `SlidingWindow.run`, or what computes them together with those of others."""
+
+    def __call__(
+        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
+    ) -> Iterator[Slab]:
+        """Scores of `image`, and what is raised, as `SlidingWindow.run` gives them."""
 
 
 class Result(NamedTuple):
@@ -84,8 +96,9 @@ class _Made(NamedTuple):
 
 
 class Segmenter:
-    """Loads a model once and segments volumes with it. One thread at a time may call `warm_up` and `segment`.
+    """Loads a model once and segments volumes with it. Several threads may call `segment` once `warm_up` has returned.
 
+    The network is run by one thread at a time: that of `warm_up`, and whichever runs `SlidingWindow`s.
     On CUDA that must always be the same thread, to which inductor ties the graphs that it records.
     Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
     """
@@ -105,6 +118,8 @@ class Segmenter:
         self._choice = self._warm_up.preliminary()
         self._module = self._warm_up.module(self._choice)
         self._warm: Warm | None = None
+        self._lock = threading.Lock()
+        self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
 
     def warm_up(self) -> None:
         """Settle how the network runs, and run it with its one batch shape, until it runs as it always will."""
@@ -126,8 +141,9 @@ class Segmenter:
         *,
         cancelled: Cancelled = lambda: False,
         progress: Progress = lambda _done, _total: None,
+        run: Run = SlidingWindow.run,
     ) -> Result:
-        """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on.
+        """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on; `run` computes them.
 
         Raises BadParameter for options or channels that do not fit, Cancelled once `cancelled()` is true between two
         batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
@@ -143,7 +159,8 @@ class Segmenter:
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             progress(0, needed.windows)
-            made = self._scores(image, plan, volume, stages, cancelled, progress)
+            slabs = partial(run, cancelled=cancelled, progress=progress)
+            made = self._scores(image, plan, volume, stages, slabs)
             del image
             with stages.measure("decode"):
                 segmentation = on_grid(made.decoder.finish(), volume.shape[1:])
@@ -188,8 +205,13 @@ class Segmenter:
     def _plan(self, options: Options) -> Plan:
         return make_plan(self.spec, self._settings, options, self._choice.sw_batch_size)
 
-    def _scores(  # noqa: PLR0913, PLR0917
-        self, image: Image, plan: Plan, volume: Volume, stages: Stages, cancelled: Cancelled, progress: Progress
+    def _scores(
+        self,
+        image: Image,
+        plan: Plan,
+        volume: Volume,
+        stages: Stages,
+        run: Callable[[SlidingWindow, Image, float], Iterator[Slab]],
     ) -> _Made:
         """Where memory runs out, half as many windows are tried; where scores are not finite, the FP32 network."""
         size: Size = (image.shape[2], image.shape[3], image.shape[4])
@@ -198,7 +220,7 @@ class Segmenter:
             decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size, self._allocate)
             window = self._warm_up.reference(batch_size) if spoilt else self._window(batch_size)
             try:
-                feed(decoder, window.run(image, plan.overlap, cancelled=cancelled, progress=progress), stages)
+                feed(decoder, run(window, image, plan.overlap), stages)
             except (RuntimeError, MemoryError) as error:
                 if not exhausted(error) or batch_size == 1:
                     raise
@@ -224,7 +246,13 @@ class Segmenter:
         """The warm one, or an eager one for another batch size: compiling that would take longer than it saves."""
         if self._warm is not None and self._choice.sw_batch_size == batch_size:
             return self._warm.window
-        return self._warm_up.sliding_window(self._module, self._choice, batch_size)
+        # Requests that ask for the same at the same time share batches of it.
+        with self._lock:
+            window = self._others.get(batch_size)
+            if window is None:
+                window = self._warm_up.sliding_window(self._module, self._choice, batch_size)
+                self._others[batch_size] = window
+            return window
 
     def _remarks(self, used: SlidingWindow) -> list[str]:
         warm = self._warm

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from service.answers import Arrival, outcome_of, settle, write_answer
 from service.config import Settings
 from service.errors import Cancelled, DeviceLost, NotFinished, ResultGone, StackSegError
-from service.jobs import Job, Progress
+from service.jobs import Job, Needs, Progress
 from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage
 from service.schemas import Query
@@ -195,7 +195,8 @@ class Spool:
 
     def _prepare(self, number: str, order: Order, owner: str | None) -> _Live:
         live = _Live(number, order, owner)
-        live.job = Job(order.model, partial(self._segment, live), windows=order.windows, ready=False)
+        work, needs = partial(self._segment, live), partial(self._needs, live)
+        live.job = Job(order.model, work, windows=order.windows, needs=needs, ready=False)
         with self._lock:
             self._live[live.id] = live
         live.job.future.add_done_callback(partial(self._settle, live))
@@ -231,8 +232,18 @@ class Spool:
         _log_unforeseen(live, error)
         live.job.refuse(error)
 
+    def _needs(self, live: _Live) -> Needs:
+        """What the work will take, now that the pixels are there."""
+        try:
+            segmenter = self._runtime.segmenter(live.order.model)
+            assert live.volume is not None  # noqa: S101 - it was read
+            needed = segmenter.estimate(live.volume, live.query.options)
+        except StackSegError:
+            return Needs()  # and the work will raise the same
+        return Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
+
     def _segment(self, live: _Live, job: Job[Result]) -> Result:
-        """The work on the device, in the worker's thread."""
+        """The work on the device, in a worker's thread."""
         if self._runtime.draining or live.volume is None or not self._store.begin(live.id):
             raise Cancelled("not begun")
         live.stages.add("queue", max(job.seconds_waited - live.stages.seconds["read"], 0.0))

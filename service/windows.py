@@ -139,6 +139,11 @@ class SlidingWindow:
         other._network = network
         return other
 
+    @property
+    def room(self) -> int:
+        """Windows per call of the network."""
+        return len(self._batch)
+
     def run(
         self,
         image: Image,
@@ -151,37 +156,91 @@ class SlidingWindow:
 
         Raises Cancelled when `cancelled()` says so before a batch, NonFiniteScores for NaN or infinite scores.
         """
-        grid = Grid.cover(_triple(image.shape[2:]), self._roi, overlap)
-        if grid.padded != grid.size:
-            # What an earlier volume left there would show in the padding.
-            self._batch.zero_()
-        blender: _Blender | None = None
-        positions = grid.positions()
-        done = 0
-        while places := list(itertools.islice(positions, len(self._batch))):
+        passage = self.passage(image, overlap)
+        while passage.left:
             if cancelled():
-                raise Cancelled(f"given up after {done} of {grid.count} windows")
-            scores = self._forward(image, grid, places)
-            if blender is None:
-                blender = _Blender(grid, scores.shape[1], self._blending, self._batch.device)
-            for place, window in zip(places, scores, strict=False):
-                if (slab := blender.add(place, window)) is not None:
-                    yield slab
-            done += len(places)
-            progress(done, grid.count)
-        if blender is not None:
-            yield blender.finish()
+                raise Cancelled(f"given up after {passage.done} of {passage.total} windows")
+            part = passage.take(self.room)
+            (scores,) = self.forward([part])
+            yield from passage.blend(part.places, scores)
+            progress(passage.done, passage.total)
 
-    def _forward(self, image: Image, grid: Grid, places: list[Size]) -> Tensor:
-        """Scores of the windows at `places`; an axis of the image shorter than the window lies in its middle."""
+    def passage(self, image: Image, overlap: float) -> Passage:
+        """The way of `image` through these windows, from the first on."""
+        grid = Grid.cover(_triple(image.shape[2:]), self._roi, overlap)
+        return Passage(image, grid, self._blending, self._batch.device)
+
+    @torch.inference_mode()
+    def forward(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Call the network once, on windows of one image or of several, no more than there is `room` for.
+
+        Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until the next call.
+        """
+        slots = iter(self._batch)
+        for passage, places in parts:
+            for place in places:
+                passage.fill(next(slots), place)
+        for slot in slots:
+            # What an earlier batch left there may be what made it fail.
+            slot.zero_()
+        scores = self._network(self._batch)
+        lengths = [len(part.places) for part in parts]
+        return list(torch.split(scores[: sum(lengths)], lengths))
+
+
+class Part(NamedTuple):
+    """Some windows of one image, by their places."""
+
+    passage: Passage
+    places: list[Size]
+
+
+class Passage:
+    """One image on its way through windows: taken from it in order, computed anywhere, and blended in order.
+
+    Made by `SlidingWindow.passage`; one thread at a time may use it.
+    """
+
+    def __init__(self, image: Image, grid: Grid, blending: Blending, device: torch.device) -> None:
+        self._image, self._grid, self._blending, self._device = image, grid, blending, device
+        self._positions = grid.positions()
+        self._blender: _Blender | None = None
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
-        inside = (slice(first, first + length) for first, length in zip(grid.before, lengths, strict=True))
-        depth, height, width = inside
-        for slot, place in enumerate(places):
-            z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._roi, strict=True))
-            self._batch[slot, :, depth, height, width].copy_(image[0, slice(None), z, y, x])
-        with torch.inference_mode():
-            return self._network(self._batch)
+        # An axis that is shorter than the window lies in its middle.
+        self._inside = tuple(slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
+        self.total = self.left = grid.count
+        self.done = 0
+
+    def take(self, most: int) -> Part:
+        """The next windows, at most so many."""
+        places = list(itertools.islice(self._positions, most))
+        self.left -= len(places)
+        return Part(self, places)
+
+    def fill(self, slot: Tensor, place: Size) -> None:
+        """Put the window at `place` into `slot`, [C, *roi]."""
+        if self._grid.padded != self._grid.size:
+            # What an earlier window left there would show in the padding.
+            slot.zero_()
+        z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._grid.roi, strict=True))
+        slot[(slice(None), *self._inside)].copy_(self._image[0, slice(None), z, y, x])
+
+    @torch.inference_mode()
+    def blend(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
+        """Take in the scores [B, K, *roi] of the windows at `places`; gives what became final.
+
+        Raises NonFiniteScores.
+        """
+        if self._blender is None:
+            self._blender = _Blender(self._grid, scores.shape[1], self._blending, self._device)
+        slabs = []
+        for place, window in zip(places, scores, strict=True):
+            if (slab := self._blender.add(place, window)) is not None:
+                slabs.append(slab)
+        self.done += len(places)
+        if self.done == self.total:
+            slabs.append(self._blender.finish())
+        return slabs
 
 
 class _Blender:

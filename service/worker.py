@@ -1,9 +1,10 @@
-"""The one thread that may touch a device. It takes tasks one after the other and never dies of one."""
+"""The threads in which requests are worked on. Each takes tasks one after the other and never dies of one."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,24 +22,28 @@ class Task(Protocol):
 
 
 class Worker:
-    """Runs what `take` returns, in a thread of its own, until `take` returns None."""
+    """Runs what `take` returns, in so many threads of its own, each until `take` returns None."""
 
-    def __init__(self, name: str, take: Callable[[], Task | None]) -> None:
+    def __init__(self, name: str, take: Callable[[], Task | None], threads: int = 1) -> None:
         self._take = take
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(threads)]
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether any thread still is."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def join(self, seconds: float) -> bool:
-        """Wait until the thread has ended; False if it has not after `seconds`."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
+        """Wait until every thread has ended; False if one has not after `seconds`."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not self.alive
 
     def _loop(self) -> None:
         while (task := self._take()) is not None:
@@ -52,5 +57,5 @@ def _run(task: Task) -> None:
     except StackSegError as error:
         task.fail(error)
     except Exception as error:
-        log.exception("unexpected failure on the device")
+        log.exception("unexpected failure of a request")
         task.fail(error)

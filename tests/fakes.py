@@ -13,6 +13,9 @@ from service.planning import Estimate, make_plan
 from service.segmenter import EngineReport, Result
 from service.volume import Segmentation
 
+# As many as a large stack has: of such, one after the other is worked on.
+WINDOWS = 100
+
 
 class FakeSegmenter:
     """Calls every voxel brighter than 100 an object, once `gate` is open; `error` is raised instead."""
@@ -32,8 +35,8 @@ class FakeSegmenter:
     def output(self, options: Any) -> Any:
         return make_plan(self.spec, self.settings, options).output
 
-    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any) -> Result:
-        progress(0, 1)
+    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None) -> Result:
+        progress(0, WINDOWS)
         while not self.gate.wait(0.01):
             if cancelled():
                 raise Cancelled("given up")
@@ -46,7 +49,7 @@ class FakeSegmenter:
 
     def estimate(self, volume: Any, options: Any) -> Estimate:
         plan = make_plan(self.spec, self.settings, options)
-        return Estimate(1, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0)
+        return Estimate(WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0)
 
     def report(self) -> EngineReport:
         return EngineReport(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from service.app import create_app
 from service.config import Settings
+from service.repository import ModelSpec
 from service.runtime import Runtime
+from service.segmenter import Segmenter
 
 READY_SECONDS = 60
 
@@ -50,8 +52,11 @@ def until(condition: Any, seconds: float) -> None:
 
 
 @contextmanager
-def serve(settings: Settings, *, wait: bool = True) -> Iterator[Live]:
+def serve(
+    settings: Settings, *, wait: bool = True, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter
+) -> Iterator[Live]:
     app = create_app(settings)
+    app.state.runtime = Runtime(settings, load)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

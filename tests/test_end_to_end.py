@@ -167,9 +167,8 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(request.encode() + large)
-        until(lambda: (job := live.runtime.queue.running) is not None and job.progress.total > 0, 60)
-        job = live.runtime.queue.running
-    assert job is not None
+        until(lambda: any(job.progress.total > 0 for job in live.runtime.queue.running), 60)
+        (job,) = live.runtime.queue.running
     until(lambda: job.state == "cancelled", 10)
     assert job.progress.done < job.progress.total
     until(lambda: live.leftovers() == [], 10)

@@ -6,11 +6,23 @@ import time
 import pytest
 
 from service.errors import BadFile, NotReady, QueueFull
-from service.jobs import Job, JobQueue, Progress
+from service.jobs import BATCHES_AHEAD, Free, Job, JobQueue, Needs, Progress
 
 
 def done(_job: Job[int]) -> int:
     return 7
+
+
+def sized(windows: int, host: int = 0, batch: int = 1) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(host, batch=batch))
+
+
+def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
+    """Whether these begin now, in this order, and then no other."""
+    for job in jobs:
+        if queue._next() is not job or queue.take() is not job:
+            return False
+    return queue._next() is None
 
 
 def test_job_gives_its_result_and_its_times() -> None:
@@ -67,7 +79,7 @@ def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
         queue.offer(job)
     assert queue.waiting == 3
     assert [queue.take() for _ in jobs] == jobs
-    assert (queue.waiting, queue.running) == (0, jobs[-1])
+    assert (queue.waiting, queue.running) == (0, tuple(jobs))
 
 
 def timed(queue: JobQueue, name: str, windows: int, seconds: float) -> None:
@@ -94,6 +106,114 @@ def test_small_job_passes_a_huge_one() -> None:
     assert queue.position(small) is None
 
 
+def test_as_many_small_jobs_run_as_the_next_batches_have_room_for() -> None:
+    queue = JobQueue(limit=30)
+    jobs = [sized(1, batch=2) for _ in range(10)]
+    for job in jobs:
+        queue.offer(job)
+    room = BATCHES_AHEAD * 2
+    assert takes(queue, *jobs[:room])
+    # Its window is computed, so that another one may come, though it still is decoded.
+    jobs[0].advance(1, 1)
+    assert takes(queue, jobs[room])
+    jobs[1].run()
+    assert takes(queue, jobs[room + 1])
+
+
+def test_second_large_job_waits_until_the_first_is_nearly_done_and_small_ones_do_not() -> None:
+    queue = JobQueue(limit=30)
+    first, second, half, small = sized(1000), sized(1000), sized(400), sized(1)
+    queue.offer(first)
+    assert takes(queue, first)
+    queue.offer(second)
+    assert takes(queue)
+    queue.offer(small)
+    queue.offer(half)
+    assert takes(queue, small, half), "what will be done long before it gets in beside it"
+    first.advance(1000 - BATCHES_AHEAD, 1000)
+    assert takes(queue), "the half one has work for long enough"
+    half.run()
+    assert takes(queue)
+    first.advance(1000 - BATCHES_AHEAD + 1, 1000)
+    small.run()
+    assert takes(queue, second)
+
+
+def test_no_more_jobs_run_than_may() -> None:
+    queue = JobQueue(limit=30, at_once=2)
+    jobs = [sized(1, batch=100) for _ in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert takes(queue, *jobs[:2])
+    jobs[1].run()
+    assert takes(queue, jobs[2])
+
+
+def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
+    free = [100]
+    queue = JobQueue(limit=30, free=lambda: Free(free[0]))
+    large, next_large, small, beside = sized(1000, 60), sized(100, 90), sized(1, 15), sized(1, 5)
+    queue.offer(large)
+    assert takes(queue, large)
+    next_large.created -= 100
+    for job in (next_large, small, beside):
+        queue.offer(job)
+    assert queue.position(next_large) == 1
+    # The small one would fit in now, and then be in the way once the large one has ended: 90 + 15 > 100.
+    assert takes(queue, beside)
+    large.run()
+    assert takes(queue, next_large)
+    beside.run()
+    next_large.run()
+    assert takes(queue, small)
+
+
+def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
+    free = [100]
+    queue = JobQueue(limit=30, free=lambda: Free(free[0]))
+    for job in (first := sized(1, 10), second := sized(1, 20)):
+        queue.offer(job)
+    free[0] = 15
+    assert takes(queue, first)
+    first.run()
+    assert takes(queue, second)
+
+
+def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
+    queue = JobQueue(limit=30, free=lambda: Free(10, 10))
+    impossible = sized(10, 1000)
+    queue.offer(impossible)
+    assert takes(queue, impossible)
+    device = Job("m", done, windows=1, needs=lambda: Needs(0, 11))
+    queue.offer(device)
+    assert takes(queue)
+
+
+def test_nothing_begins_beside_a_job_that_wants_to_be_alone() -> None:
+    queue = JobQueue(limit=30)
+    load, other = Job("load m", done, alone=True), sized(0)
+    queue.offer(load)
+    queue.offer(other)
+    assert takes(queue, load)
+    load.run()
+    assert takes(queue, other)
+
+
+def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
+    queue, taken = JobQueue(limit=30), list[object]()
+    first, second = sized(1000), sized(1000)
+    queue.offer(first)
+    queue.offer(second)
+    assert queue.take() is first
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    thread.join(0.05)
+    assert taken == []
+    first.advance(999, 1000)
+    thread.join(10)
+    assert taken == [second]
+
+
 def test_expected_work_is_time_and_not_windows() -> None:
     queue = JobQueue(limit=4)
     timed(queue, "slow", windows=1, seconds=0.2)
@@ -102,6 +222,21 @@ def test_expected_work_is_time_and_not_windows() -> None:
     queue.offer(slow)
     queue.offer(quick)
     assert queue.take() is quick
+
+
+def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_had() -> None:
+    queue = JobQueue(limit=4)
+
+    def work(job: Job[None]) -> None:
+        job.advance(10, 10)
+        job.device_seconds = 100.0
+
+    job = Job("m", work, windows=10)
+    queue.offer(job)
+    queue.take().run()
+    waiting = sized(5)
+    queue.offer(waiting)
+    assert queue.seconds_left(waiting) == pytest.approx(50)
 
 
 def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
@@ -201,7 +336,7 @@ def test_finished_job_makes_room() -> None:
     queue.offer(first)
     assert queue.take() is first
     first.run()
-    assert queue.running is None
+    assert queue.running == ()
     queue.offer(Job("second", done))
 
 

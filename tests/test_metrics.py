@@ -43,22 +43,14 @@ def test_exposition_tells_what_was_counted() -> None:
 
 
 def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
-    metrics, told = Metrics(), []
-    progress = metrics.counting("nuclei", 4, lambda done, total: told.append((done, total)))
-    for done in (0, 4, 8, 9):
-        progress(done, 9)
-    assert told == [(0, 9), (4, 9), (8, 9), (9, 9)]
-    lines = metrics.exposition().decode().splitlines()
-    assert 'stackseg_windows_total{model="nuclei"} 9.0' in lines
-    assert 'stackseg_batch_slots_total{model="nuclei"} 12.0' in lines
-
-
-def test_windows_that_are_computed_again_count_again() -> None:
     metrics = Metrics()
-    progress = metrics.counting("nuclei", 4, lambda _done, _total: None)
-    for done in (0, 4, 2, 4, 6):
-        progress(done, 6)
-    assert 'stackseg_windows_total{model="nuclei"} 10.0' in metrics.exposition().decode()
+    # Two requests share a batch of four, of which one slot stays empty; then one has a batch for itself.
+    metrics.count_batch("nuclei", 1, 4 / 3)
+    metrics.count_batch("nuclei", 2, 8 / 3)
+    metrics.count_batch("nuclei", 4, 4)
+    lines = metrics.exposition().decode().splitlines()
+    assert 'stackseg_windows_total{model="nuclei"} 7.0' in lines
+    assert 'stackseg_batch_slots_total{model="nuclei"} 8.0' in lines
 
 
 def test_each_of_a_kind_is_looked_up_when_asked_for() -> None:

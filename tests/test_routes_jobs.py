@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import FakeSegmenter, until
+from fakes import WINDOWS, FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
@@ -91,7 +91,7 @@ def open_gate(request: pytest.FixtureRequest) -> Iterator[None]:
         service: Service = request.getfixturevalue("service")
         service.caller, service.fake.error, service.fake.notes = None, None, ()
         service.fake.gate.set()
-        until(lambda: service.runtime.queue.waiting == 0 and service.runtime.queue.running is None)
+        until(lambda: service.runtime.queue.waiting == 0 and not service.runtime.queue.running)
 
 
 def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) -> None:
@@ -102,7 +102,7 @@ def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) 
     assert (response.status_code, response.headers["location"]) == (202, f"/jobs/{job['id']}")
     assert job["state"] == "waiting"
     running = service.wait(job, "running")
-    assert (running["progress"], running["position"], running["result"]) == ({"done": 0, "total": 1}, None, None)
+    assert (running["progress"], running["position"], running["result"]) == ({"done": 0, "total": WINDOWS}, None, None)
     assert running["parameters"] == {"overlap": 0.5}
     early = service.result(job)
     assert (early.status_code, early.json()["type"]) == (409, "urn:stackseg:problem:not-finished")
@@ -195,7 +195,7 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     for job in (waiting, running):
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert service.show(job)["state"] == "cancelled"
-    until(lambda: service.runtime.queue.running is None and service.runtime.queue.waiting == 0)
+    until(lambda: not service.runtime.queue.running and service.runtime.queue.waiting == 0)
     gone = service.result(running)
     assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     until(lambda: list(service.runtime.scratch.iterdir()) == [])

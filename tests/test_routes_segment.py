@@ -189,7 +189,7 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
         fake.gate.clear()
         response = client.post("/segment", content=STACK, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
-        until(lambda: runtime.queue.running is None)
+        until(lambda: not runtime.queue.running)
         assert list(runtime.scratch.iterdir()) == []
         fake.gate.set()
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
@@ -210,7 +210,7 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
         for thread in threads:
             thread.start()
         # The first of the two waits as well, until the worker has noticed it.
-        until(lambda: runtime.queue.running is not None and runtime.queue.waiting == 1)
+        until(lambda: runtime.queue.running and runtime.queue.waiting == 1)
         runtime.queue.cancel_all()
         for thread in threads:
             thread.join(20)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes import FakeSegmenter, until
 
 from service.config import Settings
@@ -25,6 +26,7 @@ from service.errors import (
 )
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 from service.volume import Options, Volume
+from service.windows import Blending, SlidingWindow
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -41,6 +43,19 @@ def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
         yield runtime
     finally:
         runtime.stop()
+
+
+class Stuck(FakeSegmenter):
+    """Its network is called in the device's thread, and answers once `gate` is open."""
+
+    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None) -> Any:
+        window = SlidingWindow(self.network, 1, (4, 4, 4), 1, blending=Blending(), device=torch.device("cpu"))
+        list(run(window, torch.zeros(1, 1, 4, 4, 4), 0.0, cancelled=cancelled, progress=progress))
+        return super().segment(volume, options, cancelled=cancelled, progress=progress)
+
+    def network(self, batch: torch.Tensor) -> torch.Tensor:
+        self.gate.wait(30)
+        return batch
 
 
 @pytest.fixture
@@ -78,7 +93,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     patience = {"batch_seconds": 0.5, "grace_seconds": 100}
-    with running(settings(bands_repository, tmp_path, watchdog=patience)) as runtime:
+    with running(settings(bands_repository, tmp_path, watchdog=patience), Stuck) as runtime:
         until(lambda: runtime.obstacles() == ())
         fake: Any = runtime.segmenter(None)
         fake.gate.clear()

@@ -1,0 +1,163 @@
+"""Many small stacks at once against one large stack: how much of the device's pace do they get?
+
+python benchmarks/share.py [--repeats 5] [--clients 8] [--threads N] [--json FILE]
+
+A real server with the bundled model computes the large stack, posted by one client, and then as many windows again in
+stacks of a single window, posted by several clients at once, each over one connection that is kept; and so on in turn.
+Windows per second count from the first byte that is sent to the last that is received. Raises SystemExit where small
+stacks come back with other labels than when they are posted alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import tifffile
+from end_to_end import ROOT, server, synthetic_nuclei
+from numpy.typing import NDArray
+
+from service.repository import read_spec
+from service.windows import Grid
+
+OVERLAP = 0.25
+# Different from each other, so that no client's labels could be mistaken for another's.
+STACKS = 8
+
+
+class Client:
+    """One connection, kept for all that is posted; `seconds` of every stage that the server tells, in all."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
+        self.seconds: Counter[str] = Counter()
+
+    def post(self, stack: bytes) -> str:
+        """The labels' fingerprint."""
+        headers = {"Content-Type": "image/tiff"}
+        self._connection.request("POST", f"/segment?overlap={OVERLAP}", stack, headers)
+        response = self._connection.getresponse()
+        content = response.read()
+        if response.status != 200:
+            raise SystemExit(f"The server answered {response.status}: {content.decode()}")
+        for entry in response.headers["Server-Timing"].split(", "):
+            name, _, duration = entry.partition(";dur=")
+            self.seconds[name] += float(duration) / 1000
+        return hashlib.sha256(tifffile.imread(io.BytesIO(content)).tobytes()).hexdigest()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def as_tiff(pixels: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    tifffile.imwrite(
+        file, pixels, imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 0.5, "unit": "um"}
+    )
+    return file.getvalue()
+
+
+def slots(port: int, model: str) -> tuple[float, float]:
+    """Windows computed so far, and the room that their batches had."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = ("stackseg_windows_total", "stackseg_batch_slots_total")
+    windows, room = (float(told.get(f'{name}{{model="{model}"}}', 0)) for name in names)
+    return windows, room
+
+
+def post_one_by_one(port: int, stacks: list[bytes]) -> dict[str, Any]:
+    """One client posts all of them; gives the seconds that passed and those that the server tells, by stage."""
+    with closing(Client(port)) as client:
+        began = time.perf_counter()
+        labels = [client.post(stack) for stack in stacks]
+        return {"seconds": time.perf_counter() - began, "stages": dict(client.seconds), "labels": labels}
+
+
+def post_at_once(port: int, shares: list[list[bytes]]) -> dict[str, Any]:
+    """The same with a client for each share."""
+    with ThreadPoolExecutor(len(shares)) as pool:
+        began = time.perf_counter()
+        parts = list(pool.map(lambda share: post_one_by_one(port, share), shares))
+        seconds = time.perf_counter() - began
+    stages = sum((Counter(part["stages"]) for part in parts), Counter[str]())
+    return {"seconds": seconds, "stages": dict(stages), "labels": [part["labels"] for part in parts]}
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All repeats, interleaved; one large stack that is not counted makes the server's buffers warm."""
+    spec = read_spec(options.model)
+    large = synthetic_nuclei(tuple(options.shape))
+    windows = Grid.cover(large.shape, spec.input.roi_size, OVERLAP).count
+    smalls = [as_tiff(synthetic_nuclei(spec.input.roi_size, seed)) for seed in range(1, STACKS + 1)]
+    each = -(-windows // options.clients)
+    shares = [[smalls[(client + turn) % STACKS] for turn in range(each)] for client in range(options.clients)]
+    runs: dict[str, list[dict[str, Any]]] = {"large": [], "small": []}
+    with server(options.model, options.threads, folder) as (_, port):
+        alone = dict(zip(smalls, post_one_by_one(port, smalls)["labels"], strict=True))
+        if len(set(alone.values())) < STACKS:
+            raise SystemExit("Different stacks have the same labels: nothing could be told from them.")
+        content = as_tiff(large)
+        post_one_by_one(port, [content])
+        for repeat in range(options.repeats):
+            for name, results in runs.items():
+                before = slots(port, spec.name)
+                run = post_one_by_one(port, [content]) if name == "large" else post_at_once(port, shares)
+                after = slots(port, spec.name)
+                run["windows"], run["slots"] = (now - then for now, then in zip(after, before, strict=True))
+                results.append(run)
+                rate = run["windows"] / run["seconds"]
+                print(f"repeat {repeat + 1}: {name} {rate:.2f} windows/s", file=sys.stderr)
+            expected = [[alone[stack] for stack in share] for share in shares]
+            if runs["small"][-1]["labels"] != expected:
+                raise SystemExit("Stacks that were posted together came back with other labels than alone.")
+    return runs
+
+
+def report(runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
+    """Print the figures and return them."""
+    print(f"{options.clients} clients, {options.threads} threads, load average {os.getloadavg()[1]:.1f}")
+    rates = {name: [run["windows"] / run["seconds"] for run in many] for name, many in runs.items()}
+    for name, many in runs.items():
+        fill = sum(run["windows"] for run in many) / sum(run["slots"] for run in many)
+        print(f"{name}: {statistics.median(rates[name]):.2f} windows/s in the median, batches {fill:.0%} full")
+        stages = sum((Counter(run["stages"]) for run in many), Counter[str]())
+        every = sum(run["windows"] for run in many)
+        print("   ms per window:", ", ".join(f"{stage} {1000 * spent / every:.1f}" for stage, spent in stages.items()))
+    ratios = [small / large for small, large in zip(rates["small"], rates["large"], strict=True)]
+    print(f"small / large: {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})")
+    return {"rates": rates, "ratios": ratios, "runs": runs, "clients": options.clients, "threads": options.threads}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei", help="of instances")
+    parser.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the server's network")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        figures = report(measure(options, Path(folder)), options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

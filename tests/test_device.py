@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from fakes import until
+from torch import Tensor
+
+from service.device import Device, Share
+from service.errors import Cancelled, NonFiniteScores
+from service.windows import Blending, Network, Slab, SlidingWindow
+
+ROI = (4, 4, 4)
+EVIL = 666.0
+
+
+class Counted:
+    """The identity, and what it was called with; raises for what holds an evil number."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.batches: list[Tensor] = []
+        self.threads: set[str] = set()
+        self._seconds = seconds
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        self.batches.append(batch.clone())
+        self.threads.add(threading.current_thread().name)
+        if (batch == EVIL).any():
+            raise RuntimeError("evil")
+        return batch
+
+    def who(self) -> list[list[int]]:
+        """Whose windows were in each batch, where images are constant."""
+        return [[int(window[0, 0, 0, 0]) for window in batch] for batch in self.batches]
+
+
+class Requests:
+    """Requests that stand before a device, each in a thread of its own."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.device = Device("device")
+        self._pool = pool
+        self.shares: list[Share] = []
+
+    def post(
+        self, window: SlidingWindow, image: Tensor, *, due: float = 0.0, cancelled: Callable[[], bool] = lambda: False
+    ) -> Future[Tensor]:
+        """Stands in the queue when this returns."""
+
+        def work() -> Tensor:
+            slabs = self.device.run(
+                window,
+                image,
+                0.0,
+                cancelled=cancelled,
+                progress=lambda _done, _total: None,
+                share=self.shares.append,
+                due=due,
+            )
+            return whole(slabs)
+
+        before = len(self.device._lanes)
+        future = self._pool.submit(work)
+        until(lambda: len(self.device._lanes) > before or future.done())
+        return future
+
+
+@pytest.fixture
+def requests() -> Iterator[Requests]:
+    with ThreadPoolExecutor(12) as pool:
+        standing = Requests(pool)
+        yield standing
+        standing.device.close()
+    assert standing.device.join(10)
+    assert standing.device._lanes == []
+
+
+def windows(network: Network, room: int = 4) -> SlidingWindow:
+    return SlidingWindow(network, 1, ROI, room, blending=Blending("constant"), device=torch.device("cpu"))
+
+
+def whole(slabs: Iterator[Slab]) -> Tensor:
+    """Slabs of images that are a row of windows along z."""
+    return torch.cat([slab.scores for slab in slabs], 2)
+
+
+def image(windows: int, value: float = 1.0) -> Tensor:
+    """So many windows, one above the other, all of one value."""
+    return torch.full((1, 1, 4 * windows, 4, 4), value)
+
+
+def test_small_images_share_batches_and_everyone_gets_what_belongs_to_it(requests: Requests) -> None:
+    network = Counted()
+    window = windows(network)
+    images = [torch.rand(1, 1, 4, 4, 4) for _ in range(8)]
+    futures = [requests.post(window, one) for one in images]
+    requests.device.start()
+    for one, future in zip(images, futures, strict=True):
+        assert torch.equal(future.result(10), one)
+    assert len(network.batches) == 2
+    assert network.threads == {"device"}
+    assert sum(share.windows for share in requests.shares) == sum(share.slots for share in requests.shares) == 8
+
+
+@pytest.mark.parametrize("room", [1, 3, 4])
+def test_images_of_every_size_at_once(requests: Requests, room: int) -> None:
+    network = Counted()
+    window = windows(network, room)
+    requests.device.start()
+    sizes = [(1, 1, 1), (3, 9, 5), (16, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2)]
+    images = [torch.rand(1, 1, *size) for size in sizes]
+    together = list(requests._pool.map(lambda one: alone(requests.device, window, one), images))
+    for one, got in zip(images, together, strict=True):
+        assert torch.equal(got, one)
+    assert len({tuple(batch.shape) for batch in network.batches}) == 1
+
+
+def alone(device: Device, window: SlidingWindow, one: Tensor) -> Tensor:
+    got = torch.zeros_like(one)
+    for slab in device.run(window, one, 0.0, cancelled=lambda: False, progress=lambda _done, _total: None):
+        _, _, z, y, _ = slab.scores.shape
+        got[:, :, slab.z0 : slab.z0 + z, slab.y0 : slab.y0 + y] = slab.scores
+    return got
+
+
+def test_one_that_is_given_up_and_one_that_fails_do_not_hurt_the_others(requests: Requests) -> None:
+    window = windows(Counted())
+    good = [requests.post(window, image(3, value)) for value in (1, 2)]
+    evil = requests.post(window, image(3, EVIL))
+    unreadable: Any = Unreadable()
+    broken = requests.post(window, unreadable)
+    given_up = requests.post(window, image(3), cancelled=lambda: True)
+    spoilt = requests.post(window, image(3, float("nan")))
+    good.append(requests.post(window, image(3, 3)))
+    requests.device.start()
+    for value, future in enumerate(good, 1):
+        assert torch.equal(future.result(10), image(3, value))
+    for future, error in ((evil, RuntimeError), (broken, OSError), (given_up, Cancelled), (spoilt, NonFiniteScores)):
+        with pytest.raises(error):
+            future.result(10)
+
+
+class Unreadable:
+    shape = (1, 1, 12, 4, 4)
+
+    def __getitem__(self, box: Any) -> Tensor:
+        raise OSError("the disk is gone")
+
+
+def test_two_networks_take_turns_and_share_nothing(requests: Requests) -> None:
+    one, other = Counted(), Counted()
+    windows_of_one, windows_of_other = windows(one), windows(other)
+    futures = [requests.post(each, image(2, 7)) for each in (windows_of_one, windows_of_other) * 2]
+    requests.device.start()
+    assert all(torch.equal(future.result(10), image(2, 7)) for future in futures)
+    assert len(one.batches) == len(other.batches) == 1
+
+
+def test_small_one_waits_for_a_batch_or_two_however_large_the_one_before_it_is(requests: Requests) -> None:
+    network = Counted()
+    window = windows(network)
+    requests.post(window, image(100, 1), due=-1.0)
+    requests.post(window, image(1, 2), due=100.0)
+    requests.device.start()
+    until(lambda: len(network.batches) >= 25)
+    assert any(2 in batch for batch in network.who()[:2])
+
+
+def test_large_one_that_is_due_gets_half_of_the_device_however_many_small_ones_come(requests: Requests) -> None:
+    network = Counted(0.01)
+    window = windows(network, 2)
+    large = requests.post(window, image(20, 1), due=-1.0)
+    stop = threading.Event()
+
+    def keep_coming(value: float) -> None:
+        while not stop.is_set():
+            alone(requests.device, window, image(1, value))
+
+    small = [requests._pool.submit(keep_coming, value) for value in (2, 3, 4, 5)]
+    until(lambda: len(requests.device._lanes) == 5)
+    requests.device.start()
+    large.result(10)
+    stop.set()
+    for one in small:
+        one.result(10)
+    batches = network.who()
+    last = max(number for number, batch in enumerate(batches) if 1 in batch)
+    assert 10 <= last + 1 <= 2 * 10 + 1
+    assert sum(1 not in batch for batch in batches[: last + 1]) >= 7, "and they get the other half"
+
+
+def test_what_is_due_first_comes_first(requests: Requests) -> None:
+    network = Counted()
+    window = windows(network, 2)
+    for due in (3, 1, 2):
+        requests.post(window, image(2, due), due=due)
+    requests.device.start()
+    until(lambda: len(network.batches) == 3)
+    assert network.who() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_nothing_is_computed_ahead_of_a_request_that_does_not_keep_up(requests: Requests) -> None:
+    network = Counted()
+    requests.device.start()
+    slabs = requests.device.run(
+        windows(network, 2), image(20), 0.0, cancelled=lambda: False, progress=lambda _done, _total: None
+    )
+    next(slabs)
+    time.sleep(0.1)
+    assert len(network.batches) <= 3
+    slabs.close()
+    assert requests.device._lanes == []
+
+
+def test_device_is_free_within_two_batches_of_a_cancel(requests: Requests) -> None:
+    network = Counted(0.05)
+    gone = threading.Event()
+    request = requests.post(windows(network), image(400), cancelled=gone.is_set)
+    requests.device.start()
+    until(lambda: len(network.batches) >= 2)
+    gone.set()
+    before = len(network.batches)
+    with pytest.raises(Cancelled, match="of 400 windows"):
+        request.result(10)
+    time.sleep(0.2)
+    assert len(network.batches) <= before + 2
+
+
+def test_call_runs_in_the_device_s_thread_and_raises_here(requests: Requests) -> None:
+    requests.device.start()
+    assert requests.device.call(lambda: threading.current_thread().name) == "device"
+    with pytest.raises(KeyError):
+        requests.device.call(lambda: {}["missing"])
+    with pytest.raises(TimeoutError):
+        requests.device.call(lambda: Future[None]().result(0))
+    assert requests.device.alive
+
+
+def test_pulse_beats_while_windows_are_computed_and_at_no_other_time(requests: Requests) -> None:
+    assert requests.device.pulse is None
+    gate, called = threading.Event(), threading.Event()
+
+    def network(batch: Tensor) -> Tensor:
+        called.set()
+        gate.wait(10)
+        return batch
+
+    request = requests.post(windows(network), image(4))
+    requests.device.start()
+    assert called.wait(10)
+    assert requests.device.pulse == 1
+    gate.set()
+    request.result(10)
+    until(lambda: requests.device.pulse is None)
+
+
+def test_closing_gives_up_what_waits(requests: Requests) -> None:
+    request = requests.post(windows(Counted()), image(4))
+    call = requests._pool.submit(requests.device.call, lambda: 1)
+    requests.device.close()
+    for waiting in (request, call):
+        with pytest.raises(Cancelled):
+            waiting.result(10)
+    with pytest.raises(Cancelled):
+        requests.device.call(lambda: 1)
+    with pytest.raises(Cancelled):
+        requests.post(windows(Counted()), image(4)).result(10)
