@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,9 @@ from service.networks import build
 from service.repository import Architecture, ModelSpec, read_spec
 
 torch.set_num_threads(1)
+# How long an example takes is a matter of what else the machine does.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 WriteModel = Callable[..., ModelSpec]
 
