@@ -198,7 +198,7 @@ def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_m
     small = as_tiff(phantom_maker((16, 32, 32), seed=2).image)
     with serve(eager(bands_repository, limits={"waiting": 0})) as running, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(running.segment, large)
-        until(lambda: running.runtime.queue.running is not None, 20)
+        until(lambda: running.runtime.queue.running, 20)
         began = time.monotonic()
         refused = running.segment(small)
         assert time.monotonic() - began < 2
