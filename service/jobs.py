@@ -6,12 +6,13 @@ import math
 import statistics
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
-from service.errors import NotReady, QueueFull
+from service.errors import NotReady, QueueFull, StackSegError
 
 T = TypeVar("T")
 
@@ -50,6 +51,9 @@ class Free(NamedTuple):
 
 class Job(Generic[T]):
     """One piece of work for the device, and its one result.
+
+    Work, result and error hold volumes and labels. Nothing here refers back to itself, so that they leave memory with
+    the last one who knows the job: Python seldom looks for cycles among all the objects that torch brings along.
 
     name     of the model; jobs of one name are expected to take equally long per window
     work     called with the job itself in the worker's thread: it asks `job.cancelled()` now and then, tells
@@ -113,7 +117,8 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Give the work up: at once while it waits, else as soon as it asks."""
         self._cancel.set()
-        self.future.cancel()
+        if self.future.cancel():
+            self._let_go()
 
     def cancelled(self) -> bool:
         return self._cancel.is_set()
@@ -127,19 +132,55 @@ class Job(Generic[T]):
         if not self.future.set_running_or_notify_cancel():
             return
         self._started = time.monotonic()
-        result = self._work(self)
+        try:
+            result = self._work(self)
+        finally:
+            self._let_go()
         self._ended = time.monotonic()
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`, in the thread that called `run`."""
         self._ended = time.monotonic()
+        if isinstance(error, StackSegError):
+            # Its words say it all; its traceback holds everything that was computed with.
+            _forget_traceback(error)
         self.future.set_exception(error)
 
     def refuse(self, error: BaseException) -> None:
         """End with `error` before it was ever ready, unless it was cancelled."""
         if self.future.set_running_or_notify_cancel():
+            self._let_go()
             self.fail(error)
+
+    def _let_go(self) -> None:
+        """Of what the work was to be done with."""
+        self._work, self.needs = _done, Needs
+
+    def when_over(self, call: Callable[[Job[T]], None]) -> None:
+        """Call with the job itself once it is over, in the thread that ended it; the job does not hold itself so."""
+        known = weakref.ref(self)
+
+        def over(_future: Future[T]) -> None:
+            job = known()
+            if job is not None:
+                call(job)
+
+        self.future.add_done_callback(over)
+
+
+def _done(_job: Job[Any]) -> NoReturn:
+    """Stands for work that is over."""
+    raise AssertionError("a job runs once")
+
+
+def _forget_traceback(error: BaseException) -> None:
+    """Of the error and of those that it came from."""
+    links: list[BaseException | None] = [error]
+    while links:
+        if (link := links.pop()) is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
 
 
 class JobQueue:
@@ -191,7 +232,7 @@ class JobQueue:
         with self._changed:
             self.check()
             self.put(job)
-        job.future.add_done_callback(lambda _: self._learn(job))
+        job.when_over(self._learn)
 
     def put(self, job: Job[Any]) -> None:
         """Let the job wait for its turn, however many wait: for loading models, and for jobs of an earlier process."""
@@ -201,7 +242,7 @@ class JobQueue:
             self._waiting.append(job)
             self._waiting.sort(key=lambda one: one.due)
             self._changed.notify()
-        job.future.add_done_callback(lambda _: self._forget(job))
+        job.when_over(self._forget)
 
     def release(self, job: Job[Any]) -> None:
         """The job's work can begin now."""

@@ -199,7 +199,8 @@ class Spool:
         live.job = Job(order.model, work, windows=order.windows, needs=needs, ready=False)
         with self._lock:
             self._live[live.id] = live
-        live.job.future.add_done_callback(partial(self._settle, live))
+        # By its id: the job would otherwise hold itself, and with it what it computed.
+        live.job.future.add_done_callback(partial(self._settle, live.id))
         return live
 
     def _read_ahead(self, live: _Live) -> None:
@@ -250,10 +251,12 @@ class Spool:
         segmenter = self._runtime.segmenter(live.order.model)
         return self._runtime.segment(job, segmenter, live.volume, live.query.options)
 
-    def _settle(self, live: _Live, future: Future[Result]) -> None:
+    def _settle(self, number: str, future: Future[Result]) -> None:
         """The device is done with it, one way or the other; the rest happens in another thread than the device's."""
         if self._stopped.is_set():
             return
+        with self._lock:
+            live = self._live[number]
         error = Cancelled("given up") if future.cancelled() else future.exception()
         if error is not None:
             self._writers.submit(self._end, live, error)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import io
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -367,3 +369,35 @@ def test_job_whose_file_of_the_host_is_gone_fails_with_the_reason(bands_reposito
     with start(bands_repository, tmp_path, references=references) as service:
         failed = service.wait(job, "done", "failed")
         assert failed["problem"]["detail"] == "input: scans/stack.tif is not there."
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+def test_volume_and_labels_leave_memory_with_their_job(bands_repository: Path, tmp_path: Path, end: str) -> None:
+    with start(bands_repository, tmp_path) as service:
+        seen: list[weakref.ref[Any]] = []
+        fake: Any = service.fake
+        segment = fake.segment
+
+        def noting(volume: Any, *arguments: Any, **options: Any) -> Any:
+            seen.append(weakref.ref(volume.read))
+            result = segment(volume, *arguments, **options)
+            seen.append(weakref.ref(result.segmentation.pixels))
+            return result
+
+        fake.segment = noting
+        fake.gate.clear()
+        if end == "failed":
+            fake.error = OutOfMemory("too much", 1)
+        gc.collect()
+        gc.disable()
+        try:
+            job = service.submit()
+            service.wait(job, "running")
+            if end == "cancelled":
+                service.client.delete(f"/jobs/{job['id']}")
+            fake.gate.set()
+            service.wait(job, end)
+            assert seen
+            until(lambda: not any(known() is not None for known in seen))
+        finally:
+            gc.enable()

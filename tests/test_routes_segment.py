@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import threading
+import weakref
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +163,27 @@ def test_same_request_is_answered_again_without_the_device(bands_repository: Pat
         assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
         assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
         assert list(runtime.scratch.iterdir()) == []
+
+
+def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when Python next looks for cycles, which takes hours among all that torch brings along."""
+    fake: Any = runtime_of(client).segmenter(None)
+    seen: list[weakref.ref[Any]] = []
+    segment = fake.segment
+
+    def noting(volume: Any, *arguments: Any, **options: Any) -> Any:
+        result = segment(volume, *arguments, **options)
+        seen.extend((weakref.ref(volume.read), weakref.ref(result.segmentation.pixels)))
+        return result
+
+    monkeypatch.setattr(fake, "segment", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+        until(lambda: [known() for known in seen] == [None, None])
+    finally:
+        gc.enable()
 
 
 def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
