@@ -41,7 +41,7 @@ lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, co
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
-	$(BIN)/shellcheck .ci/run scripts/*.sh
+	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
 

@@ -329,7 +329,8 @@ def make_model(
     network = build(Architecture(**content["architecture"]))
     prepare(network)
     weights = folder / "weights.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, weights)
+    # Copies: some networks hold a layer under two names, which the format does not allow to be one.
+    save_file({name: tensor.clone() for name, tensor in network.state_dict().items()}, weights)
     stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
     (folder / "model.yaml").write_text(yaml.safe_dump(content | {"weights": stated}), encoding="utf-8")
     return folder

@@ -1,12 +1,13 @@
 """The service against the plain script, side by side in one run: same stack, same weights, same windows.
 
-python benchmarks/end_to_end.py [--repeats 3] [--threads N] [--plain-batch 1] [--json FILE]
+python benchmarks/end_to_end.py [--repeats 3] [--threads N] [--plain-batch 1] [--no-plain] [--json FILE]
 
 Each repeat runs `benchmarks/plain.py` in a process of its own, then posts the same file to a real server. The script's
 seconds go from reading the file to its labels on disk; imports, loading and a first forward do not count. The service's
 go from opening the connection to the last byte of the labels on the client's disk, on a server that is up and keeps no
 results.
-CPU seconds are those of the script, and of the server with its child processes.
+CPU seconds are those of the script, and of the server with its child processes. The last ratio is all that is neither
+preparing, windows nor decoding (HTTP, reading, writing, saving) over the seconds of the windows.
 """
 
 from __future__ import annotations
@@ -157,11 +158,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tifffile.imwrite(
             stack, image, imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 0.5, "unit": "um"}
         )
-    runs: dict[str, list[dict[str, Any]]] = {"plain": [], "service": []}
+    runs: dict[str, list[dict[str, Any]]] = {"service": []} if options.no_plain else {"plain": [], "service": []}
     with server(options.model, options.threads, folder) as (process, port):
         post(port, stack, folder / "service.tif", options.overlap)
         for repeat in range(options.repeats):
-            runs["plain"].append(plain(options, stack, folder / "plain.tif"))
+            if not options.no_plain:
+                runs["plain"].append(plain(options, stack, folder / "plain.tif"))
             before = cpu_seconds(process.pid)
             measured = post(port, stack, folder / "service.tif", options.overlap)
             runs["service"].append(measured | {"cpu": cpu_seconds(process.pid) - before})
@@ -188,19 +190,27 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, A
         print()
     ratios = _ratios(measured["runs"])
     for name, values in ratios.items():
-        print(f"{name}: {statistics.median(values):.2f} (from {min(values):.2f} to {max(values):.2f})")
+        print(f"{name}: {statistics.median(values):.3g} (from {min(values):.3g} to {max(values):.3g})")
     return {"medians": medians, "ratios": ratios, "threads": options.threads, **measured}
 
 
 def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Plain over service, one ratio per repeat."""
+    """Plain over service, and the share of what is not computing; one ratio per repeat."""
+    around = {"HTTP, reading and writing over windows": [_around(run) for run in runs["service"]]}
+    if "plain" not in runs:
+        return around
     ratios: dict[str, list[float]] = {"ratio": [], "ratio with our decoder in the plain script": [], "CPU ratio": []}
     for script, service in zip(runs["plain"], runs["service"], strict=True):
         with_ours = script["total"] - script["stages"]["decode"] + script["decode_by_stackseg"]
         ratios["ratio"].append(script["total"] / service["total"])
         ratios["ratio with our decoder in the plain script"].append(with_ours / service["total"])
         ratios["CPU ratio"].append(script["cpu"] / service["cpu"])
-    return ratios
+    return ratios | around
+
+
+def _around(run: dict[str, Any]) -> float:
+    stages = run["stages"]
+    return (run["total"] - sum(stages[stage] for stage in ("prepare", "windows", "decode"))) / stages["windows"]
 
 
 def _machine(threads: int) -> str:
@@ -216,6 +226,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="for both sides")
     parser.add_argument("--plain-batch", type=int, default=1, help="sw_batch_size of the plain script")
+    parser.add_argument("--no-plain", action="store_true", help="the service alone")
     parser.add_argument("--overlap", type=float, default=0.25, help="for both sides")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ from torch import nn
 from service.arrays import LARGE_BYTES
 from service.config import Settings
 from service.errors import BadParameter
-from service.postprocess import bytes_per_voxel
+from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import ModelSpec
 from service.volume import Diameter, Extent, Options, OutputKind
@@ -33,7 +33,10 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a request will take. Bytes are the peak beyond the loaded model; on the CPU all of them are host bytes."""
+    """What a request will take. Bytes are the peak beyond the loaded model; on the CPU all of them are host bytes.
+
+    Pages of the stack, which is read from a mapped file, are not among them: the system takes them back at need.
+    """
 
     windows: int
     sw_batch_size: int
@@ -78,7 +81,9 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
-    decoding = bytes_per_voxel(spec, plan.output) * math.prod(size)
+    decoding = decoding_bytes(spec, plan.output, size)
+    # Objects are told apart where the scores are; all other results are gathered on the host.
+    on_device = image + running + (decoding if plan.output == "labels" else 0)
     if plan.output != "labels" and decoding >= LARGE_BYTES:
         # The result lies on disk, and the planes that a layer of windows is cut from in memory.
         decoding = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1])
@@ -88,7 +93,7 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
         overlap=plan.overlap,
         working_size=size,
         host_bytes=decoding + image + (running if on_host else 0),
-        device_bytes=0 if on_host else image + running,
+        device_bytes=0 if on_host else on_device,
     )
 
 

@@ -19,7 +19,7 @@ from service.arrays import Allocate, release
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
-from service.watershed import Basins, Watershed
+from service.watershed import BLOCK, Basins, Watershed
 
 Size = tuple[int, int, int]
 
@@ -50,11 +50,17 @@ def make_decoder(
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
-def bytes_per_voxel(spec: ModelSpec, output: OutputKind) -> int:
-    """Peak memory of decoding and of its result, per voxel."""
+def decoding_bytes(spec: ModelSpec, output: OutputKind, size: Size) -> int:
+    """Peak memory of decoding a volume of `size` (Z, Y, X), and of its result."""
+    voxels = math.prod(size)
     if output == "probabilities":
-        return 4 * len(spec.outputs)
-    return 16 if output == "labels" else 1
+        return 4 * len(spec.outputs) * voxels
+    if output == "classes":
+        return voxels
+    # A block of planes and one more on either side as some nine 32-bit arrays; then a piece for every voxel, its label,
+    # and, by measurement, two bytes for the passes between crowded objects.
+    block = min(voxels, BLOCK + 2 * size[1] * size[2])
+    return 36 * block + 8 * voxels
 
 
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:

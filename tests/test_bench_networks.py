@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from service.bench import networks, timing
-from service.bench.networks import Recipe, Row, Runner, Yardstick, compare_engines, compare_optimisations
+from service.bench.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
 from service.config import Settings
 from service.engine import select
 
 CPU = torch.device("cpu")
+IN_USE = Runner("in use", 1, "fp32", lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,8 @@ def test_a_yardstick_keeps_the_best_it_saw(yardstick):
 
 def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yardstick):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
-    rows = list(compare_engines(bands, settings, Runner("in use", 1, "fp32", lambda: None), (1, 2), yardstick))
+    makers = networks.engines(bands, settings, CPU, (1, 2))
+    rows = list(build_and_race("engines", [IN_USE], makers, yardstick))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
         (f"eager fp32 {layout}", size) for layout in ("contiguous", "channels_last_3d") for size in (1, 2)
@@ -54,10 +56,17 @@ def test_an_engine_that_fails_has_a_row_that_says_why(bands, yardstick, monkeypa
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
     absent = dataclasses.replace(select.KINDS["openvino"], missing=lambda: "not installed")
     monkeypatch.setitem(select.KINDS, "openvino", absent)
-    in_use = Runner("in use", 1, "fp32", lambda: None)
-    row, other = compare_engines(bands, settings, in_use, (3,), yardstick)
+    row, other = build_and_race("engines", [IN_USE], networks.engines(bands, settings, CPU, (3,)), yardstick)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
+    assert other.name == "in use"
+
+
+def test_nothing_is_built_once_time_is_up(yardstick):
+    makers = [Maker("slow", 2, lambda: pytest.fail("was built"))]
+    row, other = build_and_race("engines", [IN_USE], makers, yardstick, -1.0)
+    assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
+    assert "not built" in row.problem
     assert other.name == "in use"
 
 
@@ -88,7 +97,7 @@ def test_what_needs_a_removed_optimisation_goes_with_it():
 def test_a_recipe_computes_what_the_network_does(recipe, monkeypatch):
     network, seen = Grey().eval(), []
     monkeypatch.setattr(networks, "calling", lambda run, batch, _device: lambda: seen.append((run(batch), batch)))
-    runner = recipe.build(network, (8, 8, 8, 8), CPU)
+    runner = recipe.build("it", network, (8, 8, 8, 8), CPU)
     with torch.inference_mode():
         runner.call()
         (scores, batch) = seen[0]

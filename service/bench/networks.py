@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,21 +61,28 @@ class Row:
 
 @dataclass
 class Yardstick:
-    """Arithmetic of one window, in GFLOP, and what the device does at best: GFLOP per second by precision."""
+    """What networks are held against.
+
+    gflop  arithmetic of one window
+    peaks  what the device does at best: GFLOP per second by precision
+    clock  on a busy machine CPU seconds (`time.process_time`) of one thread leave out what others took
+    """
 
     device: torch.device
     gflop: float
-    peaks: dict[str, float]
+    peaks: dict[str, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
 
     def measure(self, name: str) -> float:
         """The device's peak, measured again: a moment in which it was busy does not lower it."""
-        self.peaks[name] = max(self.peaks.get(name, 0.0), matrix_peak(DTYPES[name], self.device) / 1e9)
+        peak = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
+        self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
         return self.peaks[name]
 
 
 def race(group: str, runners: Sequence[Runner], yardstick: Yardstick, seconds: float = SECONDS) -> Iterator[Row]:
     """All of them in turn; the first is what the others are compared with."""
-    times = in_turn([runner.call for runner in runners], ROUNDS, seconds)
+    times = in_turn([runner.call for runner in runners], ROUNDS, seconds, yardstick.clock)
     peaks = {name: yardstick.measure(name) for name in {runner.precision for runner in runners}}
     per_window = [[t / runner.windows for t in taken] for runner, taken in zip(runners, times, strict=True)]
     for runner, taken in zip(runners, per_window, strict=True):
@@ -90,27 +100,49 @@ def race(group: str, runners: Sequence[Runner], yardstick: Yardstick, seconds: f
         )
 
 
-def compare_engines(
-    spec: ModelSpec, settings: Settings, in_use: Runner, batch_sizes: Iterable[int], yardstick: Yardstick
+class Maker(NamedTuple):
+    """What becomes a `Runner`. Raises what engines raise where it does not run here."""
+
+    name: str
+    windows: int
+    make: Callable[[], Runner]
+
+
+def build_and_race(
+    group: str, first: Sequence[Runner], makers: Iterable[Maker], yardstick: Yardstick, seconds: float = math.inf
 ) -> Iterator[Row]:
-    """Every engine that the settings leave open, at every batch size, beside the network as it is in use."""
-    device, network = yardstick.device, load(spec)
+    """Build what there is to build, and let it run in turn with what runs already; nothing is begun after `seconds`."""
+    deadline = time.monotonic() + seconds
+    runners = list(first)
+    for maker in makers:
+        if time.monotonic() > deadline:
+            yield Row(group, maker.name, maker.windows, f"not built: {seconds:g} s were over")
+            continue
+        log.info("building %s x%d", maker.name, maker.windows)
+        try:
+            runners.append(maker.make())
+        except FAILURES as error:
+            yield Row(group, maker.name, maker.windows, select.first_line(error))
+    yield from race(group, runners, yardstick)
+
+
+def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]) -> Iterator[Maker]:
+    """Every engine that the settings leave open and that makes anything of the network, at every batch size."""
+    network = load(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     warming = WarmUp(spec, settings, device, network, window_bytes)
     names = precision.candidates(settings.engine.precision, hardware.native_precisions(device))
-    runners = [in_use]
+
+    def build(choice: Choice) -> Runner:
+        window = warming.build(choice).window
+        return Runner(
+            label(choice), choice.sw_batch_size, choice.precision, calling(window.network, window.batch, device)
+        )
+
     for size in batch_sizes:
         for choice in select.choices(settings.engine, device, names, size):
-            log.info("building %s", choice)
-            try:
-                warm = warming.build(choice) if select.KINDS[choice.engine].suits(network) else None
-            except FAILURES as error:
-                yield Row("engines", label(choice), size, select.first_line(error))
-            else:
-                if warm is not None:
-                    call = calling(warm.window.network, warm.window.batch, device)
-                    runners.append(Runner(label(choice), size, choice.precision, call))
-    yield from race("engines", runners, yardstick)
+            if select.KINDS[choice.engine].suits(network):
+                yield Maker(label(choice), size, partial(build, choice))
 
 
 def label(choice: Choice) -> str:
@@ -136,7 +168,7 @@ class Recipe:
     frozen: bool = False
     cudagraph: bool = False
 
-    def build(self, network: nn.Module, window: tuple[int, ...], device: torch.device) -> Runner:
+    def build(self, name: str, network: nn.Module, window: tuple[int, ...], device: torch.device) -> Runner:
         """Make it run, on one batch of noise of windows (C, z, y, x). Raises what engines raise."""
         memory_format = torch.channels_last_3d if self.channels_last else torch.contiguous_format
         dtype = DTYPES[self.precision]
@@ -150,10 +182,12 @@ class Recipe:
                 run = cudagraph.make(run, batch)
             for _ in range(select.WARM_UP_CALLS):
                 run(batch)
-        return Runner("", self.windows, self.precision, calling(run, batch, device))
+        return Runner(name, self.windows, self.precision, calling(run, batch, device))
 
 
-def compare_optimisations(spec: ModelSpec, yardstick: Yardstick, windows: int) -> Iterator[Row]:
+def compare_optimisations(
+    spec: ModelSpec, yardstick: Yardstick, windows: int, seconds: float = math.inf
+) -> Iterator[Row]:
     """Each one alone beside the network as it was loaded, and each one removed beside all of them together."""
     network, device = load(spec), yardstick.device
     known = optimisations(network, device, windows)
@@ -162,17 +196,13 @@ def compare_optimisations(spec: ModelSpec, yardstick: Yardstick, windows: int) -
         everything = replace(everything, **change)
     alone = {"none": Recipe()} | {f"{name} alone": replace(Recipe(), **change) for name, change in known.items()}
     removed = {"all": everything} | {f"without {name}": without(everything, change) for name, change in known.items()}
+    window = (spec.input.channels, *spec.input.roi_size)
     for group, recipes in (("alone", alone), ("removed", removed)):
-        runners = []
-        for name, recipe in recipes.items():
-            log.info("building %s", name)
-            try:
-                made = recipe.build(network, (spec.input.channels, *spec.input.roi_size), device)
-            except FAILURES as error:
-                yield Row(group, name, recipe.windows, select.first_line(error))
-            else:
-                runners.append(made._replace(name=name))
-        yield from race(group, runners, yardstick)
+        makers = [
+            Maker(name, recipe.windows, partial(recipe.build, name, network, window, device))
+            for name, recipe in recipes.items()
+        ]
+        yield from build_and_race(group, (), makers, yardstick, seconds / 2)
 
 
 def optimisations(network: nn.Module, device: torch.device, windows: int) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 
 from service import hardware
 from service.bench import requests
-from service.bench.networks import Row, Runner, Yardstick, compare_engines, compare_optimisations, label
+from service.bench.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
 from service.bench.requests import Requests, Size
 from service.bench.timing import Spread, flop_of_window, peak_bytes
 from service.config import Settings, overruled
@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 class Wanted:
     """What to measure.
 
-    cold         start twice: with an empty cache folder, then with what the first start left there
-    baseline     the plain script, in turn with the requests
-    batch_sizes  for the comparison of engines; the one in use if none is given
-    profile      file for a trace of one request
+    cold           start twice: with an empty cache folder, then with what the first start left there
+    baseline       the plain script, in turn with the requests
+    batch_sizes    for the comparison of engines; the one in use if none is given
+    build_seconds  for each comparison: after that nothing further is built
+    profile        file for a trace of one request
     """
 
     shape: Size = (64, 512, 512)
@@ -43,6 +44,7 @@ class Wanted:
     compare_engines: bool = False
     compare_optimisations: bool = False
     batch_sizes: tuple[int, ...] = ()
+    build_seconds: float = math.inf
     profile: Path | None = None
 
 
@@ -119,7 +121,7 @@ def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
         line = Requests(segmenter, folder / "stack.tif", folder, device)
         answered = _repeat(line, wanted)
         shape = (spec.input.channels, *spec.input.roi_size)
-        yardstick = Yardstick(device, flop_of_window(load(spec), shape) / 1e9, {})
+        yardstick = Yardstick(device, flop_of_window(load(spec), shape) / 1e9)
         yardstick.measure(segmenter.report().precision)
         report = Report(
             model=spec.identifier,
@@ -138,9 +140,10 @@ def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
             line.profile(wanted.profile)
         if wanted.compare_engines or wanted.batch_sizes:
             sizes = wanted.batch_sizes or (len(line.batch),)
-            report.rows += compare_engines(spec, settings, _in_use(line, report.engine), sizes, yardstick)
+            makers, in_use = engines(spec, settings, device, sizes), [_in_use(line, report.engine)]
+            report.rows += build_and_race("engines", in_use, makers, yardstick, wanted.build_seconds)
         if wanted.compare_optimisations:
-            report.rows += compare_optimisations(spec, yardstick, len(line.batch))
+            report.rows += compare_optimisations(spec, yardstick, len(line.batch), wanted.build_seconds)
         return report
 
 

@@ -75,13 +75,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def matrix_peak(dtype: torch.dtype, device: torch.device, calls: int = 5) -> float:
+def matrix_peak(
+    dtype: torch.dtype, device: torch.device, calls: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """FLOP per second of a large square matrix product: the least time of several."""
     edge = MATRIX if device.type == "cpu" else 4 * MATRIX
     a, b = (torch.rand(edge, edge, device=device).to(dtype) for _ in range(2))
     call = synchronised(lambda: torch.matmul(a, b), device)
     call()
-    return float(2 * edge**3 / min(in_turn([call], calls)[0]))
+    return float(2 * edge**3 / min(in_turn([call], calls, clock=clock)[0]))
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by every engine in turn")
     bench.add_argument("--batch-sizes", type=int, nargs="+", default=(), metavar="N", help="for that comparison")
     bench.add_argument("--compare-optimizations", action="store_true", help="each one alone, and each one removed")
+    bench.add_argument("--build-seconds", type=float, default=math.inf, help="of a comparison; then nothing is built")
     bench.add_argument("--profile", type=Path, metavar="JSON", help="write a torch profiler's trace of one request")
     bench.add_argument("--json", type=Path, metavar="JSON", help="write every number")
     bench.add_argument("--plot", type=Path, metavar="PNG", help="draw stages and comparisons; needs the extra demo")
@@ -44,6 +46,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         compare_engines=options.compare_engines,
         compare_optimisations=options.compare_optimizations,
         batch_sizes=tuple(options.batch_sizes),
+        build_seconds=options.build_seconds,
         profile=options.profile,
     )
     models = settings.models

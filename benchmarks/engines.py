@@ -1,0 +1,195 @@
+"""`engine: auto` beside every fixed choice, and beside bare loops over the same network in other runtimes.
+
+python benchmarks/engines.py [--networks nuclei UNet BasicUNet DynUNet SegResNet] [--roi 64] [--batch-sizes 2]
+    [--threads 1] [--json FILE]
+
+MONAI's networks have random weights: what they compute is of no interest here. Each network is tuned as at a first
+start, then all engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain torch.compile) run in
+turn on batches of one shape. Speeds are medians of the ratios of single rounds. With one thread CPU seconds count,
+which leave out what other work on the machine took. onnxruntime and onnxscript are not among the tools of the tests:
+`pip install onnxruntime onnxscript` first, or their rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from crash import make_model
+from end_to_end import ROOT
+from torch import Tensor, nn
+
+from service import hardware
+from service.bench.networks import Row, Runner, Yardstick, build_and_race, calling, engines, label
+from service.bench.show import table
+from service.bench.timing import flop_of_window
+from service.config import Settings
+from service.engine import select
+from service.networks import Network, load
+from service.planning import activation_bytes
+from service.repository import ModelSpec, read_spec
+from service.warmup import WarmUp
+
+COMMON = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+KERNELS, STRIDES = [[3] * 3] * 5, [[1] * 3, *([[2] * 3] * 4)]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "UNet": COMMON | {"channels": [32, 64, 128, 256], "strides": [2, 2, 2], "num_res_units": 2, "norm": "BATCH"},
+    "BasicUNet": dict(COMMON),
+    "DynUNet": COMMON | {"kernel_size": KERNELS, "strides": STRIDES, "upsample_kernel_size": STRIDES[1:]},
+    "SegResNet": COMMON | {"init_filters": 16},
+}
+
+
+def model_of(name: str, roi: int, folder: Path) -> ModelSpec:
+    """The bundled model, or a folder with random weights for one of `ARCHITECTURES`."""
+    if name not in ARCHITECTURES:
+        return read_spec(ROOT / "models" / name)
+    content = {
+        "format": 1,
+        "name": name.lower(),
+        "version": "1",
+        "summary": "Random weights.",
+        "licence": "Apache-2.0",
+        "training_data": "None.",
+        "architecture": {"name": name, "arguments": ARCHITECTURES[name]},
+        "input": {"channels": 1, "normalisation": {"kind": "zscore"}, "roi_size": [roi] * 3},
+        "outputs": ["background", "cells"],
+        "decoding": {"kind": "classes"},
+    }
+    return read_spec(make_model(folder, content))
+
+
+def openvino_loop(network: nn.Module, batch: Tensor) -> Network:
+    """`convert_model` and `compile_model`, for latency and in float32."""
+    import openvino  # noqa: PLC0415
+
+    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(torch.get_num_threads())}
+    converted = openvino.convert_model(network, example_input=batch, input=[tuple(batch.shape)])
+    compiled = openvino.compile_model(converted, "CPU", options | {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda x: torch.from_numpy(compiled(x.numpy())[0])
+
+
+def onnxruntime_loop(network: nn.Module, batch: Tensor) -> Network:
+    """Exported by `torch.onnx.export`, run with all optimisations."""
+    import onnxruntime  # noqa: PLC0415
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+        file = str(Path(name) / "network.onnx")
+        torch.onnx.export(network, (batch,), file, dynamo=True, external_data=False)
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    key = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {key: x.numpy()})[0])
+
+
+def compiled_loop(network: nn.Module, _batch: Tensor) -> Network:
+    """`torch.compile` and nothing else."""
+    torch.compiler.reset()
+    compiled: Network = torch.compile(network)
+    return compiled
+
+
+BARE: dict[str, Callable[[nn.Module, Tensor], Network]] = {
+    "torch.compile": compiled_loop,
+    "OpenVINO": openvino_loop,
+    "onnxruntime": onnxruntime_loop,
+}
+
+
+def bare_loops(network: nn.Module, spec: ModelSpec, sizes: list[int], device: torch.device) -> Iterator[Runner]:
+    """Those that are installed and run this network, at every batch size."""
+    with torch.inference_mode():
+        for size in sizes:
+            batch = torch.rand(size, spec.input.channels, *spec.input.roi_size, device=device)
+            for name in BARE if device.type == "cpu" else ("torch.compile",):
+                try:
+                    run = BARE[name](network, batch)
+                    for _ in range(select.WARM_UP_CALLS):
+                        run(batch)
+                except (ImportError, RuntimeError) as error:
+                    print(f"bare {name}: {select.first_line(error)}")
+                else:
+                    yield Runner(f"bare {name}", size, "fp32", calling(run, batch, device))
+
+
+def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
+    """Tune one network, then race; the first row that ran is what was tuned. Returns how that went, too."""
+    device = hardware.choose_device(options.device)
+    engine = {
+        "cache_folder": str(folder / "cache"),
+        "tune_seconds": options.tune_seconds,
+        "precision": options.precision,
+    }
+    settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
+    spec = model_of(name, options.roi, folder)
+    network = load(spec)
+    shape = (spec.input.channels, *spec.input.roi_size)
+    warm = WarmUp(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
+    window, size = warm.window, warm.choice.sw_batch_size
+    auto = Runner(
+        f"auto: {label(warm.choice)}", size, warm.choice.precision, calling(window.network, window.batch, device)
+    )
+    sizes = sorted({*options.batch_sizes, size})
+    cpu_seconds = device.type == "cpu" and options.threads == 1
+    yardstick = Yardstick(
+        device, flop_of_window(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
+    )
+    loops = list(bare_loops(network.to(device), spec, sizes, device))
+    rows = list(build_and_race("engines", [auto, *loops], engines(spec, settings, device, sizes), yardstick))
+    return f"{spec.identifier}, {yardstick.gflop:.1f} GFLOP per window, tuned in {warm.seconds:.0f} s", rows
+
+
+def standing(rows: list[Row]) -> dict[str, float]:
+    """The speed of what was tuned over that of the best fixed engine, and of the best bare loop."""
+    speeds = [(row.name, row.ratio.median) for row in rows if row.ratio is not None]
+    fixed = [speed for name, speed in speeds if not name.startswith(("auto", "bare"))]
+    bare = [speed for name, speed in speeds if name.startswith("bare")]
+    return {"best fixed": 1 / max(fixed), "best bare loop": 1 / max(bare)} if bare else {"best fixed": 1 / max(fixed)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["nuclei", *ARCHITECTURES])
+    parser.add_argument("--roi", type=int, default=64, help="edge of the windows of MONAI's networks")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2], help="besides the one that was tuned")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="auto", help="of the engines; bare loops run in float32")
+    parser.add_argument("--tune-seconds", type=float, default=180.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    device = hardware.device_name(hardware.choose_device(options.device))
+    print(f"{device}, {options.threads} threads, torch {torch.__version__}")
+    found: dict[str, Any] = {}
+    for name in options.networks:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            how, rows = measure(name, options, Path(folder))
+        print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
+        print("\n".join(table("engine", rows)), flush=True)
+        found[name] = {"rows": [asdict(row) for row in rows], "standing": standing(rows)}
+    print("\n| network | auto over best fixed | auto over best bare loop |\n|---|---|---|")
+    for name, result in found.items():
+        shares = result["standing"]
+        bare = shares.get("best bare loop")
+        print(f"| {name} | {shares['best fixed']:.2f} | {'' if bare is None else f'{bare:.2f}'} |")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
