@@ -47,10 +47,10 @@ class Answer(NamedTuple):
     seconds: dict[str, float]
 
 
-def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Result) -> Answer:
+def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Result, model: str) -> Answer:
     """Write what the query asks for, into the request's folder or where it says. Raises what reading and writing raise.
 
-    Every channel of the file is measured, also where one of them was segmented.
+    Every channel of the file is measured, also where one of them was segmented. `model` with its version.
     """
     query, place = arrival.query, arrival.query.output_to
     answer = _write(runtime, arrival, volume, result.segmentation)
@@ -64,7 +64,7 @@ def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Res
         output=place,
         media_type=answer.media_type,
         bytes=answer.path.stat().st_size,
-        model=runtime.segmenter(query.model).spec.identifier,
+        model=model,
         objects=result.segmentation.count,
     )
     answer.path.unlink()

@@ -276,7 +276,7 @@ class Spool:
         # What the host's file was is not asked again, unless more of it is measured.
         with storage(), self._source(live) if live.query.measurements else nullcontext(own) as source:
             arrival = Arrival(live.query, source, own.parent, live.owner)
-            answer = write_answer(self._runtime, arrival, live.volume, result)
+            answer = write_answer(self._runtime, arrival, live.volume, result, spec.identifier)
             live.stages.update(answer.seconds)
             outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
             finished = self._store.finish(live.id, answer.path, outcome)

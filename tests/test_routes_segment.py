@@ -316,6 +316,28 @@ def test_reference_that_cannot_be_used_is_refused(
     assert list(runtime_of(client).scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("query", "status", "word"),
+    [
+        ("output_to=results/labels.png", 422, "tif"),
+        ("output_to=results/labels.png&overwrite=true", 422, "tif"),
+        ("overwrite=true", 422, "output_to"),
+        ("output_to=results/there.tif", 409, "there already"),
+    ],
+)
+def test_a_form_may_write_no_more_than_a_plain_body(
+    host: tuple[TestClient, Path], query: str, status: int, word: str
+) -> None:
+    client, folder = host
+    there = folder / "results" / "there.tif"
+    there.write_text("precious")
+    for sent in ({"content": b"II*", "headers": TIFF}, {"files": {"file": b"II*"}}):
+        for endpoint in ("/segment", "/jobs"):
+            response = client.post(f"{endpoint}?{query}", **sent)
+            assert (response.status_code, word in response.json()["detail"]) == (status, True), response.text
+    assert there.read_text() == "precious"
+
+
 def test_file_of_the_host_that_is_no_stack_is_refused(host: tuple[TestClient, Path]) -> None:
     client, folder = host
     (folder / "scans" / "notes.txt").write_text("nothing to see")

@@ -182,14 +182,15 @@ async def posted(
         async with time_limit(limits.request_seconds):
             with stages.measure("receive"):
                 upload = await receive(request, folder, limits.upload_bytes)
-            if upload.fields:
+            if is_multipart(request):
                 query = with_fields(query, upload.fields)
                 await _check_places(request, runtime, query)
             caller = caller_of(request)
             if (place_of := _named(query, upload)) is None:
                 yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload.digest, stack)
                 return
-            source = stack.enter_context(runtime.references.open_input(place_of, caller))
+            opening = runtime.references.open_input(place_of, caller)
+            source = await in_thread(partial(stack.enter_context, opening))
             yield Posted(Arrival(query, source.path, folder, caller), source.name, None, stack)
 
 

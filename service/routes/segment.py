@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import answer_name, fingerprint, outcome_of, settle, write_answer
+from service.answers import Answer, answer_name, fingerprint, outcome_of, settle, write_answer
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
@@ -94,8 +94,14 @@ async def _answer(runtime: Runtime, posted: Posted, key: str | None, stages: Sta
         read = partial(runtime.read, arrival.source, query.selection, arrival.folder, shared=posted.shared)
         volume = await in_thread(read, runtime.readers)
     result = await _finished(runtime.submit(segmenter, volume, query.options), stages)
-    answer = await in_thread(partial(write_answer, runtime, arrival, volume, result))
-    await in_thread(partial(settle, runtime, arrival))
+
+    def write() -> Answer:
+        """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
+        written = write_answer(runtime, arrival, volume, result, segmenter.spec.identifier)
+        settle(runtime, arrival)
+        return written
+
+    answer = await in_thread(write)
     stages.update(answer.seconds)
     count = result.segmentation.count
     runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
