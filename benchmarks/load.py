@@ -55,8 +55,11 @@ class User:
         ]
 
     def run(self, end: float) -> Counter[str]:
+        """Every habit once, however long that takes, and then more until the end."""
         habits, weights = zip(*self._habits, strict=True)
         with self._http:
+            for habit in self._rng.sample(habits, len(habits)):
+                habit()
             while time.monotonic() < end:
                 self._rng.choices(habits, weights)[0]()
         return self.told

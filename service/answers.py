@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
-from service.errors import BadParameter
+from service.errors import BadParameter, Cancelled
 from service.metrics import Stages
 from service.repository import ModelSpec
 from service.runtime import Runtime
@@ -30,12 +30,18 @@ SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application
 
 
 class Arrival(NamedTuple):
-    """A request whose file is there. `folder` is its own, to work in; `source` lies in it unless it was named."""
+    """A request whose file is there.
+
+    source    the file, in `folder` unless it was named
+    folder    its own, to work in
+    given_up  whether nobody wants the answer any more
+    """
 
     query: Query
     source: Path
     folder: Path
     caller: str | None = None
+    given_up: Callable[[], bool] = lambda: False
 
 
 class Answer(NamedTuple):
@@ -56,6 +62,8 @@ def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Res
     answer = _write(runtime, arrival, volume, result.segmentation)
     if place is None:
         return answer
+    if arrival.given_up():
+        raise Cancelled("given up before its result was put in its place")
     stages = Stages()
     with stages.measure("save"):
         ticket = arrival.folder.name

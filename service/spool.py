@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from service.answers import Arrival, outcome_of, settle, write_answer
 from service.config import Settings
-from service.errors import Cancelled, DeviceLost, NotFinished, ResultGone, StackSegError
+from service.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.jobs import Job, Needs, Progress
 from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage
@@ -275,12 +276,14 @@ class Spool:
         own = self._store.input(live.id)
         # What the host's file was is not asked again, unless more of it is measured.
         with storage(), self._source(live) if live.query.measurements else nullcontext(own) as source:
-            arrival = Arrival(live.query, source, own.parent, live.owner)
+            arrival = Arrival(live.query, source, own.parent, live.owner, live.job.cancelled)
             answer = write_answer(self._runtime, arrival, live.volume, result, spec.identifier)
             live.stages.update(answer.seconds)
             outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
-            finished = self._store.finish(live.id, answer.path, outcome)
-            settle(self._runtime, arrival)
+            try:
+                finished = self._store.finish(live.id, answer.path, outcome)
+            finally:
+                settle(self._runtime, arrival)
             if not finished:
                 return
         count, seconds = result.segmentation.count, live.stages.seconds
@@ -294,7 +297,7 @@ class Spool:
             elif isinstance(error, DeviceLost):
                 log.error("job %s runs again once the service was started anew", live.id)
             elif error is not None:
-                self._store.fail(live.id, error)
+                self._fail(live, error)
         finally:
             if live.folder is not None:
                 shutil.rmtree(live.folder, ignore_errors=True)
@@ -303,9 +306,21 @@ class Spool:
                 del self._live[live.id]
             live.over.set()
 
+    def _fail(self, live: _Live, error: BaseException) -> None:
+        try:
+            self._store.fail(live.id, error)
+        except OutOfStorage:
+            # What was written by halves makes room for the note.
+            self._store.tidy(live.id)
+            self._store.fail(live.id, error)
+
     def _expire(self) -> None:
         while not self._stopped.wait(EXPIRY_SECONDS):
-            self._store.expire()
+            try:
+                self._store.expire()
+            except (OutOfStorage, OSError, sqlite3.Error):
+                # Worse than old results would be that nothing is deleted any more.
+                log.exception("old jobs could not be deleted; they are tried again")
 
 
 def _await(lives: list[_Live], seconds: float) -> None:

@@ -17,10 +17,12 @@ from fakes import WINDOWS, FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
+from service import spool
 from service.app import create_app
 from service.config import Settings
-from service.errors import OutOfMemory
+from service.errors import OutOfMemory, OutOfStorage
 from service.runtime import Runtime
+from service.store import JobStore
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -354,6 +356,70 @@ def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(bands_repos
         assert told.json()["output"] == "results/labels.tif"
         assert np.array_equal(tifffile.imread(tmp_path / "results" / "labels.tif"), np.ones((3, 8, 8)))
         assert [path.name for path in (tmp_path / "results").iterdir()] == ["labels.tif"]
+
+
+@pytest.fixture
+def host(bands_repository: Path, tmp_path: Path) -> Iterator[tuple[Service, Path]]:
+    """A service that may write into the folder, which it calls results."""
+    results = tmp_path / "results"
+    results.mkdir()
+    with start(bands_repository, tmp_path, references={"outputs": {"results": str(results)}}) as service:
+        yield service, results
+
+
+def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
+    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, results = host
+    write, writing, go_on = service.runtime.write, threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> None:
+        writing.set()
+        go_on.wait(20)
+        write(*given)
+
+    monkeypatch.setattr(service.runtime, "write", slowly)
+    job = service.submit(output_to="results/labels.tif")
+    assert writing.wait(20)
+    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+    go_on.set()
+    until(lambda: job["id"] not in service.spool._live)
+    assert service.show(job)["state"] == "cancelled"
+    assert list(results.iterdir()) == []
+
+
+def test_full_disk_fails_the_job_and_leaves_nothing_hidden(
+    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, results = host
+    store, calls = service.spool._store, []
+
+    def full(*given: Any) -> bool:
+        calls.append(given)
+        raise OutOfStorage("The disk is full.")
+
+    monkeypatch.setattr(store, "finish", full)
+    monkeypatch.setattr(store, "fail", lambda *given: full() if len(calls) < 2 else JobStore.fail(store, *given))
+    failed = service.wait(service.submit(output_to="results/labels.tif"), "failed")
+    assert failed["problem"]["detail"] == "The disk is full."
+    assert [path.name for path in results.iterdir()] == ["labels.tif"]
+
+
+def test_old_jobs_are_deleted_once_that_is_possible_again(
+    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch, bands_repository: Path
+) -> None:
+    calls: list[int] = []
+
+    def expire(_store: JobStore) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OutOfStorage("The disk is full.")
+
+    monkeypatch.setattr(spool, "EXPIRY_SECONDS", 0.01)
+    monkeypatch.setattr(JobStore, "expire", expire)
+    (host[1] / "other").mkdir()
+    with start(bands_repository, host[1] / "other"):
+        until(lambda: len(calls) > 2)
 
 
 def test_job_whose_file_of_the_host_is_gone_fails_with_the_reason(bands_repository: Path, tmp_path: Path) -> None:
