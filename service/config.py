@@ -100,6 +100,7 @@ class Limits(_Section):
     decoded_bytes        of the pixels that are read from it
     sw_batch_size        largest that a request may ask for
     overlap              largest that a request may ask for
+    windows              that one volume may take, by its size, overlap and diameter
     cache_bytes          of results that are kept for who asks the same again; 0: none
     waiting              requests that may wait for the device, beyond one that runs
     at_once              of these, how many may be worked on at the same time: prepared, computed, decoded
@@ -111,6 +112,7 @@ class Limits(_Section):
     decoded_bytes: PositiveInt = 16 * 2**30
     sw_batch_size: PositiveInt = 32
     overlap: Overlap = 0.75
+    windows: PositiveInt = 200_000
     cache_bytes: NonNegativeInt = 2**30
     waiting: NonNegativeInt = 16
     at_once: PositiveInt = 16

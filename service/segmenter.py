@@ -19,7 +19,7 @@ from service.arrays import allocator
 from service.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Trial
-from service.errors import BadParameter, DeviceLost, NonFiniteScores, OutOfMemory
+from service.errors import BadParameter, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.metrics import Stages
 from service.networks import Network, load
 from service.planning import Estimate, Plan, activation_bytes, estimate, make_plan
@@ -145,7 +145,8 @@ class Segmenter:
     ) -> Result:
         """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on; `run` computes them.
 
-        Raises BadParameter for options or channels that do not fit, Cancelled once `cancelled()` is true between two
+        Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator
+        allows, Cancelled once `cancelled()` is true between two
         batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
         """
         plan = self._plan(options)
@@ -189,7 +190,7 @@ class Segmenter:
         )
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
-        """What segmenting a volume of this shape and voxel size would take. Raises BadParameter like `segment`."""
+        """What segmenting a volume of this shape and voxel size would take. Raises BadParameter and TooLarge."""
         plan = self._plan(options)
         self._check_channels(volume.shape[0], volume.channels if isinstance(volume, Volume) else ())
         return self._estimate(volume, plan)
@@ -200,7 +201,13 @@ class Segmenter:
 
     def _estimate(self, volume: Extent, plan: Plan) -> Estimate:
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
-        return estimate(self.spec, volume, plan, window_bytes, on_host=self._device.type == "cpu")
+        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self._device.type == "cpu")
+        if needed.windows > (most := self._settings.limits.windows):
+            raise TooLarge(
+                f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
+                " volume. Crop it, or ask for less overlap or a larger diameter."
+            )
+        return needed
 
     def _plan(self, options: Options) -> Plan:
         return make_plan(self.spec, self._settings, options, self._choice.sw_batch_size)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.config import Device, Engine, Settings, Windows
+from service.config import Device, Engine, Limits, Settings, Windows
 from service.engine.compiled import graphs
-from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory
+from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.planning import Estimate
 from service.segmenter import Segmenter, check_memory, exhausted, translated
 from service.volume import Options, Volume, VoxelSize
@@ -147,6 +147,17 @@ def test_a_resampled_volume_comes_back_on_its_own_grid(bands, phantom, eager, vo
     assert np.mean(result.segmentation.pixels != expected) < 0.001
 
 
+def test_more_windows_than_the_operator_allows_are_refused(bands):
+    settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
+    segmenter = started(bands, settings)
+    edge = bands.input.roi_size[0]
+    segmenter.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
+    large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
+    for ask in (segmenter.estimate, segmenter.segment):
+        with pytest.raises(TooLarge, match="windows, and this service computes up to 4"):
+            ask(large, Options())
+
+
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 200, 3), (40, 5, 33)])
 def test_odd_shapes(eager, size):
     pixels = np.full((1, *size), 400, np.uint16)
@@ -275,7 +286,7 @@ def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):
         raise AssertionError("must not be read")
 
     volume = Volume((1, 10**5, 10**5, 10**5), np.dtype(np.uint8), read)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(TooLarge):
         eager.segment(volume, Options())
 
 
