@@ -53,9 +53,9 @@ def content(features: tuple[int, ...], roi: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=3, default=(192, 320, 320), metavar=("Z", "Y", "X"))
-    parser.add_argument("--tiny", action="store_true", help="4-8-16-32-40-40 features, windows of 32 x 32 x 32")
+    parser.add_argument("--tiny", action="store_true", help="4-8-16-32-40-40 features, windows of 64 x 64 x 64")
     options, others = parser.parse_known_args()
-    features, roi = (tuple(width // 8 for width in FEATURES), 32) if options.tiny else (FEATURES, ROI)
+    features, roi = (tuple(width // 8 for width in FEATURES), 64) if options.tiny else (FEATURES, ROI)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         make_model(Path(folder), content(features, roi))
         os.environ |= {"STACKSEG_MODELS__FOLDER": folder, "STACKSEG_WINDOWS__OVERLAP": "0.5"}

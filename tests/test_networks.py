@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from monai.networks.nets.basic_unet import BasicUNet
 from safetensors.torch import save_file
 from torch import nn
 
@@ -167,3 +168,15 @@ def test_more_stated_outputs_than_scores_are_refused(
     outputs = ["foreground", "distance", "boundary"]
     with pytest.raises(BrokenModel, match=r"returned \(1, 2, 16, 16, 16\) where \(1, 3, 16, 16, 16\) was expected"):
         load(write_model(random_nuclei_content | {"outputs": outputs}))
+
+
+@pytest.mark.parametrize("edges", [(32, 32, 32), (33, 36, 34)])
+def test_basic_unet_is_monais_and_becomes_one_graph(edges):
+    arguments = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": [8] * 6}
+    theirs = BasicUNet(**arguments).eval()
+    ours = build(Architecture(name="BasicUNet", arguments=arguments)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.rand(1, 1, *edges)
+    graph = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(graph(x), theirs(x))
