@@ -4,8 +4,9 @@ python benchmarks/share.py [--repeats 5] [--clients 8] [--threads N] [--json FIL
 
 A real server with the bundled model computes the large stack, posted by one client, and then as many windows again in
 stacks of a single window, posted by several clients at once, each over one connection that is kept; and so on in turn.
-Windows per second count from the first byte that is sent to the last that is received. Raises SystemExit where small
-stacks come back with other labels than when they are posted alone.
+Windows per second count from the first byte that is sent to the last that is received; CPU seconds are the server's,
+with its child processes, and hardly depend on what else the machine does. Raises SystemExit where small stacks come
+back with other labels than when they are posted alone. With STACKSEG_LIMITS__AT_ONCE=1 nothing is shared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import tifffile
-from end_to_end import ROOT, server, synthetic_nuclei
+from end_to_end import ROOT, cpu_seconds, server, synthetic_nuclei
 from numpy.typing import NDArray
 
 from service.repository import read_spec
@@ -108,7 +109,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     each = -(-windows // options.clients)
     shares = [[smalls[(client + turn) % STACKS] for turn in range(each)] for client in range(options.clients)]
     runs: dict[str, list[dict[str, Any]]] = {"large": [], "small": []}
-    with server(options.model, options.threads, folder) as (_, port):
+    with server(options.model, options.threads, folder) as (process, port):
         alone = dict(zip(smalls, post_one_by_one(port, smalls)["labels"], strict=True))
         if len(set(alone.values())) < STACKS:
             raise SystemExit("Different stacks have the same labels: nothing could be told from them.")
@@ -116,9 +117,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         post_one_by_one(port, [content])
         for repeat in range(options.repeats):
             for name, results in runs.items():
-                before = slots(port, spec.name)
+                before, busy = slots(port, spec.name), cpu_seconds(process.pid)
                 run = post_one_by_one(port, [content]) if name == "large" else post_at_once(port, shares)
-                after = slots(port, spec.name)
+                after, run["cpu"] = slots(port, spec.name), cpu_seconds(process.pid) - busy
                 run["windows"], run["slots"] = (now - then for now, then in zip(after, before, strict=True))
                 results.append(run)
                 rate = run["windows"] / run["seconds"]
@@ -138,6 +139,7 @@ def report(runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -
         print(f"{name}: {statistics.median(rates[name]):.2f} windows/s in the median, batches {fill:.0%} full")
         stages = sum((Counter(run["stages"]) for run in many), Counter[str]())
         every = sum(run["windows"] for run in many)
+        print(f"   CPU ms per window: {1000 * sum(run['cpu'] for run in many) / every:.0f}")
         print("   ms per window:", ", ".join(f"{stage} {1000 * spent / every:.1f}" for stage, spent in stages.items()))
     ratios = [small / large for small, large in zip(rates["small"], rates["large"], strict=True)]
     print(f"small / large: {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})")

@@ -21,6 +21,7 @@ from service import spool
 from service.app import create_app
 from service.config import Settings
 from service.errors import OutOfMemory, OutOfStorage
+from service.formats.sandbox import STARTUP_SECONDS
 from service.runtime import Runtime
 from service.store import JobStore
 
@@ -50,7 +51,8 @@ class Service:
         return dict(self.client.get(f"/jobs/{job['id']}").json())
 
     def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
-        until(lambda: self.show(job)["state"] in states)
+        # As long as a process that reads files may take to start: a job of an earlier process waits for that as well.
+        until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
         return self.show(job)
 
     def result(self, job: dict[str, Any]) -> Any:
