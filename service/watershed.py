@@ -108,7 +108,7 @@ class Watershed:
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
-        self._most = max(block // self._plane, 1)
+        self._most = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         self._codes = _codes(self._most + 2, self._rows, device)
         self._offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]

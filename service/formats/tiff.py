@@ -31,6 +31,7 @@ RELEASED_PAGES = 64
 
 # Beyond this many bytes of pixels a classic TIFF, whose offsets have 32 bits, might not hold its pages.
 _CLASSIC_BYTES = 2**32 - 2**26
+_SMALL_BYTES = 4 * 2**20
 
 
 def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
@@ -225,7 +226,8 @@ def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None
                 resolutionunit="CENTIMETER" if resolution else None,
                 metadata=metadata,
                 software="StackSeg",
-                maxworkers=len(os.sched_getaffinity(0)),
+                # Starting threads would take longer than compressing so little.
+                maxworkers=1 if segmentation.pixels.nbytes <= _SMALL_BYTES else len(os.sched_getaffinity(0)),
             )
         description.append(partial, description.for_imagej(segmentation))
         partial.replace(path)
