@@ -17,7 +17,7 @@ from service.networks import Network, load
 from service.parity import Parity
 from service.repository import ModelSpec, read_spec
 from service.segmenter import Segmenter
-from service.training.evaluate import Scores, score
+from service.training.evaluate import score
 from service.volume import Diameter, Options, Selection, Volume
 from service.windows import Blending, SlidingWindow
 
@@ -116,23 +116,23 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
-@pytest.mark.parametrize(("stack", "floor"), [("mouse_embryo_8cell", 0.75), ("synthetic_nuclei_stardist", 0.74)])
-def test_it_is_at_least_as_good_as_the_classical_method(eager: Segmenter, stack: str, floor: float) -> None:
+@pytest.mark.parametrize(
+    ("stack", "told", "floor"),
+    [
+        ("mouse_embryo_8cell", None, 0.75),
+        ("mouse_embryo_8cell", "15.6px", 0.9),
+        ("arabidopsis_ovule_nuclei_1135", "17.7px", 0.75),
+        ("synthetic_nuclei_stardist", "11.1px", 0.9),
+        ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
+    ],
+)
+def test_it_is_better_than_the_classical_method(eager: Segmenter, stack: str, told: str | None, floor: float) -> None:
+    """That one is told the diameter, and has 0.75, 0.64 and 0.74 on these stacks with its settings chosen for each."""
     volume, truth = read(RECORDED / stack / "image.tif"), read(RECORDED / stack / "mask.tif")
-    assert _score(eager, volume, truth).f1 >= floor
-
-
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
-def test_small_nuclei_are_found_better_when_their_size_is_told(eager: Segmenter) -> None:
-    folder = RECORDED / "synthetic_nuclei_stardist"
-    volume, truth = read(folder / "image.tif"), read(folder / "mask.tif")
-    told = eager.segment(volume, Options(diameter=Diameter.parse("7,15,14px"))).segmentation.pixels
-    assert told.shape == volume.shape[1:]
-    assert score(truth.array()[0], told).f1 > max(0.9, _score(eager, volume, truth).f1)
-
-
-def _score(made: Segmenter, volume: Volume, truth: Volume) -> Scores:
-    return score(truth.array()[0], labels_of(made, volume))
+    diameter = None if told is None else Diameter.parse(told)
+    labels = eager.segment(volume, Options(diameter=diameter)).segmentation.pixels
+    assert labels.shape == volume.shape[1:]
+    assert score(truth.array()[0], labels).f1 >= floor
 
 
 def test_the_measure_of_difference_counts_moved_voxels() -> None:
