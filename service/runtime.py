@@ -198,7 +198,8 @@ class Runtime:
             if model.state == "loading":
                 reasons.append(f"{model.name} is being loaded and warmed up.")
             elif model.state == "failed":
-                reasons.append(f"{model.name} cannot be served: {model.problem}")
+                # Health is open to everybody, and the problem may tell of paths.
+                reasons.append(f"{model.name} cannot be served; GET /models and the log say why.")
         return tuple(reasons)
 
     def model(self, name: str | None) -> ModelState:

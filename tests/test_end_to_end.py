@@ -241,7 +241,9 @@ def test_broken_model_keeps_readiness_off_and_the_others_working(
         assert running.segment(as_tiff(phantom.image), model="bands").status_code == 200
         failed = running.segment(as_tiff(phantom.image), model="broken")
         assert (failed.status_code, failed.json()["type"]) == (500, "urn:stackseg:problem:broken-model")
-        assert running.client.get("/models/broken").json()["state"] == "failed"
+        told = running.client.get("/models/broken").json()
+        assert (told["state"], "weights" in told["problem"]) == ("failed", True)
+        assert str(tmp_path) not in ready.text
 
 
 def test_state_endpoints(live: Live) -> None:

@@ -129,7 +129,8 @@ def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
 
     with running(settings(bands_repository, tmp_path), load) as runtime:
         until(lambda: runtime.models[0].state == "failed")
-        assert str(error) in runtime.obstacles()[0]
+        assert str(error) in (runtime.models[0].problem or "")
+        assert runtime.obstacles() == ("bands cannot be served; GET /models and the log say why.",)
         with pytest.raises(BrokenModel, match="bands"):
             runtime.segmenter(None)
 

@@ -29,7 +29,7 @@ async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
 def _info(model: ModelState) -> ModelInfo:
     spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
     if spec is None:
-        return ModelInfo(name=model.name, state=model.state, problem="The model file cannot be read; see the log.")
+        return ModelInfo(name=model.name, state=model.state, problem=model.problem)
     return ModelInfo(
         name=spec.name,
         state=model.state,
@@ -42,5 +42,5 @@ def _info(model: ModelState) -> ModelInfo:
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
         engine=engine,
-        problem="It could not be loaded; see the log." if model.state == "failed" else None,
+        problem=model.problem,
     )
