@@ -362,6 +362,15 @@ def _open(path: Path) -> sqlite3.Connection:
     path.touch(0o600)
     path.chmod(0o600)
     database = sqlite3.connect(path, check_same_thread=False)
+    try:
+        _prepare(database, path)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
     database.row_factory = sqlite3.Row
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = FULL")
@@ -373,9 +382,7 @@ def _open(path: Path) -> sqlite3.Connection:
             database.execute(_INDEX)
             database.execute(f"PRAGMA user_version = {VERSION}")
     if version not in {0, VERSION}:
-        database.close()
         raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg; choose another folder.")
-    return database
 
 
 def _record(row: sqlite3.Row) -> Record:
