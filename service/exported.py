@@ -93,7 +93,11 @@ class _Archive:
 
 
 class _Reader:
-    """One network while it is put together: `values` are the graph's nodes by their names in the file."""
+    """One network while it is put together.
+
+    values   the graph's nodes by their names in the file; `tensors` what those of them hold that are stored in it
+    configs  where tensors are stored, by the name of the file that tells
+    """
 
     def __init__(self, archive: _Archive) -> None:
         self._archive = archive
@@ -105,7 +109,8 @@ class _Reader:
         self._root = nn.Module()
         self._made = Graph()
         self._values: dict[str, Node] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[Node, Tensor] = {}
+        self._configs: dict[str, Any] = {}
 
     def network(self) -> GraphModule:
         """The whole of it."""
@@ -113,10 +118,12 @@ class _Reader:
         for call in self._graph["nodes"]:
             self._call(call)
         self._made.output(self._values[self._result()])
+        for node in self._tensors:
+            # Convolutions hold their own; a second one would be converted, and take memory, beside it.
+            if not node.users:
+                self._made.erase_node(node)
         self._made.lint()
-        network = GraphModule(self._root, self._made)
-        network.delete_all_unused_submodules()
-        return network
+        return GraphModule(self._root, self._made)
 
     def _inputs(self) -> None:
         """One image; everything else that goes in is a tensor of the file."""
@@ -136,14 +143,17 @@ class _Reader:
 
     def _tensor(self, name: str, stored: str, *, constant: bool) -> None:
         folder, file = ("constants", "model_constants") if constant else ("weights", "model_weights")
-        entry = self._archive.json(f"data/{folder}/{file}_config.json")["config"][stored]
+        name_of_config = f"data/{folder}/{file}_config.json"
+        if name_of_config not in self._configs:
+            self._configs[name_of_config] = self._archive.json(name_of_config)["config"]
+        entry = self._configs[name_of_config][stored]
         if entry["use_pickle"]:
             raise BrokenModel(f"{stored} is pickled, and what is pickled is not read.")
         tensor = _tensor(self._archive.bytes(f"data/{folder}/{entry['path_name']}"), entry["tensor_meta"])
         attribute = f"tensor_{len(self._tensors)}"
         self._root.register_buffer(attribute, tensor)
-        self._tensors[name] = tensor
-        self._values[name] = self._made.get_attr(attribute)
+        self._values[name] = node = self._made.get_attr(attribute)
+        self._tensors[node] = tensor
 
     def _result(self) -> str:
         """The name of what comes out, of several tensors the first."""
@@ -177,8 +187,7 @@ class _Reader:
 
     def _convolution(self, given: Mapping[str, Any]) -> Node | None:
         """As a module, where weights are tensors of the file and padding is a number of voxels."""
-        by_node = {self._values[name]: tensor for name, tensor in self._tensors.items()}
-        weight, bias = by_node.get(given["weight"]), by_node.get(given.get("bias"))  # type: ignore[arg-type]
+        weight, bias = self._tensors.get(given["weight"]), self._tensors.get(given.get("bias"))  # type: ignore[arg-type]
         if weight is None or (given.get("bias") is not None and bias is None):
             return None
         groups = int(given.get("groups", 1))

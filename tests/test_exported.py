@@ -100,6 +100,9 @@ def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
     network = SegResNet(3, 16, 1, 2)
     loaded = load_exported(exported(network, tmp_path / "network.pt2"))
     assert winograd.candidates(loaded) == winograd.candidates(network) > 0
+    assert sum(tensor.numel() for tensor in loaded.state_dict().values()) == sum(
+        p.numel() for p in network.parameters()
+    )
     assert activation_bytes(loaded, SHAPE) >= 16 * 4 * 2 * 32**3
 
 
