@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.ndimage import minimum_filter
+from scipy.ndimage import maximum_filter, minimum_filter
 
 from service.training.tissues import Tissue, synthesise_tissue
 
@@ -26,6 +26,8 @@ def tissue(**changes: float) -> Tissue:
         rim=1,
         inside=0,
         grain=0,
+        nucleus=0,
+        coat=0,
         specks=0,
         blur=0.4,
         elongation=1,
@@ -37,6 +39,7 @@ def tissue(**changes: float) -> Tissue:
         read_noise=0.2,
         bits=16,
         saturation=0,
+        subtracted=0,
     )
     return replace(plain, **changes)
 
@@ -95,6 +98,33 @@ def test_the_stain_changes_what_is_seen_and_not_what_is_true(extra: dict[str, fl
     )
     assert np.array_equal(labels, same)
     assert not np.array_equal(plain, image)
+
+
+def test_nuclei_are_left_out_of_the_stain_inside_cells() -> None:
+    filled, hollow = (
+        synthesise_tissue(np.random.default_rng(2), SHAPE, tissue(inside=0.5, nucleus=nucleus)) for nucleus in (0, 0.2)
+    )
+    assert np.array_equal(filled[1], hollow[1])
+    deep = minimum_filter(filled[1], 9) == maximum_filter(filled[1], 9)
+    assert deep.any()
+    assert np.median(hollow[0][deep]) < 0.6 * np.median(filled[0][deep])
+
+
+def test_a_coat_is_bright_and_background() -> None:
+    bare, coated = (
+        synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body=0.7, rim=0.1, coat=coat)) for coat in (0, 2.0)
+    )
+    assert np.array_equal(bare[1], coated[1])
+    outside = bare[1] == 0
+    assert np.quantile(coated[0][outside], 0.99) > 3 * np.quantile(bare[0][outside], 0.99)
+
+
+def test_background_may_be_subtracted() -> None:
+    image, labels = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body=0.7, subtracted=0.9))
+    assert np.mean(image[labels == 0] == 0) == pytest.approx(0.9, abs=0.02)
+    assert np.mean(image[labels > 0] == 0) < 0.9
+    full, _ = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(subtracted=0.9))
+    assert full.any()
 
 
 def test_cavities_are_background() -> None:

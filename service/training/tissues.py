@@ -37,11 +37,14 @@ class Tissue:
     gaps            part of the membranes that is hardly stained
     rim             brightness of the tissue's surface, where a cell touches none
     inside, grain   stain inside the cells, and depth of its texture
+    nucleus         what is deeper in a cell than so many diameters is hardly stained inside; 0: none is
+    coat            brightness of a shell around the body, such as that of an egg; 0: there is none
     specks          number of bright vesicles per cell
     blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
     haze, floor     stray light of the membranes; even background
     shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
     photons, read_noise, bits, saturation   as of `service.training.synthesis.Scene`
+    subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
     """
 
     diameter: float
@@ -56,6 +59,8 @@ class Tissue:
     rim: float
     inside: float
     grain: float
+    nucleus: float
+    coat: float
     specks: float
     blur: float
     elongation: float
@@ -67,25 +72,31 @@ class Tissue:
     read_noise: float
     bits: int
     saturation: float
+    subtracted: float
 
     @classmethod
-    def draw(cls, rng: Generator, smallest: float = 12.0, largest: float = 48.0) -> Self:
+    def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
         """A tissue at random, of cells between these diameters."""
         diameter = log_uniform(rng, smallest, largest)
         flatness = float(rng.choice(np.array([1.0, rng.uniform(1, 2), rng.uniform(2, 3)]), p=[0.3, 0.5, 0.2]))
+        inside = float(rng.choice([0.0, rng.uniform(0.02, 0.5)], p=[0.25, 0.75]))
+        # Nothing but stain inside the cells tells a cavity from one of them.
+        holes = float(rng.choice([0.0, rng.uniform(0.02, 0.15)])) if inside > 0.1 else 0.0
         return cls(
             diameter=diameter,
             flatness=flatness,
             order=float(rng.uniform(0.45, 0.8)),
             bend=float(rng.uniform(0, 0.12)),
-            body=float(rng.uniform(0.55, 0.95) if rng.random() < 0.55 else 2.0),
-            holes=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
+            body=float(rng.uniform(0.55, 0.95) if rng.random() < 0.7 else 2.0),
+            holes=holes,
             thickness=log_uniform(rng, 0.5, 1.6),
             unevenness=float(rng.uniform(0, 0.5)),
             gaps=float(rng.choice([0.0, rng.uniform(0.02, 0.25)])),
             rim=float(rng.uniform(0.25, 1.3)),
-            inside=float(rng.choice([0.0, rng.uniform(0.02, 0.5)], p=[0.25, 0.75])),
+            inside=inside,
             grain=float(rng.uniform(0, 0.8)),
+            nucleus=float(rng.choice([0.0, rng.uniform(0.1, 0.25)])),
+            coat=float(rng.choice([0.0, rng.uniform(0.1, 0.8)], p=[0.8, 0.2])),
             specks=float(rng.choice([0.0, rng.uniform(0.5, 6)])),
             blur=log_uniform(rng, 0.4, 1.5),
             elongation=float(rng.uniform(1.0, 3.5)) / flatness,
@@ -93,10 +104,11 @@ class Tissue:
             floor=log_uniform(rng, 0.005, 0.3),
             shading=float(rng.uniform(0, 0.4)),
             attenuation=float(rng.choice([0.0, rng.uniform(0.1, 0.7)])),
-            photons=log_uniform(rng, 4, 300),
+            photons=log_uniform(rng, 8, 300),
             read_noise=float(rng.uniform(0.2, 2.0)),
             bits=int(rng.choice([8, 16])),
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
+            subtracted=float(rng.choice([0.0, rng.uniform(0.5, 1.0)], p=[0.6, 0.4])),
         )
 
 
@@ -104,7 +116,11 @@ def synthesise_tissue(rng: Generator, shape: Shape, tissue: Tissue | None = None
     """One stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 outside the cells."""
     tissue = tissue if tissue is not None else Tissue.draw(rng)
     labels = _cells(rng, shape, tissue)
-    return expose(rng, tissue, np.maximum(_light(rng, tissue, labels), 0)), labels
+    image = expose(rng, tissue, np.maximum(_light(rng, tissue, labels), 0))
+    if tissue.subtracted and not labels.all():
+        level = np.quantile(image[labels == 0], tissue.subtracted)
+        image -= np.minimum(image, level.astype(image.dtype))
+    return image, labels
 
 
 def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
@@ -185,7 +201,13 @@ def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Shape) -> Floa
         each = rng.lognormal(math.log(tissue.inside), 0.3, int(labels.max()) + 1).astype(np.float32)
         each[0] = 0
         grain = 1 + tissue.grain * smooth_noise(rng, shape, max(1.0, tissue.diameter / 12))
+        if tissue.nucleus:
+            grain[apart > tissue.nucleus * tissue.diameter] *= np.float32(0.15)
         light += each[labels] * np.clip(grain, 0, 3)
+    if tissue.coat and not inner.all():
+        away = edt.edt(~inner, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False)
+        gap = np.float32(rng.uniform(0.1, 0.5) * tissue.diameter)
+        light += np.float32(tissue.coat) * np.exp(-0.5 * ((away - gap) / np.float32(tissue.thickness)) ** 2)
     places = np.flatnonzero(inner)
     count = int(tissue.specks * labels.max())
     if count and places.size:
