@@ -12,7 +12,17 @@ from service.formats import tiff
 from service.networks import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.synthesis import synthesise
-from service.training.train import KINDS, Schedule, loss, main, measure_statistics, read_pairs, save, train
+from service.training.train import (
+    KINDS,
+    Schedule,
+    begin_with,
+    loss,
+    main,
+    measure_statistics,
+    read_pairs,
+    save,
+    train,
+)
 from service.volume import Segmentation
 
 
@@ -125,6 +135,25 @@ def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Pat
     ShuffleUNet(1, 2, KINDS["membranes"].widths).load_state_dict(after)
     assert all(torch.equal(after[name], before[name]) for name in before if "running" in name)
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_network_with_other_outputs_begins_with_the_weights_below_its_head(tmp_path: Path) -> None:
+    first = network()
+    second = ShuffleUNet(1, 3, widths=(8, 12))
+    head = second.head.weight.detach().clone()
+    begin_with(second, first.state_dict())
+    assert torch.equal(second.stem[0].weight, first.stem[0].weight)
+    assert torch.equal(second.head.weight, head)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        begin_with(ShuffleUNet(1, 2, widths=(8, 16)), first.state_dict())
+
+
+def test_the_command_trains_classes(tmp_path: Path) -> None:
+    common = ["--kind", "tissue", "--minutes", "0.001", "--pool", "1", "--batch-size", "1"]
+    init = tmp_path / "weights.safetensors"
+    save(ShuffleUNet(1, 2, KINDS["membranes"].widths), tmp_path)
+    main([*common, "--keep-statistics", "--init", str(init), "--out", str(tmp_path / "tissue")])
+    ShuffleUNet(1, 3, KINDS["tissue"].widths).load_state_dict(load_file(tmp_path / "tissue" / "weights.safetensors"))
 
 
 def test_saved_weights_load_again(tmp_path: Path) -> None:

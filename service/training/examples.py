@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 from scipy.ndimage import find_objects, gaussian_filter, rotate, zoom
 from torch import Tensor
 
-from service.training.targets import distance_target
+from service.training.targets import instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 Source = Callable[[Generator], Pair]
 Normalise = Callable[[NDArray[Any]], Floats]
+Targets = Callable[[NDArray[Any]], Floats]
 
 # Of volumes that are resampled to an object size; larger ones only take time, as crops of 48 are drawn from them.
 LARGEST = (72, 88, 88)
 
 
 class Example(NamedTuple):
-    """One volume, all [Z, Y, X]: normalised image float32, foreground bool, distance float32."""
+    """One volume: normalised image [Z, Y, X], targets [T, Z, Y, X], the first of which is above 0 in objects."""
 
     image: Floats
-    foreground: NDArray[np.bool_]
-    distance: Floats
+    targets: Floats
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,21 @@ class Pool:
 
     The next volume is made in a second thread while the network trains. Every volume has a number and a random
     generator of its own, so that a pool which begins with volume `first` is the one that was refreshed so often.
+    `targets` makes of its labels what the network learns.
     """
 
-    def __init__(self, source: Source, normalise: Normalise, size: int, seed: int, first: int = 0) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        source: Source,
+        normalise: Normalise,
+        size: int,
+        seed: int,
+        first: int = 0,
+        targets: Targets = instance_targets,
+    ) -> None:
         self._source = source
         self._normalise = normalise
+        self._targets = targets
         self._seed = seed
         self._executor = ThreadPoolExecutor(1)
         self._number = first
@@ -172,25 +182,26 @@ class Pool:
 
     def _make(self, number: int) -> Example:
         image, labels = self._source(np.random.default_rng([self._seed, 1, number]))
-        return Example(self._normalise(image), labels > 0, distance_target(labels))
+        return Example(self._normalise(image), self._targets(labels))
 
 
 def batch(pool: Pool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
-    """Images [size, 1, edge, edge, edge] and targets [size, 2, edge, edge, edge] (foreground, distance), float32."""
+    """Images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
     stacked = torch.from_numpy(np.stack(crops))
     return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
 
 
 def _crop(example: Example, rng: Generator, edge: int) -> Floats:
-    """[3, edge, edge, edge] from somewhere in the volume; zeros outside, as sliding windows pad with them.
+    """Image and targets from somewhere in the volume, [1 + T, edge, edge, edge].
 
-    Every second one holds some voxel of an object at a random place, or crops of sparse volumes would often be empty.
+    Outside of the volume are zeros, as sliding windows pad with them. Every second crop holds some voxel of an object
+    at a random place, or crops of sparse volumes would often be empty.
     """
-    crop = np.zeros((3, edge, edge, edge), np.float32)
+    crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
     inner, outer = [], []
     shape = example.image.shape
-    held = np.flatnonzero(example.foreground) if rng.random() < 0.5 else np.zeros(0, np.intp)
+    held = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
     voxel = np.unravel_index(int(rng.choice(held)), shape) if held.size else None
     for axis, length in enumerate(shape):
         low, high = min(0, length - edge), max(0, length - edge)
@@ -200,8 +211,8 @@ def _crop(example: Example, rng: Generator, edge: int) -> Floats:
         begin, end = max(start, 0), min(start + edge, length)
         outer.append(slice(begin, end))
         inner.append(slice(begin - start, end - start))
-    for channel, source in zip(crop, example, strict=True):
-        channel[tuple(inner)] = source[tuple(outer)]
+    crop[0][tuple(inner)] = example.image[tuple(outer)]
+    crop[1:][(slice(None), *inner)] = example.targets[(slice(None), *outer)]
     return crop
 
 

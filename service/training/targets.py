@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
+def instance_targets(labels: NDArray[Any]) -> Floats:
+    """Labels [Z, Y, X] -> foreground (0 or 1) and distance, float32 [2, Z, Y, X]."""
+    return np.stack([(labels > 0).astype(np.float32), distance_target(labels)])
+
+
 def distance_target(labels: NDArray[Any]) -> Floats:
     """Labels [Z, Y, X] -> distance to the outline, 0 outside, rising to 1 at one centre per object; float32.
 

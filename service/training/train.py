@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -25,8 +25,21 @@ from torch.nn import functional
 from service.errors import BadParameter
 from service.formats import tiff
 from service.networks import ShuffleUNet
-from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, recorded, stated, synthetic
+from service.training.classes import CLASSES, class_loss, class_targets
+from service.training.examples import (
+    Pair,
+    Percentiles,
+    Pool,
+    Source,
+    Targets,
+    batch,
+    mixed,
+    recorded,
+    stated,
+    synthetic,
+)
 from service.training.synthesis import synthesise
+from service.training.targets import instance_targets
 from service.training.tissues import synthesise_tissue
 from service.volume import Selection
 
@@ -35,19 +48,8 @@ log = logging.getLogger("stackseg.train")
 LIMIT_BYTES = 4 * 2**30
 
 
-class Kind(NamedTuple):
-    """What a bundled model finds: synthetic stacks of it, and `input.diameter` and the widths of its model file."""
-
-    synthetic: Source
-    diameter: float
-    widths: tuple[int, ...]
-    steps_per_volume: int
-
-
-KINDS = {
-    "nuclei": Kind(synthetic(synthesise), 20.0, (32, 48, 96, 96), 2),
-    "membranes": Kind(synthetic(synthesise_tissue), 32.0, (16, 32, 64, 64), 4),
-}
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Scores [B, K, z, y, x] and targets [B, T, z, y, x] -> scalar."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,33 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
     return entropy + 0.5 * dice + 2 * inside + 0.4 * outside
 
 
-def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder: Path) -> nn.Module:
+class Kind(NamedTuple):
+    """What a bundled model finds: synthetic stacks of it, `input.diameter` and the widths of its model file, its task.
+
+    The task is how many scores a voxel gets, and what they are to become of the labels.
+    """
+
+    synthetic: Source
+    diameter: float
+    widths: tuple[int, ...]
+    steps_per_volume: int
+    outputs: int = 2
+    targets: Targets = instance_targets
+    loss: Loss = loss
+
+
+KINDS = {
+    "nuclei": Kind(synthetic(synthesise), 20.0, (32, 48, 96, 96), 2),
+    "membranes": Kind(synthetic(synthesise_tissue), 32.0, (16, 32, 64, 64), 4),
+    "tissue": Kind(
+        synthetic(synthesise_tissue), 32.0, (16, 32, 64, 64), 4, len(CLASSES), targets=class_targets, loss=class_loss
+    ),
+}
+
+
+def train(  # noqa: PLR0913, PLR0917
+    network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder: Path, loss: Loss = loss
+) -> nn.Module:
     """Train until the budget is spent; returns the averaged network in evaluation mode, saved in `folder`."""
     rng = np.random.default_rng([seed, 2])
     average = copy.deepcopy(network).eval()
@@ -121,7 +149,8 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
     while (progress := (time.monotonic() - begin) / (60 * schedule.minutes)) < 1:
         for group in optimiser.param_groups:
             group["lr"] = schedule.rate(progress)
-        value = _step(network, optimiser, *batch(pool, rng, schedule.batch_size, schedule.edge))
+        images, targets = batch(pool, rng, schedule.batch_size, schedule.edge)
+        value = _step(network, optimiser, loss(network(images.to(memory_format=torch.channels_last_3d)), targets))
         recent = value if math.isnan(recent) else 0.98 * recent + 0.02 * value
         step += 1
         follow(average, network, min(schedule.averaging, step / (step + 20)))
@@ -138,13 +167,19 @@ def train(network: nn.Module, pool: Pool, schedule: Schedule, seed: int, folder:
     return average
 
 
-def _step(network: nn.Module, optimiser: torch.optim.Optimizer, images: Tensor, targets: Tensor) -> float:
+def _step(network: nn.Module, optimiser: torch.optim.Optimizer, value: Tensor) -> float:
     optimiser.zero_grad(set_to_none=True)
-    value = loss(network(images.to(memory_format=torch.channels_last_3d)), targets)
     value.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(network.parameters(), 2.0)
     optimiser.step()
     return float(value.detach())
+
+
+def begin_with(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load weights; a head for another number of outputs stays as it is. Raises RuntimeError for what does not fit."""
+    known = network.state_dict()
+    fresh = {n for n in known if n.startswith("head.") and n in weights and weights[n].shape != known[n].shape}
+    network.load_state_dict({name: known[name] if name in fresh else value for name, value in weights.items()})
 
 
 def keep_statistics(network: nn.Module) -> None:
@@ -221,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--init", type=Path, help="weights to start from")
+    parser.add_argument("--init", type=Path, help="weights to start from; a head for other outputs is made anew")
     parser.add_argument("--images", type=Path, nargs="*", default=[], help="recorded stacks, one channel each")
     parser.add_argument("--labels", type=Path, nargs="*", default=[], help="their labels, in the same order")
     parser.add_argument("--share", type=float, default=0.25, help="part of the volumes that is drawn from them")
@@ -237,10 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     kind = KINDS[options.kind]
-    network = ShuffleUNet(1, 2, kind.widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    network = ShuffleUNet(1, kind.outputs, kind.widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if options.init:
-        network.load_state_dict(load_file(options.init))
-    pool = Pool(_source(kind, options), Percentiles(), options.pool, options.seed)
+        begin_with(network, load_file(options.init))
+    pool = Pool(_source(kind, options), Percentiles(), options.pool, options.seed, targets=kind.targets)
     schedule = Schedule(
         options.minutes,
         options.learning_rate,
@@ -249,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         statistics=0 if options.keep_statistics else Schedule.statistics,
     )
     try:
-        train(network, pool, schedule, options.seed, options.out)
+        train(network, pool, schedule, options.seed, options.out, kind.loss)
     finally:
         pool.close()
 

@@ -1,0 +1,61 @@
+"""Score a model of classes: `python -m service.training.evaluate_classes --images a.tif --labels a_labels.tif`.
+
+Labels are those of cells, and the classes are made of them. Prints one Markdown table of Dice coefficients, the model
+beside a classical method: a Gaussian and Otsu's thresholds between as many classes, the darkest being background.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+from skimage.filters import threshold_multiotsu
+
+from service.config import read_settings
+from service.repository import read_spec
+from service.segmenter import Segmenter
+from service.training.classes import CLASSES, classes_of, dice
+from service.training.train import read_pairs
+from service.volume import Diameter, Options, Volume
+
+
+def classical(image: NDArray[Any]) -> NDArray[np.uint8]:
+    """Background, cell and membrane by brightness alone; image and classes [Z, Y, X]."""
+    smooth = gaussian_filter(image.astype(np.float32), 1)
+    thresholds = threshold_multiotsu(smooth, len(CLASSES))  # type: ignore[no-untyped-call]
+    return np.digitize(smooth, thresholds).astype(np.uint8)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m service.training.evaluate_classes", description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/tissue"), help="model folder")
+    parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
+    parser.add_argument(
+        "--labels", type=Path, nargs="+", required=True, help="labels of their cells, in the same order"
+    )
+    parser.add_argument("--diameter", help="of the cells in all stacks, as the parameter of POST /segment")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    settings = read_settings(None, {"STACKSEG_ENGINE__KIND": "eager", "STACKSEG_DEVICE__THREADS": str(options.threads)})
+    segmenter = Segmenter(read_spec(options.model), settings)
+    segmenter.warm_up()
+    request = Options(diameter=None if options.diameter is None else Diameter.parse(options.diameter))
+    print(f"| stack | method | {' | '.join(CLASSES)} | mean |\n|{'---|' * (len(CLASSES) + 3)}")
+    for path, (image, labels) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
+        truth = classes_of(labels)
+        found = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
+        stack = path.parent.name if path.stem == "image" else path.stem
+        for method, classes in ((segmenter.spec.identifier, found), ("classical", classical(image))):
+            scores = dice(truth, classes)
+            cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
+            print(f"| {stack} | {method} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
