@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -221,6 +222,47 @@ class Logging(_Section):
     format: Literal["text", "json"] = "text"
 
 
+class Training(_Section):
+    """How `stackseg train` learns; its options go before these keys.
+
+    steps, learning_rate  as many updates of the weights; the rate at its highest
+    minutes               after which training ends, whatever steps says; None: no limit
+    batch_size, edge      crops per step, cubes of `edge` voxels
+    validation            share of every stack that is not trained on
+    every, patience       validate every so many steps; stop after so many validations without a lower loss
+    clip                  norm above which gradients are scaled down
+    pool                  augmented volumes held in memory, from which crops are drawn
+    workers               processes that make these volumes; 0: one thread beside the training
+    channels_last         memory format channels_last_3d
+    compile               torch.compile the network that is trained
+    checkpointing         keep the input of every block only and compute the rest again: less memory, more time
+    seed                  the same seed gives the same model
+    """
+
+    steps: PositiveInt = 600
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 1e-2
+    minutes: PositiveFloat | None = None
+    batch_size: PositiveInt = 4
+    edge: PositiveInt = 48
+    validation: Annotated[float, Field(ge=0.05, le=0.5)] = 0.2
+    every: PositiveInt = 25
+    patience: PositiveInt = 8
+    clip: PositiveFloat = 2.0
+    pool: PositiveInt = 16
+    workers: NonNegativeInt = 0
+    channels_last: bool = True
+    compile: bool = False
+    checkpointing: bool = False
+    seed: NonNegativeInt = 1
+
+    @model_validator(mode="after")
+    def _one_way_to_save_memory(self) -> Self:
+        if self.compile and self.checkpointing:
+            raise ValueError("compile and checkpointing exclude each other: a compiled network recomputes by itself")
+        return self
+
+
 class Settings(_Section):
     """All sections. Read with `read_settings`; the defaults here serve a laptop as well as a GPU host."""
 
@@ -234,6 +276,7 @@ class Settings(_Section):
     server: Server = Server()
     access: Access = Access()
     watchdog: Watchdog = Watchdog()
+    training: Training = Training()
     logging: Logging = Logging()
 
     @model_validator(mode="after")

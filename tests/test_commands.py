@@ -87,12 +87,43 @@ def test_a_trained_model_is_served_at_once(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["--validation", "0.9"], "--validation"), (["--steps", "0"], "--steps"), (["--from", "nowhere"], "nowhere")],
+    ("arguments", "word", "status"),
+    [
+        (["--validation", "0.9"], "training.validation", 2),
+        (["--steps", "0"], "training.steps", 2),
+        (["--from", "nowhere"], "nowhere", 1),
+    ],
 )
 def test_bad_options_are_refused_by_name(
-    stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+    stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str, status: int
 ) -> None:
     files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif"), "--out", str(tmp_path / "mine")]
-    assert main(["train", *files, *arguments]) == 1
+    assert main(["train", *files, *arguments]) == status
     assert word in capsys.readouterr().err
+
+
+def test_a_model_folder_must_be_named(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+def test_the_benchmark_trains_with_and_without_mixed_precision_and_writes_nothing(
+    random_nuclei_content: dict[str, object],
+    write_model: object,
+    stack: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = write_model(random_nuclei_content | {"activation": "sigmoid"})
+    config = configured(base.folder.parent, tmp_path)
+    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
+    train = ["train", *files, "--from", str(base.folder), "--batch-size", "3", "--edge", "16", "--benchmark"]
+    before = set(tmp_path.rglob("*"))
+    assert main([*train, *config]) == 0
+    _head, _rule, *rows = capsys.readouterr().out.splitlines()
+    assert set(tmp_path.rglob("*")) == before
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["fp32", "bf16"]
+    for _, rate, milliseconds, memory in cells:
+        assert float(rate) == pytest.approx(3000 / float(milliseconds), rel=0.2)
+        assert memory.endswith("MiB") or memory == "not known"

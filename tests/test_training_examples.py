@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.training.examples import Pair, Percentiles, Pool, Source, batch, mixed, object_widths, recorded, stated
+from service.training.examples import Pair, Percentiles, Pool, Recorded, Source, batch, mixed, object_widths, stated
 from service.training.synthesis import synthesise
 
 
@@ -46,6 +46,19 @@ def test_the_same_seed_gives_the_same_batch_and_the_same_next_volume() -> None:
     assert torch.equal(*images)
 
 
+# Python 3.12 warns of forks in processes that have threads; the loader's workers run no code that takes their locks.
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_workers_make_the_same_volumes_and_leave_torchs_generator_alone() -> None:
+    batches = []
+    for workers in (0, 2):
+        torch.manual_seed(5)
+        pool = Pool(small, Percentiles(), 2, 3, first=4, workers=workers)
+        pool.refresh()
+        batches.append([*batch(pool, np.random.default_rng(1), 2, 16), torch.rand(1)])
+        pool.close()
+    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+
+
 def test_refreshing_replaces_the_oldest_volume(pool: Pool) -> None:
     oldest, newest = pool[0], pool[1]
     pool.refresh()
@@ -64,7 +77,7 @@ def test_normalisation_is_the_one_of_the_model_file() -> None:
 def test_recorded_stacks_keep_their_objects() -> None:
     image = np.zeros((12, 24, 24), np.uint16)
     image[3:9, 6:18, 6:18] = 500
-    zoomed, labels = recorded([(image, (image > 0).astype(np.uint8))])(np.random.default_rng(0))
+    zoomed, labels = Recorded([(image, (image > 0).astype(np.uint8))])(np.random.default_rng(0))
     assert zoomed.shape == labels.shape != image.shape
     assert set(np.unique(labels)) == {0, 1}
     assert np.median(zoomed[labels == 1]) == 500
@@ -124,7 +137,7 @@ def test_recorded_stacks_are_turned_together_with_their_labels() -> None:
     pair = box((8, 20, 12), (40, 60, 60))
     shapes = set()
     for seed in range(6):
-        image, labels = recorded([pair], turning=True)(np.random.default_rng(seed))
+        image, labels = Recorded([pair], turning=True)(np.random.default_rng(seed))
         assert image.shape == labels.shape
         assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
         shapes.add(image.shape[1] < 0.85 * image.shape[0] * 60 / 40)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import math
@@ -82,6 +83,90 @@ def test_losses_that_are_not_finite_are_skipped_and_counted(
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_gradients_that_are_not_finite_are_skipped_too(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(pair, tmp_path)
+    before = copy.deepcopy(made._network.state_dict())
+    # Finite itself, with a derivative that is not.
+    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    made.step(*made.example())
+    assert made.state.skipped == made.state.step == 1
+    after = made._network.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
+
+
+def test_the_scaler_backs_off_and_goes_on_where_it_stood(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(pair, tmp_path, dtype=torch.float16)
+    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: scores.sum() * math.nan)
+    began = made._scaler.get_scale()
+    for _ in range(2):
+        made.step(*made.example())
+    assert made.state.skipped == 2
+    assert made._scaler.get_scale() == began / 4
+    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    made.step(*made.example())
+    assert (made.state.skipped, made._scaler.get_scale()) == (3, began / 8)
+    made.save()
+    resumed = trainer(pair, tmp_path, dtype=torch.float16)
+    resumed.resume()
+    assert resumed._scaler.state_dict() == made._scaler.state_dict()
+    assert resumed._scaler.get_scale() == began / 8
+
+
+@pytest.mark.parametrize("changed", [{"checkpointing": True}, {"channels_last": False}, {"workers": 1}])
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_how_the_network_is_computed_does_not_change_the_curve(
+    pair: Pair, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    plan = Plan(**{**vars(PLAN), "steps": 4})
+    trainer(pair, tmp_path / "usual", plan).run()
+    trainer(pair, tmp_path / "other", Plan(**{**vars(plan), **changed})).run()
+    usual, other = ([list(map(float, row.values())) for row in curve(tmp_path / name)] for name in ("usual", "other"))
+    np.testing.assert_allclose(other, usual, rtol=0 if "workers" in changed else 1e-3)
+
+
+def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Captured and differentiated as always, but without the compiler of C++ that takes most of the time.
+    compiling, compiled_ones = torch.compile, []
+
+    def compile_quickly(network: nn.Module, **options: object) -> object:
+        compiled_ones.append(network)
+        return compiling(network, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    training, validation = split([pair], 0.25)
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
+        plan = Plan(**{**vars(PLAN), "compile": compiled})
+        made = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32)
+        taken = []
+        for _ in range(3):
+            made.step(*made.example())
+            taken.append(made._recent)
+        losses.append(taken)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][2] != losses[0][0]
+    assert len(compiled_ones) == 1
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2})).run()
+        assert ("2/2" in stream.getvalue()) == shown
+
+
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
     plan = Plan(**{**vars(PLAN), "steps": 40, "every": 1, "patience": 2, "learning_rate": 0.0, "weight_decay": 0.0})
     made = trainer(pair, tmp_path, plan)
@@ -101,7 +186,7 @@ def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pa
     made = trainer(pair, tmp_path)
     made.save()
     content = torch.load(tmp_path / CHECKPOINT, weights_only=True)
-    del content["scaler"]
+    del content["scaler"], content["plan"]["clip"], content["plan"]["checkpointing"]
     torch.save(content, tmp_path / CHECKPOINT)
     trainer(pair, tmp_path).resume()
     with pytest.raises(BadParameter, match="other options"):

@@ -13,6 +13,7 @@ from service.networks import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.synthesis import synthesise
 from service.training.train import (
+    DICE,
     KINDS,
     Schedule,
     begin_with,
@@ -52,6 +53,14 @@ def test_the_loss_rises_when_either_output_is_wrong(targets: torch.Tensor, chann
     scores = perfect(targets)
     scores[:, channel] *= -1
     assert loss(scores, targets) > 0.1
+
+
+def test_the_overlap_is_counted_over_the_whole_batch(targets: torch.Tensor) -> None:
+    scores = torch.zeros_like(targets)
+    empty = torch.cat([targets, torch.zeros_like(targets)])
+    foreground, half = empty[:, :1].sum(), 0.5 * empty[:, :1].numel()
+    dice = 1 - (2 * 0.5 * foreground + 1) / (half + foreground + 1)
+    assert DICE(torch.cat([scores, scores])[:, :1], empty[:, :1]) == pytest.approx(dice)
 
 
 def test_the_learning_rate_rises_and_then_falls() -> None:
@@ -160,6 +169,13 @@ def test_saved_weights_load_again(tmp_path: Path) -> None:
     model = network()
     save(model, tmp_path)
     ShuffleUNet(1, 2, widths=(8, 12)).load_state_dict(load_file(tmp_path / "weights.safetensors"))
+
+
+def test_layers_that_are_listed_twice_are_stored_twice(tmp_path: Path) -> None:
+    network = torch.nn.ModuleDict({"one": torch.nn.Conv3d(1, 2, 3)})
+    network["other"] = network["one"]
+    save(network, tmp_path)
+    network.load_state_dict(load_file(tmp_path / "weights.safetensors"))
 
 
 def test_pairs_must_fit(tmp_path: Path) -> None:

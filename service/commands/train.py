@@ -6,55 +6,59 @@ import argparse
 import sys
 from pathlib import Path
 
-from service.config import Settings
+from service.config import Settings, Training, overruled
 from service.errors import BadParameter
-from service.repository import read_spec
+from service.repository import ModelSpec, read_spec
+
+Pairs = tuple[list[Path], list[Path]]
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:
-    """The grammar behind `stackseg train`."""
+    """The grammar behind `stackseg train`. What is not given is as `training` in the configuration says."""
     train.add_argument("--images", type=Path, nargs="+", required=True, help="stacks of one channel")
     train.add_argument("--labels", type=Path, nargs="+", required=True, help="their labels, in the same order")
-    train.add_argument("--out", type=Path, required=True, help="model folder to make, such as models/mine")
+    train.add_argument("--out", type=Path, help="model folder to make, such as models/mine")
     train.add_argument("--from", dest="base", type=Path, metavar="FOLDER", help="model folder to start from")
-    train.add_argument("--steps", type=int, default=600, help="updates of the weights (default %(default)s)")
+    train.add_argument("--steps", type=int, help="updates of the weights")
     train.add_argument("--minutes", type=float, help="stop after so many minutes, whatever --steps says")
-    train.add_argument("--learning-rate", type=float, default=1e-3, help="at its highest (default %(default)s)")
-    train.add_argument("--batch-size", type=int, default=4, help="crops per step (default %(default)s)")
-    train.add_argument("--edge", type=int, default=48, help="edge of a crop in voxels (default %(default)s)")
-    train.add_argument("--validation", type=float, default=0.2, help="share of every stack (default %(default)s)")
-    train.add_argument("--patience", type=int, default=8, help="validations without progress (default %(default)s)")
-    train.add_argument("--seed", type=int, default=1, help="the same seed gives the same model (default %(default)s)")
+    train.add_argument("--learning-rate", type=float, help="at its highest")
+    train.add_argument("--batch-size", type=int, help="crops per step")
+    train.add_argument("--edge", type=int, help="edge of a crop in voxels")
+    train.add_argument("--validation", type=float, help="share of every stack that is not trained on")
+    train.add_argument("--patience", type=int, help="validations without progress after which to stop")
+    train.add_argument("--workers", type=int, help="processes that augment; 0: one thread")
+    train.add_argument("--seed", type=int, help="the same seed gives the same model")
     train.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    train.add_argument("--benchmark", action="store_true", help="only measure steps, with and without mixed precision")
     train.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Train and write the model folder. Needs the extra `train`."""
-    from service.training.finetune import Plan  # noqa: PLC0415
+    """Train and write the model folder, or measure. Needs the extra `train`."""
+    given = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
+    settings = overruled(settings, "training", given)
+    base = None if options.base is None else read_spec(options.base)
+    pairs = (options.images, options.labels)
+    if options.benchmark:
+        return _measure(pairs, settings, base)
+    if options.out is None:
+        raise BadParameter("--out: say which model folder to make, such as models/mine.")
+    return _train(pairs, options.out, settings, base, resume=options.resume)
+
+
+def _train(pairs: Pairs, out: Path, settings: Settings, base: ModelSpec | None, *, resume: bool) -> int:
     from service.training.model import train_model  # noqa: PLC0415
 
-    if not 0.05 <= options.validation <= 0.5:
-        raise BadParameter("--validation: a share between 0.05 and 0.5 is expected.")
-    for name in ("steps", "batch_size", "edge", "patience"):
-        if getattr(options, name) < 1:
-            raise BadParameter(f"--{name.replace('_', '-')}: a positive number is expected.")
-    base = None if options.base is None else read_spec(options.base)
-    plan = Plan(
-        steps=options.steps,
-        learning_rate=options.learning_rate,
-        minutes=options.minutes,
-        batch_size=options.batch_size,
-        edge=options.edge,
-        patience=options.patience,
-        seed=options.seed,
-    )
-    pairs = (options.images, options.labels)
-    spec, state = train_model(
-        pairs, options.out, plan, settings, base=base, share=options.validation, resume=options.resume
-    )
+    spec, state = train_model(pairs, out, settings, base=base, resume=resume)
     skipped = f", {state.skipped} steps skipped for a loss that was not finite" if state.skipped else ""
-    sys.stdout.write(
-        f"{options.out}: {spec.identifier}, {state.step} steps, best validation {state.best:.4f}{skipped}\n"
-    )
+    sys.stdout.write(f"{out}: {spec.identifier}, {state.step} steps, best validation {state.best:.4f}{skipped}\n")
+    return 0
+
+
+def _measure(pairs: Pairs, settings: Settings, base: ModelSpec | None) -> int:
+    from service.training.model import benchmark  # noqa: PLC0415
+    from service.training.throughput import HEADER  # noqa: PLC0415
+
+    rows = [measured.row() for measured in benchmark(pairs, settings, base)]
+    sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
     return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.ndimage import find_objects, gaussian_filter, rotate, zoom
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from service.training.targets import instance_targets
 
@@ -56,20 +59,22 @@ def synthetic(make: Callable[[Generator, tuple[int, int, int]], Pair]) -> Source
     return draw
 
 
-def recorded(pairs: Sequence[Pair], *, turning: bool = False) -> Source:
+@dataclass(frozen=True)
+class Recorded:
     """A source of recorded volumes (image, labels), each time zoomed a little along every axis.
 
     With `turning`, every second one is turned by any angle in the plane and cut to the square that is known all over,
     which costs small volumes more than it brings.
     """
 
-    def draw(rng: Generator) -> Pair:
-        image, labels = pairs[int(rng.integers(len(pairs)))]
-        factors = np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3))
-        angle = float(rng.uniform(0, 90)) if turning and rng.random() < 0.5 else 0.0
-        return _zoom(*_turn(image, labels, angle), factors)
+    pairs: Sequence[Pair]
+    turning: bool = False
 
-    return draw
+    def __call__(self, rng: Generator) -> Pair:
+        image, labels = self.pairs[int(rng.integers(len(self.pairs)))]
+        factors = np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3))
+        angle = float(rng.uniform(0, 90)) if self.turning and rng.random() < 0.5 else 0.0
+        return _zoom(*_turn(image, labels, angle), factors)
 
 
 def stated(source: Source, diameter: float, share: float) -> Source:
@@ -138,32 +143,44 @@ def mixed(first: Source, second: Source, share: float) -> Source:
     return lambda rng: second(rng) if rng.random() < share else first(rng)
 
 
+@dataclass(frozen=True)
+class Volumes(Dataset[Example]):
+    """Examples by number, each made by a random generator of its own: the same whoever makes it, and when."""
+
+    source: Source
+    normalise: Normalise
+    seed: int
+    targets: Targets = instance_targets
+
+    def __getitem__(self, number: int) -> Example:
+        image, labels = self.source(np.random.default_rng([self.seed, 1, number]))
+        return Example(self.normalise(image), self.targets(labels))
+
+
 class Pool:
     """Volumes in memory, one of which is replaced whenever `refresh` is called.
 
-    The next volume is made in a second thread while the network trains. Every volume has a number and a random
-    generator of its own, so that a pool which begins with volume `first` is the one that was refreshed so often.
-    `targets` makes of its labels what the network learns.
+    first    number of the oldest volume: such a pool is the one that began with 0 and was refreshed so often
+    workers  processes that make the volumes; 0: a thread makes the next one while the network trains
+    targets  makes of labels what the network learns
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917
+    def __init__(  # noqa: PLR0913
         self,
         source: Source,
         normalise: Normalise,
         size: int,
         seed: int,
+        *,
         first: int = 0,
+        workers: int = 0,
         targets: Targets = instance_targets,
     ) -> None:
-        self._source = source
-        self._normalise = normalise
-        self._targets = targets
-        self._seed = seed
-        self._executor = ThreadPoolExecutor(1)
+        volumes = Volumes(source, normalise, seed, targets)
+        self._made: Iterator[Example] = _loaded(volumes, first, workers) if workers else _Ahead(volumes, first)
         self._number = first
-        made = {number % size: self._make(number) for number in range(first, first + size)}
+        made = {number % size: next(self._made) for number in range(first, first + size)}
         self._examples = [made[place] for place in range(size)]
-        self._next: Future[Example] = self._executor.submit(self._make, first + size)
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -173,16 +190,55 @@ class Pool:
 
     def refresh(self) -> None:
         """Replace the oldest volume by the one that is ready, waiting for it if need be, and order another."""
-        self._examples[self._number % len(self)] = self._next.result()
+        self._examples[self._number % len(self)] = next(self._made)
         self._number += 1
-        self._next = self._executor.submit(self._make, self._number + len(self))
+
+    def close(self) -> None:
+        if isinstance(self._made, _Ahead):
+            self._made.close()
+        # Workers end with the iterator that they feed.
+        self._made = iter(())
+
+
+class _Ahead:
+    """Volumes in order, made in a thread, one ahead of those that were asked for."""
+
+    def __init__(self, volumes: Volumes, first: int) -> None:
+        self._executor = ThreadPoolExecutor(1)
+        self._ordered: deque[Future[Example]] = deque()
+        self._orders = (self._executor.submit(volumes.__getitem__, number) for number in itertools.count(first))
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> Example:
+        while len(self._ordered) < 2:
+            self._ordered.append(next(self._orders))
+        return self._ordered.popleft().result()
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self, number: int) -> Example:
-        image, labels = self._source(np.random.default_rng([self._seed, 1, number]))
-        return Example(self._normalise(image), self._targets(labels))
+
+def _loaded(volumes: Volumes, first: int, workers: int) -> Iterator[Example]:
+    """Volumes in order, made by processes that live as long as the iterator.
+
+    The generator of its own keeps the loader from drawing a number of torch's, which layers may draw from too.
+    """
+    loader = DataLoader(
+        volumes,
+        batch_size=None,
+        sampler=itertools.count(first),
+        num_workers=workers,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _unchanged(example: Any) -> Any:
+    """Arrays stay arrays: tensors would travel through shared memory, of which containers have 64 MiB."""
+    return example
 
 
 def batch(pool: Pool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:

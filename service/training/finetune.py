@@ -8,17 +8,21 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from monai.metrics.meandice import compute_dice
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from service.errors import BadParameter
-from service.training.examples import Normalise, Pair, Pool, batch, recorded
+from service.training.examples import Normalise, Pair, Pool, Recorded, batch
+from service.training.recompute import recompute
 from service.training.targets import distance_target
 from service.training.train import follow, loss, measure_statistics
 
@@ -26,9 +30,8 @@ log = logging.getLogger("service.train")
 
 CHECKPOINT = "checkpoint.pt"
 CURVE = "training.csv"
-COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped")
+COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
 STEPS_PER_VOLUME = 2
-CLIP = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Plan:
     batch_size, edge      crops per step, cubes of `edge` voxels
     every, patience       validate every so many steps; stop after so many validations without a lower loss
     averaging             decay per step of the moving average of the weights, which is what is kept
-    pool                  augmented volumes held in memory
+    clip                  norm above which gradients are scaled down
+    pool, workers         augmented volumes held in memory, and processes that make them; 0: one thread
+    channels_last, compile, checkpointing   how the network is computed while it is trained
     """
 
     steps: int = 600
@@ -52,7 +57,12 @@ class Plan:
     patience: int = 8
     averaging: float = 0.99
     weight_decay: float = 1e-2
+    clip: float = 2.0
     pool: int = 16
+    workers: int = 0
+    channels_last: bool = True
+    compile: bool = False
+    checkpointing: bool = False
     seed: int = 1
     statistics: int = 40
 
@@ -93,6 +103,36 @@ def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
     return training, validation
 
 
+class Feed:
+    """The batches of steps `first`, `first + 1`, ...: the next one is made while the device trains on one.
+
+    The pool is refreshed before a step, so that it stands where a resumed training would begin with it.
+    """
+
+    def __init__(self, pool: Pool, plan: Plan, first: int, *, pinned: bool) -> None:
+        self._pool, self._plan, self._pinned = pool, plan, pinned
+        self._first = self._step = first
+        self._executor = ThreadPoolExecutor(1)
+        self._next = self._executor.submit(self._make, first)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        made = self._next.result()
+        self._step += 1
+        self._next = self._executor.submit(self._make, self._step)
+        return made
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+    def _make(self, step: int) -> tuple[Tensor, Tensor]:
+        """Images and targets, in pages that a GPU can fetch by itself where `pinned`."""
+        if step > self._first and step % STEPS_PER_VOLUME == 0:
+            self._pool.refresh()
+        plan = self._plan
+        images, targets = batch(self._pool, np.random.default_rng([plan.seed, 2, step]), plan.batch_size, plan.edge)
+        return (images.pin_memory(), targets.pin_memory()) if self._pinned else (images, targets)
+
+
 class Trainer:
     """One training on one device. `folder` gets the curve and the checkpoint, from which a later one goes on."""
 
@@ -112,81 +152,127 @@ class Trainer:
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())
+        self._forward = self._arranged()
         self._optimiser = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._source, self._normalise = recorded(pairs), normalise
+        self._source, self._normalise = Recorded(pairs), normalise
         self._validation = [_tiles(pair, normalise, plan.edge) for pair in validation]
 
     def run(self) -> nn.Module:
         """Train to the end of the plan; returns the averaged network of the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
-        pool = Pool(self._source, self._normalise, plan.pool, plan.seed, state.step // STEPS_PER_VOLUME)
+        first = state.step // STEPS_PER_VOLUME
+        pool = Pool(self._source, self._normalise, plan.pool, plan.seed, first=first, workers=plan.workers)
+        feed = Feed(pool, plan, state.step, pinned=self._device.type == "cuda")
         began = time.monotonic()
         try:
             if not state.step:
                 self._validate()
-            while state.step < plan.steps and state.stale < plan.patience:
-                if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
-                    log.info("the time is up after %d of %d steps", state.step, plan.steps)
-                    break
-                self._step(pool)
-                if state.step % plan.every == 0 or state.step == plan.steps:
-                    self._validate()
-                    self.save()
+            with self._bar() as bar:
+                while state.step < plan.steps and state.stale < plan.patience:
+                    if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
+                        log.info("the time is up after %d of %d steps", state.step, plan.steps)
+                        break
+                    self.step(*next(feed))
+                    if state.step % plan.every == 0 or state.step == plan.steps:
+                        self._validate()
+                        self.save()
+                    bar.set_postfix(loss=self._recent, best=state.best, refresh=False)
+                    bar.update()
+            feed.close()
             self._average.load_state_dict(self._best)
             measure_statistics(self._average, pool, plan, np.random.default_rng([plan.seed, 3]))
-            if self._validation_loss() > state.best:
+            if self._judged()[0] > state.best:
                 self._average.load_state_dict(self._best)
         finally:
+            feed.close()
             pool.close()
         return self._average.cpu()
 
-    def _step(self, pool: Pool) -> None:
-        plan, state = self.plan, self.state
-        images, targets = batch(pool, np.random.default_rng([plan.seed, 2, state.step]), plan.batch_size, plan.edge)
+    def example(self) -> tuple[Tensor, Tensor]:
+        """A batch of the planned shape, always the same: of what is not trained on."""
+        images, targets = self._validation[0]
+        places = [number % len(images) for number in range(self.plan.batch_size)]
+        return images[places], targets[places]
+
+    def step(self, images: Tensor, targets: Tensor) -> None:
+        """One update of the weights. Without an update where the loss or a gradient is not finite, which is counted."""
+        plan, state, scaler = self.plan, self.state, self._scaler
         for group in self._optimiser.param_groups:
             group["lr"] = plan.rate(state.step)
         self._optimiser.zero_grad(set_to_none=True)
-        value = self._loss(self._network, images, targets)
+        value = self._loss(self._forward, images, targets)
+        scaled = scaler.scale(value)
         self._recent = float(value.detach())
-        if math.isfinite(self._recent):
-            self._scaler.scale(value).backward()  # type: ignore[no-untyped-call]
-            self._scaler.unscale_(self._optimiser)
-            nn.utils.clip_grad_norm_(self._network.parameters(), CLIP)
-            self._scaler.step(self._optimiser)
-            self._scaler.update()
+        if not math.isfinite(self._recent):
+            state.skipped += 1
+            if scaler.is_enabled():
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        elif self._updated(scaled):
             follow(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
         else:
             state.skipped += 1
-            if self._scaler.is_enabled():
-                self._scaler.update(self._scaler.get_scale() / 2)
         state.step += 1
-        if state.step % STEPS_PER_VOLUME == 0:
-            pool.refresh()
 
-    def _loss(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        images = images.to(self._device, memory_format=torch.channels_last_3d)
+    def _updated(self, scaled: Tensor) -> bool:
+        """Whether the gradients of a loss were finite, and so changed the weights."""
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._scaler.unscale_(self._optimiser)
+        norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
+        finite = math.isfinite(float(norm))
+        # A scaler leaves out by itself what is not finite, and backs off.
+        if finite or self._scaler.is_enabled():
+            self._scaler.step(self._optimiser)
+            self._scaler.update()
+        return finite
+
+    def _arranged(self) -> Callable[[Tensor], Tensor]:
+        """What is called to train the network: its layers laid out, kept or computed again, and compiled as planned."""
+        if self.plan.channels_last:
+            for parameter in self._network.parameters():
+                if parameter.dim() == 5:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+        if self.plan.checkpointing:
+            recompute(self._network)
+        return torch.compile(self._network, dynamic=False) if self.plan.compile else self._network
+
+    def _bar(self) -> Any:
+        """On a terminal only."""
+        return tqdm(total=self.plan.steps, initial=self.state.step, unit="step", disable=None)
+
+    def _loss(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
+        return loss(self._scores(network, images), targets.to(self._device, non_blocking=True))
+
+    def _scores(self, network: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        layout = torch.channels_last_3d if self.plan.channels_last else torch.contiguous_format
+        images = images.to(self._device, memory_format=layout, non_blocking=True)
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             scores = network(images)
-        return loss(scores.float(), targets.to(self._device))
+        return scores.float()
 
     @torch.no_grad()
-    def _validation_loss(self) -> float:
-        losses = [float(self._loss(self._average, images, targets)) for images, targets in self._validation]
-        return sum(losses) / len(losses)
+    def _judged(self) -> tuple[float, float]:
+        """Mean loss of the averaged network on what is not trained on, and the Dice score of its foreground."""
+        losses, dice = list[float](), list[Tensor]()
+        for images, targets in self._validation:
+            scores, truth = self._scores(self._average, images), targets.to(self._device)
+            losses.append(float(loss(scores, truth)))
+            dice.append(compute_dice((scores[:, :1] > 0).float(), truth[:, :1]))
+        return sum(losses) / len(losses), float(torch.cat(dice).nanmean())
 
     def _validate(self) -> None:
         """Measure the averaged network on the parts that are not trained on, and keep it if it is the best so far."""
-        state, value = self.state, self._validation_loss()
+        state, (value, dice) = self.state, self._judged()
         if value < state.best:
             state.best, state.stale = value, 0
             self._best = copy.deepcopy(self._average.state_dict())
         else:
             state.stale += 1
         trained = self._recent if state.step else math.nan
-        state.curve.append([state.step, self.plan.rate(max(state.step - 1, 0)), trained, value, state.skipped])
+        rate = self.plan.rate(max(state.step - 1, 0))
+        state.curve.append([state.step, rate, trained, value, state.skipped, dice])
         done = 100 * state.step / self.plan.steps
         log.info(
             "%5.1f %%  step %d  loss %.4f  validation %.4f  best %.4f", done, state.step, trained, value, state.best
@@ -216,7 +302,7 @@ class Trainer:
         path = self.folder / CHECKPOINT
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if content["plan"] != _fixed(self.plan):
+            if {**_fixed(Plan()), **content["plan"]} != _fixed(self.plan):
                 raise BadParameter(f"{path} was written with other options; give the same ones, or train anew.")
             self._network.load_state_dict(content["network"])
             self._average.load_state_dict(content["average"])
@@ -225,14 +311,14 @@ class Trainer:
             # Checkpoints of full precision, and older ones, have no state of a scaler.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])
-        except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError) as error:
+        except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
             raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
         log.info("resumed at step %d", self.state.step)
 
 
 def _fixed(plan: Plan) -> dict[str, Any]:
     """What must be equal for a resumed training to end as an uninterrupted one."""
-    return {name: value for name, value in vars(plan).items() if name not in {"minutes", "patience"}}
+    return {name: value for name, value in vars(plan).items() if name not in {"minutes", "patience", "workers"}}
 
 
 def _tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:

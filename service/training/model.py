@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
 from torch import nn
 
 from service import hardware
@@ -17,7 +20,8 @@ from service.engine import precision
 from service.errors import BadParameter
 from service.networks import build, load
 from service.preprocess import normalise
-from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, read_spec
+from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, read_spec
+from service.training import throughput
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
 from service.training.train import read_pairs, save
 
@@ -40,6 +44,8 @@ def check_trainable(spec: ModelSpec) -> None:
         raise BadParameter(
             f"{spec.name}: only models of one channel with the sigmoid outputs foreground and distance can be trained."
         )
+    if spec.architecture.arguments.get("deep_supervision"):
+        raise BadParameter(f"{spec.name}: deep_supervision has no targets here; only its last output can be trained.")
     if spec.input.voxel_size is not None:
         raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")
 
@@ -68,44 +74,64 @@ def write_model(network: nn.Module, content: dict[str, Any], folder: Path) -> Mo
     return read_spec(folder)
 
 
-def train_model(  # noqa: PLR0913
+@dataclass(frozen=True)
+class Normaliser:
+    """The normalisation of a model file, which processes can hand to each other."""
+
+    how: Normalisation
+
+    def __call__(self, image: NDArray[Any]) -> NDArray[np.float32]:
+        return normalise(image, self.how)
+
+
+def trainers(
+    paths: tuple[Sequence[Path], Sequence[Path]], settings: Settings, content: dict[str, Any], base: ModelSpec | None
+) -> Callable[[Path, torch.dtype], Trainer]:
+    """A maker of trainers on stacks and their labels (paths, in one order), by folder and dtype.
+
+    The device and its threads are those of the settings. Raises BadParameter, BadFile, BrokenModel, ConfigError.
+    """
+    draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
+    check_trainable(draft)
+    device = hardware.choose_device(settings.device.name)
+    plan = Plan(**settings.training.model_dump(exclude={"validation"}))
+    if device.type == "cpu":
+        torch.set_num_threads(settings.device.threads or hardware.usable_cores())
+    else:
+        torch.backends.cudnn.deterministic = True
+    training, validation = split(read_pairs(*paths), settings.training.validation)
+
+    def make(folder: Path, dtype: torch.dtype) -> Trainer:
+        torch.manual_seed(plan.seed)
+        network = load(base) if base is not None else build(Architecture.model_validate(content["architecture"]))
+        return Trainer(
+            network, training, validation, Normaliser(draft.input.normalisation), plan, folder, device, dtype
+        )
+
+    return make
+
+
+def train_model(
     paths: tuple[Sequence[Path], Sequence[Path]],
     out: Path,
-    plan: Plan,
     settings: Settings,
     *,
     base: ModelSpec | None = None,
-    share: float = 0.2,
     resume: bool = False,
 ) -> tuple[ModelSpec, State]:
     """Train on stacks and their labels (paths, in one order) and make `out` a model folder of that name.
 
-    The device, its threads and the precision are those of the settings. Raises BadParameter, BadFile, BrokenModel,
-    ConfigError.
+    The device, its threads, the precision and how to train are those of the settings. Raises BadParameter, BadFile,
+    BrokenModel, ConfigError.
     """
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
         raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
     content = content_of(base, out.name, [path.name for path in paths[0]])
-    draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": out})
-    check_trainable(draft)
+    make = trainers(paths, settings, content, base)
     device = hardware.choose_device(settings.device.name)
-    torch.manual_seed(plan.seed)
-    if device.type == "cpu":
-        torch.set_num_threads(settings.device.threads or hardware.usable_cores())
-    network = load(base) if base is not None else build(Architecture.model_validate(content["architecture"]))
     chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
-    training, validation = split(read_pairs(*paths), share)
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(
-        network,
-        training,
-        validation,
-        lambda image: normalise(image, draft.input.normalisation),
-        plan,
-        out,
-        device,
-        chosen.dtype,
-    )
+    trainer = make(out, chosen.dtype)
     if resume:
         trainer.resume()
     trained = trainer.run()
@@ -113,3 +139,12 @@ def train_model(  # noqa: PLR0913
     load(spec)
     (out / CHECKPOINT).unlink(missing_ok=True)
     return spec, trainer.state
+
+
+def benchmark(
+    paths: tuple[Sequence[Path], Sequence[Path]], settings: Settings, base: ModelSpec | None = None, steps: int = 10
+) -> list[throughput.Measured]:
+    """What steps of such a training take, in FP32 and in mixed precision; writes nothing. Raises as `train_model`."""
+    device = hardware.choose_device(settings.device.name)
+    names = throughput.precisions(settings.engine.precision, hardware.native_precisions(device))
+    return throughput.compare(trainers(paths, settings, content_of(base, "mine", []), base), names, device, steps)

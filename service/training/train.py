@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from monai.losses.dice import DiceLoss
 from numpy.random import Generator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,11 +31,11 @@ from service.training.examples import (
     Pair,
     Percentiles,
     Pool,
+    Recorded,
     Source,
     Targets,
     batch,
     mixed,
-    recorded,
     stated,
     synthetic,
 )
@@ -46,6 +47,8 @@ from service.volume import Selection
 log = logging.getLogger("stackseg.train")
 
 LIMIT_BYTES = 4 * 2**30
+# Of all crops of a batch together: one without objects has no overlap of its own.
+DICE = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -100,9 +103,7 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
     touching objects sharper than the squared error does, and counts outside the objects a fifth.
     """
     foreground, distance = targets[:, 0], targets[:, 1]
-    probability = torch.sigmoid(scores[:, 0])
-    overlap = 2 * (probability * foreground).sum() + 1
-    dice = 1 - overlap / (probability.sum() + foreground.sum() + 1)
+    dice: Tensor = DICE(scores[:, :1], targets[:, :1])
     entropy = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground)
     error = (torch.sigmoid(scores[:, 1]) - distance).abs()
     inside = (error * foreground).sum() / (foreground.sum() + 1)
@@ -226,7 +227,9 @@ def follow(average: nn.Module, network: nn.Module, decay: float) -> None:
 def save(network: nn.Module, folder: Path) -> None:
     """Write `weights.safetensors` in one move, so that a reader never meets half a file."""
     partial = folder / "weights.partial"
-    save_file({name: value.contiguous() for name, value in network.state_dict().items()}, partial)
+    # Some networks list a layer under several names, which the file does not take for one tensor.
+    state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in network.state_dict().items()}
+    save_file(state, partial)
     partial.replace(folder / "weights.safetensors")
 
 
@@ -245,7 +248,7 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
 
 def _source(kind: Kind, options: argparse.Namespace) -> Source:
     pairs = read_pairs(options.images, options.labels)
-    source = mixed(kind.synthetic, recorded(pairs, turning=True), options.share) if pairs else kind.synthetic
+    source = mixed(kind.synthetic, Recorded(pairs, turning=True), options.share) if pairs else kind.synthetic
     return stated(source, kind.diameter, options.stated)
 
 

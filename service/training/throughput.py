@@ -1,0 +1,117 @@
+"""What mixed precision brings to training on this machine: crops per second and peak memory, with and without it."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from service.engine.precision import DTYPES
+from service.training.finetune import Trainer
+
+HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
+WARM_UP = 2
+# After which no further round is begun: where a precision is emulated, a step can take half a minute.
+SECONDS = 60.0
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One precision. Seconds of a step: the median; `peak_bytes`: beyond what was there before it; None: not known."""
+
+    precision: str
+    batch_size: int
+    seconds: float
+    peak_bytes: int | None
+
+    def row(self) -> str:
+        """A line of the table below `HEADER`."""
+        memory = "not known" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
+        rate = self.batch_size / self.seconds
+        return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
+
+
+def precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
+    """FP32, and the mixed precision beside it: the one that is set, else the narrowest that is native, else BF16."""
+    narrow = [name for name in DTYPES if name != "fp32"]
+    if setting in narrow:
+        return "fp32", setting
+    return "fp32", next((name for name in narrow if DTYPES[name] in native), "bf16")
+
+
+def compare(
+    make: Callable[[Path, torch.dtype], Trainer], names: Sequence[str], device: torch.device, steps: int
+) -> list[Measured]:
+    """Train a few steps in every precision, in turn, so that what else runs on the machine slows all of them alike."""
+    trainers: list[Trainer] = []
+    peaks: list[int | None] = []
+    with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
+        for name in names:
+            trainers.append(make(Path(folder), DTYPES[name]))
+            peaks.append(_peak(trainers[-1], device))
+        times: list[list[float]] = [[] for _ in names]
+        deadline = time.monotonic() + SECONDS
+        for done in range(steps):
+            if done and time.monotonic() > deadline:
+                break
+            for trainer, taken in zip(trainers, times, strict=True):
+                taken.append(_seconds(trainer, device))
+    size = trainers[0].plan.batch_size
+    return [
+        Measured(name, size, statistics.median(taken), peak)
+        for name, taken, peak in zip(names, times, peaks, strict=True)
+    ]
+
+
+def _seconds(trainer: Trainer, device: torch.device) -> float:
+    began = time.perf_counter()
+    trainer.step(*trainer.example())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _peak(trainer: Trainer, device: torch.device) -> int | None:
+    """Bytes that the first steps took beyond those that were taken before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        for _ in range(WARM_UP):
+            _seconds(trainer, device)
+        return torch.cuda.max_memory_allocated(device) - before
+    start = _resident_from_now()
+    for _ in range(WARM_UP):
+        _seconds(trainer, device)
+    most = _status("VmHWM")
+    return None if start is None or most is None else most - start
+
+
+def _resident_from_now() -> int | None:
+    """Resident bytes, once what is free has gone back to the system and the kernel's peak begins anew."""
+    if sys.platform != "linux":
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        CLEAR.write_text("5", encoding="ascii")
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int | None:
+    try:
+        lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    values = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")]
+    return values[0] if values else None

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from service.networks import build
+from service.repository import Architecture
+from service.training.recompute import blocks, recompute
+
+TINY: dict[str, dict[str, Any]] = {
+    "ShuffleUNet": {"in_channels": 1, "out_channels": 2, "widths": [4, 8]},
+    "UNet": {
+        "spatial_dims": 3,
+        "in_channels": 1,
+        "out_channels": 2,
+        "channels": [4, 8],
+        "strides": [2],
+        "num_res_units": 2,
+        "norm": "batch",
+        "dropout": 0.2,
+    },
+    "DynUNet": {
+        "spatial_dims": 3,
+        "in_channels": 1,
+        "out_channels": 2,
+        "kernel_size": [3, 3, 3],
+        "strides": [1, 2, 2],
+        "upsample_kernel_size": [2, 2],
+        "filters": [4, 6, 8],
+        "norm_name": "batch",
+    },
+}
+
+
+def trained(network: nn.Module) -> tuple[float, int]:
+    """Loss of one step, whose gradients stay in the network, and the bytes kept for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    image = torch.rand(1, 1, 16, 16, 16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = network(image).square().mean()
+    loss.backward()
+    return float(loss.detach()), sum(kept.values())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
+    torch.manual_seed(0)
+    plain = build(Architecture(name=name, arguments=TINY[name])).train()
+    again = copy.deepcopy(plain)
+    assert recompute(again) == len(blocks(plain)) > 1
+    (loss, kept), (same_loss, less) = trained(plain), trained(again)
+    assert same_loss == loss
+    assert less < 0.7 * kept
+    for (parameter, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=parameter)
+    statistics = zip(plain.named_buffers(), again.buffers(), strict=True)
+    assert all(torch.equal(one, other) for (_, one), other in statistics)
+
+
+def test_a_shared_block_is_found_once() -> None:
+    network = build(Architecture(name="DynUNet", arguments=TINY["DynUNet"]))
+    found = blocks(network)
+    assert len({id(block) for block in found}) == len(found)

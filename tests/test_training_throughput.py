@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from service.training.throughput import HEADER, Measured, precisions
+
+
+@pytest.mark.parametrize(
+    ("setting", "native", "expected"),
+    [
+        ("auto", {torch.float32}, "bf16"),
+        ("auto", {torch.float32, torch.float16}, "fp16"),
+        ("auto", {torch.float32, torch.float16, torch.bfloat16}, "bf16"),
+        ("fp32", {torch.float32, torch.bfloat16}, "bf16"),
+        ("fp16", {torch.float32, torch.bfloat16}, "fp16"),
+    ],
+)
+def test_full_precision_is_compared_with_the_mixed_one_that_would_be_used(
+    setting: str, native: set[torch.dtype], expected: str
+) -> None:
+    assert precisions(setting, frozenset(native)) == ("fp32", expected)
+
+
+def test_a_row_fits_below_the_header() -> None:
+    row = Measured("bf16", 4, 0.5, 3 * 2**20).row()
+    assert row == "| bf16 | 8.00 | 500 | 3 MiB |"
+    assert row.count("|") == HEADER.splitlines()[0].count("|")
+    assert Measured("fp32", 1, 1.0, None).row().endswith("not known |")
