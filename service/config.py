@@ -41,11 +41,19 @@ class _Section(BaseModel):
 
 
 class Models(_Section):
-    """Which models to serve. An empty `serve` means every folder; `default` answers requests that name none."""
+    """Which models to serve, and which of them are loaded when.
+
+    serve         names of folders; none: every folder
+    default       answers requests that name none; it is loaded at start
+    load          others that are loaded at start; those that are not are loaded when they are first asked for
+    memory_bytes  that loaded models may take on one device; the least recently used one makes room for another
+    """
 
     folder: Path = Path("models")
     serve: tuple[str, ...] = ()
     default: str | None = None
+    load: tuple[str, ...] | Literal["all"] = ()
+    memory_bytes: PositiveInt = 4 * 2**30
 
 
 class Device(_Section):

@@ -151,6 +151,12 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def return_freed(device: torch.device) -> None:
+    """Let others have the memory of a GPU that this process has freed, and torch would keep for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)

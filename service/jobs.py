@@ -61,10 +61,9 @@ class Job(Generic[T]):
     windows  how many there should be; 0: not known, the job counts as short
     needs    called when the work could begin: what it will take
     ready    whether the work can begin; if not, the job keeps its place until `JobQueue.release`
-    alone    nothing that is due later begins before this one has ended
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         name: str,
         work: Callable[[Job[T]], T],
@@ -72,13 +71,11 @@ class Job(Generic[T]):
         windows: int = 0,
         needs: Callable[[], Needs] = Needs,
         ready: bool = True,
-        alone: bool = False,
     ) -> None:
         self.name = name
         self.windows = windows
         self.needs = needs
         self.ready = ready
-        self.alone = alone
         # On the clock of `time.monotonic`; see `JobQueue`.
         self.due = 0.0
         # That the device was busy for it; 0 where nobody tells.
@@ -218,6 +215,12 @@ class JobQueue:
         with self._changed:
             return tuple(self._running)
 
+    @property
+    def expected(self) -> float:
+        """Seconds of the device that those who wait and run should still take."""
+        with self._changed:
+            return sum(self._expected(job) for job in (*self._waiting, *self._running))
+
     def check(self) -> None:
         """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
         with self._changed:
@@ -235,7 +238,7 @@ class JobQueue:
         job.when_over(self._learn)
 
     def put(self, job: Job[Any]) -> None:
-        """Let the job wait for its turn, however many wait: for loading models, and for jobs of an earlier process."""
+        """Let the job wait for its turn, however many wait: for jobs of an earlier process."""
         with self._changed:
             job.due = job.created + self._expected(job)
             job.on_advance = self._look
@@ -313,16 +316,11 @@ class JobQueue:
         return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
 
     def _next(self) -> Job[Any] | None:
-        if len(self._running) >= self._at_once or any(job.alone for job in self._running):
+        if len(self._running) >= self._at_once:
             return None
         blocked: Needs | None = None
         for job in self._waiting:
-            if not job.ready:
-                if job.alone:
-                    return None
-            elif job.alone:
-                return job
-            elif self._useful(job, needs := job.needs()):
+            if job.ready and self._useful(job, needs := job.needs()):
                 if self._fits(needs, blocked):
                     return job
                 blocked = blocked or needs

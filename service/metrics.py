@@ -97,6 +97,15 @@ class Metrics:
             ["model"],
             registry=self._registry,
         )
+        self._loads = Counter(
+            "stackseg_model_loads", "How often a model was loaded.", ["model"], registry=self._registry
+        )
+        self._unloads = Counter(
+            "stackseg_model_unloads",
+            "How often a model was unloaded, to make room for another.",
+            ["model"],
+            registry=self._registry,
+        )
         ProcessCollector(registry=self._registry)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
@@ -137,6 +146,12 @@ class Metrics:
 
     def count_fallbacks(self, model: str, fallbacks: int) -> None:
         self._fallbacks.labels(model).inc(fallbacks)
+
+    def count_load(self, model: str) -> None:
+        self._loads.labels(model).inc()
+
+    def count_unload(self, model: str) -> None:
+        self._unloads.labels(model).inc()
 
     def exposition(self) -> bytes:
         """All of it, in the format of `CONTENT_TYPE`."""

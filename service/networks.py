@@ -167,6 +167,13 @@ def load(spec: ModelSpec) -> nn.Module:
     return network
 
 
+def weight_bytes(network: nn.Module) -> int:
+    """Bytes of its parameters and buffers; tensors that share memory count once."""
+    tensors = itertools.chain(network.parameters(), network.buffers())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def _with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
     network = build(architecture)
     try:

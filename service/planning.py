@@ -11,11 +11,11 @@ from torch import nn
 
 from service.arrays import LARGE_BYTES
 from service.config import Settings
-from service.errors import BadParameter
+from service.errors import BadParameter, TooLarge
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import ModelSpec
-from service.volume import Diameter, Extent, Options, OutputKind
+from service.volume import Diameter, Extent, Options, OutputKind, Volume
 from service.windows import Grid
 
 # Windows per call where the operator leaves that open and nothing was tuned.
@@ -97,6 +97,58 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     )
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What can be said of requests to a model before it is loaded, or with what is known once it is.
+
+    sw_batch_size  windows per call where the operator leaves that open
+    window_bytes   that the network's layers take for one window; None: as usual
+    on_host        the device's memory is the host's
+    """
+
+    spec: ModelSpec
+    settings: Settings
+    sw_batch_size: int = UNTUNED_BATCH
+    window_bytes: int | None = None
+    on_host: bool = True
+
+    def plan(self, options: Options) -> Plan:
+        """See `make_plan`."""
+        return make_plan(self.spec, self.settings, options, self.sw_batch_size)
+
+    def output(self, options: Options) -> OutputKind:
+        """What would come back. Raises BadParameter for options that do not fit."""
+        return self.plan(options).output
+
+    def estimate(self, volume: Extent, options: Options) -> Estimate:
+        """What segmenting a volume of this shape and voxel size would take.
+
+        Raises BadParameter for options or channels that do not fit, and TooLarge for more windows than may be.
+        """
+        plan = self.plan(options)
+        self._check_channels(volume)
+        shape = (1, self.spec.input.channels, *self.spec.input.roi_size)
+        window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
+        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host)
+        if needed.windows > (most := self.settings.limits.windows):
+            raise TooLarge(
+                f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
+                " volume. Crop it, or ask for less overlap or a larger diameter."
+            )
+        return needed
+
+    def _check_channels(self, volume: Extent) -> None:
+        have, want = volume.shape[0], self.spec.input.channels
+        if have == want:
+            return
+        names = (volume.channels if isinstance(volume, Volume) else ()) or ("",) * have
+        named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
+        taken = f"{want} channel" + ("s" if want > 1 else "")
+        raise BadParameter(
+            f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name)."
+        )
+
+
 def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
     """Bytes of float32 that layers take for one input of `shape`: about five of the largest outputs live at once."""
     sizes: list[int] = []
@@ -108,8 +160,7 @@ def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
     modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
     leaves = [module for module in modules if not list(module.children())]
     if not leaves:
-        # Nothing can be watched inside of a program; 32 channels at full resolution are usual.
-        return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
+        return usual_bytes(shape)
     hooks = [leaf.register_forward_hook(note) for leaf in leaves]
     try:
         with torch.inference_mode():
@@ -118,6 +169,11 @@ def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
         for hook in hooks:
             hook.remove()
     return sum(sorted(sizes)[-5:])
+
+
+def usual_bytes(shape: tuple[int, ...]) -> int:
+    """The same where nothing can be watched; 32 channels at full resolution are usual."""
+    return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
 
 
 def _output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:

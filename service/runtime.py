@@ -1,4 +1,4 @@
-"""What lives as long as the process: settings, models, the queue and its workers, the device, the readers of files."""
+"""What lives as long as the process: settings, models, devices with their queues, the readers of files."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from service import hardware, measurements, repository
 from service.cache import ResultCache
 from service.config import Settings
-from service.device import Device, Share
 from service.engine import compiled
-from service.errors import BrokenModel, ConfigError, DeviceLost, NotReady, OutOfStorage, StackSegError
+from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
 from service.formats import tiff
 from service.formats.sandbox import Reader
-from service.jobs import Free, Job, JobQueue, Needs
+from service.jobs import Job
 from service.metrics import Metrics
+from service.planning import Estimate, Outlook
 from service.references import References
 from service.repository import ModelSpec
 from service.segmenter import Result, Segmenter
+from service.station import Load, Seat, Station
 from service.store import Outcome
-from service.volume import Description, Options, Segmentation, Selection, Volume
-from service.watchdog import Watchdog
-from service.worker import Worker
+from service.volume import Description, Extent, Options, Segmentation, Selection, Volume
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
@@ -46,60 +45,51 @@ FOLDER_PREFIX = "stackseg-"
 # Says that a folder is ours to delete; others may choose the same beginning of a name.
 MARKER = ".stackseg-scratch"
 
-State = Literal["loading", "ready", "failed"]
+State = Literal["unloaded", "loading", "ready", "failed"]
 
 log = logging.getLogger(__name__)
 
 
 class ModelState(NamedTuple):
-    """Where a model stands. `segmenter` once it is ready, `problem` where it failed; `spec` unless unreadable."""
+    """Where a model stands.
+
+    state      unloaded until somebody asks for it
+    spec       None where the folder cannot be read
+    segmenter  one that is loaded; `nbytes` of it, and when it was last `used` (on the clock of `time.time`)
+    problem    why it failed
+    """
 
     name: str
     state: State
     spec: ModelSpec | None = None
     segmenter: Segmenter | None = None
     problem: str | None = None
+    nbytes: int | None = None
+    used: float | None = None
 
 
 class Runtime:
     """Owns the threads and child processes. `start` returns at once, models become ready one after the other.
 
-    `load` makes a segmenter of a model; it is called in the device's thread. `root` is this process's own folder, and
-    goes with it; `scratch`, inside it, has a folder per request. Raises ConfigError for a device or a folder that is
-    not there.
+    `load` makes a segmenter of a model. `root` is this process's own folder, and goes with it; `scratch`, inside it,
+    has a folder per request. Raises ConfigError for a device or a folder that is not there.
     """
 
-    def __init__(self, settings: Settings, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter) -> None:
-        device = hardware.choose_device(settings.device.name)
-        on_host = device.type == "cpu"
-        limits = settings.limits
-        at_once = min(limits.at_once, limits.waiting + 1)
+    def __init__(self, settings: Settings, load: Load = Segmenter) -> None:
         self.settings = settings
         self.references = References(settings.references)
         self.metrics = Metrics()
-        self.queue = JobQueue(
-            limits.waiting,
-            at_once,
-            lambda: Free(hardware.available_memory(), None if on_host else hardware.free_bytes(device)),
-        )
+        self.station = Station(settings, load, self.metrics, threading.Lock())
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
         self.readers = ThreadPoolExecutor(READERS, "read")
-        self._make_segmenter = load
         self._started = time.monotonic()
         self._reader: Reader
-        self._models: dict[str, ModelState] = {}
+        # What was found in the repository; whether it is loaded the station knows.
+        self._found: dict[str, ModelState] = {}
+        self._first: tuple[str, ...] = ()
         self._problem: str | None = None
-        self._lock = threading.Lock()
-        self._device = Device("device")
-        self._worker = Worker("request", self.queue.take, at_once)
-        self._watchdog = Watchdog(
-            lambda: self._device.pulse,
-            lambda: self._device.alive,
-            batch_seconds=settings.watchdog.batch_seconds,
-            grace_seconds=settings.watchdog.grace_seconds,
-        )
         self._draining = False
         self._patience: threading.Timer | None = None
 
@@ -108,7 +98,7 @@ class Runtime:
         return time.monotonic() - self._started
 
     def start(self) -> None:
-        """Read the model repository and let the device load and warm up every model."""
+        """Read the model repository, and load and warm up the models that are not left until they are asked for."""
         sweep(self.root.parent)
         self._hold = make_held_folder(self.root)
         self.scratch.mkdir()
@@ -121,43 +111,34 @@ class Runtime:
             processes=READERS,
         )
         self._show_gauges()
-        for state in self._read_models():
-            self._models[state.name] = state
-            if state.spec is not None:
-                self.queue.put(self._load(state.spec))
-        self._device.start()
-        self._worker.start()
-        self._watchdog.start()
+        self._found = {state.name: state for state in self._read_models()}
+        specs = {name: state.spec for name, state in self._found.items() if state.spec is not None}
+        self._first = tuple(name for name in specs if name in self._wanted_first())
+        self.station.start(specs, self._first)
 
     def drain(self) -> None:
         """Stop being ready. What was begun may still finish, but not take longer than server.drain_seconds."""
         if self._draining:
             return
         self._draining = True
-        self._watchdog.stop()
-        self._patience = threading.Timer(self.settings.server.drain_seconds, self._give_up)
+        self.station.watchdog.stop()
+        self._patience = threading.Timer(self.settings.server.drain_seconds, self.station.give_up)
         self._patience.daemon = True
         self._patience.start()
 
     def stop(self) -> None:
         """Give up what still runs, end threads and child processes, delete what is left on disk."""
         self._draining = True
-        self._watchdog.stop()
+        self.station.watchdog.stop()
         if self._patience is not None:
             self._patience.cancel()
-        self._give_up()
-        self._worker.join(JOIN_SECONDS)
-        self._device.close()
-        if not (self._device.join(JOIN_SECONDS) and self._worker.join(JOIN_SECONDS)):
+        self.station.give_up()
+        if not self.station.stop(JOIN_SECONDS):
             log.warning("the device is still busy after %s s; leaving it behind", JOIN_SECONDS)
         self._reader.close()
         self.readers.shutdown()
         discard(self.root)
         os.close(self._hold)
-
-    def _give_up(self) -> None:
-        self.queue.close()
-        self.queue.cancel_all()
 
     @property
     def draining(self) -> bool:
@@ -167,7 +148,7 @@ class Runtime:
     @property
     def ended(self) -> bool:
         """Whether nothing is worked on any more, and nothing ever will be."""
-        return not self._worker.alive
+        return self.station.ended
 
     def make_folder(self) -> Path:
         """A new folder for one request."""
@@ -177,43 +158,75 @@ class Runtime:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
         if self._draining:
             raise NotReady("The service is stopping; send the request again when it is back.")
-        self.queue.check()
+        self.station.queue.check()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn."""
+        return self.station.queue.waiting
+
+    @property
+    def running(self) -> tuple[Job[Any], ...]:
+        """The requests that are worked on."""
+        return self.station.queue.running
 
     @property
     def models(self) -> tuple[ModelState, ...]:
         """Every model of the repository, in the order of their names."""
-        with self._lock:
-            return tuple(self._models.values())
+        return tuple(self._now(found) for found in self._found.values())
 
     def obstacles(self) -> tuple[str, ...]:
-        """Why the service is not ready, one sentence each; empty when it is."""
+        """Why the service is not ready, one sentence each; empty when it is.
+
+        A model that cannot be loaded counts where its folder cannot be read, or where it was to be loaded at start.
+        """
         reasons = [self._problem] if self._problem else []
         if self._draining:
             reasons.append("The service is stopping.")
-        if self._watchdog.problem is not None:
-            reasons.append(self._watchdog.problem)
-        elif not self._device.alive:
-            reasons.append("The thread that owns the device is not running.")
-        for model in self.models:
-            if model.state == "loading":
-                reasons.append(f"{model.name} is being loaded and warmed up.")
-            elif model.state == "failed":
+        if self.station.problem is not None:
+            reasons.append(self.station.problem)
+        starting, problems = self.station.residents.starting, self.station.residents.problems
+        for name, found in self._found.items():
+            if name in starting:
+                reasons.append(f"{name} is being loaded and warmed up.")
+            elif found.state == "failed" or (name in self._first and name in problems):
                 # Health is open to everybody, and the problem may tell of paths.
-                reasons.append(f"{model.name} cannot be served; GET /models and the log say why.")
+                reasons.append(f"{name} cannot be served; GET /models and the log say why.")
         return tuple(reasons)
 
     def model(self, name: str | None) -> ModelState:
         """The model of that name; None: the configured default, or the first. Raises UnknownModel."""
-        return repository.choose({model.name: model for model in self.models}, name, self.settings.models.default)
+        return self._now(repository.choose(self._found, name, self.settings.models.default))
+
+    def spec(self, name: str | None) -> ModelSpec:
+        """What is true of the model that answers. Raises UnknownModel, BrokenModel, and NotReady during the start."""
+        spec = self.served(name)
+        if spec.name in self.station.residents.starting:
+            raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
+        return spec
+
+    def served(self, name: str | None) -> ModelSpec:
+        """The same for those who can wait. Raises UnknownModel and BrokenModel."""
+        model = self.model(name)
+        if model.state == "failed" or model.spec is None:
+            raise BrokenModel(f"The model {model.name} cannot be served; its operator finds the reason in the log.")
+        return model.spec
 
     def segmenter(self, name: str | None) -> Segmenter:
-        """The ready model of that name. Raises UnknownModel, NotReady, BrokenModel."""
-        model = self.model(name)
-        if model.state == "failed":
-            raise BrokenModel(f"The model {model.name} cannot be served; its operator finds the reason in the log.")
-        if model.segmenter is None:
-            raise NotReady(f"The model {model.name} is still being loaded; try again in a few seconds.")
-        return model.segmenter
+        """The model of that name as it is loaded. Raises what `spec` raises, and NotReady where it is not loaded."""
+        spec = self.spec(name)
+        segmenter = self.station.residents.look(spec.name)
+        if segmenter is None:
+            raise NotReady(f"The model {spec.name} is not loaded.")
+        return segmenter
+
+    def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
+        """What segmenting it would take. Of a model that is not loaded only windows are known, and memory is guessed.
+
+        Raises BadParameter and TooLarge.
+        """
+        segmenter = self.station.residents.look(spec.name)
+        return (segmenter or Outlook(spec, self.settings)).estimate(volume, options)
 
     def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
@@ -223,35 +236,23 @@ class Runtime:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
         return self._reader.read(path, selection, scratch, shared=shared)
 
-    def submit(self, segmenter: Segmenter, volume: Volume, options: Options) -> Job[Result]:
-        """Let a worker segment the volume. Raises BadParameter, QueueFull or NotReady, at once."""
-        needed = segmenter.estimate(volume, options)
+    def seat(self, model: str) -> Seat:
+        """Where a request for this model should be worked on."""
+        return Seat(self.station, model)
+
+    def submit(self, spec: ModelSpec, volume: Volume, options: Options) -> Job[Result]:
+        """Let a worker segment the volume, once the model is loaded. Raises BadParameter, QueueFull or NotReady."""
+        windows = self.estimate(spec, volume, options).windows
+        seat = self.seat(spec.name)
 
         def work(job: Job[Result]) -> Result:
-            return self.segment(job, segmenter, volume, options)
+            return seat.segment(job, volume, options)
 
-        needs = Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
-        job: Job[Result] = Job(segmenter.spec.name, work, windows=needed.windows, needs=lambda: needs)
-        self.queue.offer(job)
+        needs = partial(seat.needs, volume, options)
+        job: Job[Result] = Job(spec.name, work, windows=windows, needs=needs, ready=False)
+        seat.station.queue.offer(job)
+        seat.take(job)
         return job
-
-    def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
-        """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
-        name = segmenter.spec.name
-
-        def count(share: Share) -> None:
-            self.metrics.count_batch(name, share.windows, share.slots)
-            job.device_seconds += share.seconds
-
-        run = partial(self._device.run, due=job.due, share=count)
-        try:
-            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance, run=run)
-        except DeviceLost as error:
-            self._watchdog.give_up(str(error))
-            raise
-        self.metrics.count_fallbacks(name, result.fallbacks)
-        self.metrics.count_recomputed(name, int(result.recomputed))
-        return result
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
         """Write the result as OME-TIFF; see `service.formats.tiff.write`."""
@@ -263,11 +264,22 @@ class Runtime:
 
     def _show_gauges(self) -> None:
         watch = self.metrics.watch
-        watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.queue.waiting)
-        watch("stackseg_running", "Requests that are worked on.", lambda: len(self.queue.running))
+        watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.waiting)
+        watch("stackseg_running", "Requests that are worked on.", lambda: len(self.running))
         watch("stackseg_cache_bytes", "Bytes of earlier results.", lambda: float(self.cache.nbytes))
-        watch("stackseg_ready", "1 once every model is warm.", lambda: float(not self.obstacles()))
-        watch("stackseg_compiled_graphs", "Graphs compiled so far; it stays the same once ready.", compiled.graphs)
+        watch(
+            "stackseg_ready",
+            "1 once the models that are loaded at start are warm.",
+            lambda: float(not self.obstacles()),
+        )
+        watch("stackseg_compiled_graphs", "Graphs compiled so far; only loading a model adds some.", compiled.graphs)
+        standings = self.station.residents
+        watch("stackseg_loaded_models", "Models that are loaded.", lambda: float(len(standings.standings)))
+        watch(
+            "stackseg_loaded_bytes",
+            "Memory that they take.",
+            lambda: float(sum(one.nbytes for one in standings.standings.values())),
+        )
         self.metrics.watch_each(
             "stackseg_gpu_memory_used_bytes", "Of each GPU, by all processes.", "gpu", lambda: _gpu_bytes("memory_used")
         )
@@ -300,49 +312,37 @@ class Runtime:
         except BrokenModel as error:
             log.error("%s", error)  # noqa: TRY400
             return ModelState(folder.name, "failed", problem=str(error))
-        return ModelState(spec.name, "loading", spec)
+        return ModelState(spec.name, "unloaded", spec)
 
-    def _load(self, spec: ModelSpec) -> Job[Segmenter]:
-        """The job that loads a model; however it ends, the model's state tells."""
+    def _wanted_first(self) -> frozenset[str]:
+        """The models that are loaded at start; notes a problem for names that are not served."""
+        models = self.settings.models
+        if models.load == "all":
+            return frozenset(self._found)
+        default = models.default or repository.usual(self._found)
+        names = {*models.load, *([default] if default else [])}
+        if self._found and (unknown := sorted(names - self._found.keys())):
+            self._problem = f"models.load or models.default names {unknown[0]}, which is not served."
+            log.error("%s", self._problem)
+        return frozenset(names)
 
-        def load() -> Segmenter:
-            segmenter = self._make_segmenter(spec, self.settings)
-            segmenter.warm_up()
-            return segmenter
-
-        def work(_job: Job[Segmenter]) -> Segmenter:
-            return self._device.call(load)
-
-        def note(future: Future[Segmenter]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            state = _ready(spec, future.result()) if error is None else _failed(spec, error)
-            with self._lock:
-                self._models[spec.name] = state
-
-        job: Job[Segmenter] = Job(f"load {spec.name}", work, alone=True)
-        job.future.add_done_callback(note)
-        return job
+    def _now(self, found: ModelState) -> ModelState:
+        """With where it stands at the station."""
+        if found.spec is None:
+            return found
+        residents = self.station.residents
+        segmenter, standing = residents.look(found.name), residents.standings.get(found.name)
+        if segmenter is not None and standing is not None and found.name not in residents.starting:
+            return found._replace(state="ready", segmenter=segmenter, nbytes=standing.nbytes, used=standing.used)
+        if (problem := residents.problems.get(found.name)) is not None:
+            return found._replace(state="failed", problem=problem)
+        return found._replace(state="loading") if residents.is_awaited(found.name) else found
 
 
 def _gpu_bytes(field: str) -> dict[str, float]:
     """A number of bytes of every GPU that tells it."""
     found = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
     return {index: float(value) for index, value in found.items() if value is not None}
-
-
-def _ready(spec: ModelSpec, segmenter: Segmenter) -> ModelState:
-    report = segmenter.report()
-    how = f"{report.engine}, {report.precision}, {report.device}, warm-up {report.warm_up_seconds:.1f} s"
-    log.info("%s is ready: %s", spec.identifier, how)
-    return ModelState(spec.name, "ready", spec, segmenter)
-
-
-def _failed(spec: ModelSpec, error: BaseException) -> ModelState:
-    problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
-    log.error("%s cannot be served: %s", spec.identifier, problem)
-    return ModelState(spec.name, "failed", spec, problem=problem)
 
 
 @contextmanager

@@ -201,8 +201,10 @@ class JobProblem(BaseModel):
 
 
 class JobReport(BaseModel):
-    """A job. `state`: waiting, running, done, failed, cancelled, or expired once its result had to make room.
+    """A job.
 
+    state         waiting, loading while it waits for its model to be loaded, running, done, failed, cancelled, or
+                  expired once its result had to make room
     position      1 for the job whose turn is next, only while it waits
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
@@ -235,7 +237,7 @@ class JobReport(BaseModel):
     )
 
     id: str
-    state: JobState
+    state: JobState | Literal["loading"]
     model: str
     name: str
     parameters: dict[str, Any]
@@ -260,7 +262,11 @@ class JobList(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """A model as it is served. `state`: loading, ready or failed, then with `problem`."""
+    """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
+
+    bytes   of memory that it takes while it is loaded
+    used    when a request last began or ended to use it, since it was loaded
+    """
 
     name: str
     state: str
@@ -273,6 +279,9 @@ class ModelInfo(BaseModel):
     outputs: tuple[str, ...] = ()
     decoding: str | None = None
     engine: EngineReport | None = None
+    loaded: bool = False
+    bytes: int | None = None
+    used: datetime | None = None
     problem: str | None = None
 
 

@@ -19,10 +19,10 @@ from service.arrays import allocator
 from service.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Trial
-from service.errors import BadParameter, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.errors import DeviceLost, NonFiniteScores, OutOfMemory
 from service.metrics import Stages
-from service.networks import Network, load
-from service.planning import Estimate, Plan, activation_bytes, estimate, make_plan
+from service.networks import Network, load, weight_bytes
+from service.planning import Estimate, Outlook, Plan, activation_bytes
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, on_grid
 from service.preprocess import prepare as prepare_volume
@@ -121,12 +121,25 @@ class Segmenter:
         self._lock = threading.Lock()
         self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
 
-    def warm_up(self) -> None:
-        """Settle how the network runs, and run it with its one batch shape, until it runs as it always will."""
-        warm = self._warm_up.run()
+    def warm_up(self, *, tune: bool = True) -> None:
+        """Settle how the network runs, and run it with its one batch shape, until it runs as it always will.
+
+        Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
+        """
+        warm = self._warm_up.run(tune=tune)
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory for the weights, in every form that is kept, and for one batch of windows."""
+        if self._warm is None:
+            return 0
+        batch = self._warm.window.batch.untyped_storage().nbytes()
+        # As they were loaded they stay on the host, for whenever scores have to be computed in float32.
+        loaded = self._warm_up.weight_bytes if self._device.type == "cpu" else 0
+        return loaded + weight_bytes(self._module) + self._warm.nbytes + batch
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
@@ -149,9 +162,7 @@ class Segmenter:
         allows, Cancelled once `cancelled()` is true between two
         batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
         """
-        plan = self._plan(options)
-        self._check_channels(volume.shape[0], volume.channels)
-        needed = self._estimate(volume, plan)
+        plan, needed = self._outlook.plan(options), self.estimate(volume, options)
         check_memory(needed, hardware.available_memory())
         stages = Stages()
         with torch.inference_mode(), translated(needed, self._device):
@@ -191,26 +202,17 @@ class Segmenter:
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """What segmenting a volume of this shape and voxel size would take. Raises BadParameter and TooLarge."""
-        plan = self._plan(options)
-        self._check_channels(volume.shape[0], volume.channels if isinstance(volume, Volume) else ())
-        return self._estimate(volume, plan)
+        return self._outlook.estimate(volume, options)
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
-        return self._plan(options).output
+        return self._outlook.output(options)
 
-    def _estimate(self, volume: Extent, plan: Plan) -> Estimate:
+    @property
+    def _outlook(self) -> Outlook:
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
-        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self._device.type == "cpu")
-        if needed.windows > (most := self._settings.limits.windows):
-            raise TooLarge(
-                f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
-                " volume. Crop it, or ask for less overlap or a larger diameter."
-            )
-        return needed
-
-    def _plan(self, options: Options) -> Plan:
-        return make_plan(self.spec, self._settings, options, self._choice.sw_batch_size)
+        on_host = self._device.type == "cpu"
+        return Outlook(self.spec, self._settings, self._choice.sw_batch_size, window_bytes, on_host)
 
     def _scores(
         self,
@@ -266,17 +268,6 @@ class Segmenter:
         if warm is None or self._choice.engine == "eager" or used is warm.window:
             return []
         return [f"Ran eagerly: only sw_batch_size {self._choice.sw_batch_size} is compiled."]
-
-    def _check_channels(self, have: int, names: tuple[str, ...]) -> None:
-        want = self.spec.input.channels
-        if have == want:
-            return
-        names = names or ("",) * have
-        named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
-        taken = f"{want} channel" + ("s" if want > 1 else "")
-        raise BadParameter(
-            f"{self.spec.name} takes {taken}, the volume has {have}: {named}; choose with channel= (index or name)."
-        )
 
 
 def feed(decoder: Decoder, slabs: Iterator[Slab], stages: Stages) -> None:

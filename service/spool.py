@@ -22,6 +22,7 @@ from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage
 from service.schemas import Query
 from service.segmenter import Result
+from service.station import Seat
 from service.store import INPUT, JobStore, Order, Outcome, Record
 from service.volume import Volume
 
@@ -37,6 +38,7 @@ class View(NamedTuple):
     position      1 for the job whose turn is next; None once it does not wait
     seconds_left  until the result is there; None where that cannot be told
     seconds       by stage, as far as the job has come
+    loading       whether it waits for its model to be loaded
     """
 
     record: Record
@@ -44,13 +46,14 @@ class View(NamedTuple):
     position: int | None = None
     seconds_left: float | None = None
     seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
+    loading: bool = False
 
 
 class _Live:
     """A job that is not over, in this process. `folder` holds its decoded pixels."""
 
-    def __init__(self, number: str, order: Order, owner: str | None) -> None:
-        self.id, self.order, self.owner = number, order, owner
+    def __init__(self, number: str, order: Order, owner: str | None, seat: Seat) -> None:
+        self.id, self.order, self.owner, self.seat = number, order, owner, seat
         self.query = Query.model_validate(order.parameters)
         self.stages = Stages()
         self.stages.add("receive", order.receive_seconds)
@@ -87,7 +90,7 @@ class Spool:
         for record in self._store.recover():
             log.info("job %s of an earlier process runs again", record.id)
             live = self._prepare(record.id, record.order, record.owner)
-            runtime.queue.put(live.job)
+            live.seat.station.queue.put(live.job)
             self._read_ahead(live)
         self._expiry.start()
 
@@ -122,14 +125,14 @@ class Spool:
         OutOfStorage.
         """
         query, owner = arrival.query, arrival.caller
-        segmenter = self._runtime.segmenter(query.model)
+        spec = self._runtime.spec(query.model)
         file = self._runtime.inspect(arrival.source, query.selection, shared=query.input is not None)
-        windows = segmenter.estimate(file, query.options).windows
+        windows = self._runtime.estimate(spec, file, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
-        order = Order(segmenter.spec.name, parameters, name, windows, receive_seconds)
+        order = Order(spec.name, parameters, name, windows, receive_seconds)
         live = self._prepare(arrival.folder.name, order, owner)
         try:
-            self._runtime.queue.offer(live.job)
+            live.seat.station.queue.offer(live.job)
             with storage():
                 self._store.accept(arrival.folder / INPUT, owner, order)
         except BaseException:
@@ -190,12 +193,13 @@ class Spool:
             done = record.order.windows if record.state == "done" else 0
             seconds = record.outcome.seconds if record.outcome else {}
             return View(record, Progress(done, record.order.windows), seconds=seconds)
-        queue, job = self._runtime.queue, live.job
+        queue, job = live.seat.station.queue, live.job
         progress = job.progress if job.progress.total else Progress(0, record.order.windows)
-        return View(record, progress, queue.position(job), queue.seconds_left(job), dict(live.stages.seconds))
+        seconds = dict(live.stages.seconds)
+        return View(record, progress, queue.position(job), queue.seconds_left(job), seconds, live.seat.loading)
 
     def _prepare(self, number: str, order: Order, owner: str | None) -> _Live:
-        live = _Live(number, order, owner)
+        live = _Live(number, order, owner, self._runtime.seat(order.model))
         work, needs = partial(self._segment, live), partial(self._needs, live)
         live.job = Job(order.model, work, windows=order.windows, needs=needs, ready=False)
         with self._lock:
@@ -211,6 +215,8 @@ class Spool:
     def _read(self, live: _Live) -> None:
         if live.job.cancelled():
             raise Cancelled("given up before it was read")
+        # An earlier process may have served other models.
+        self._runtime.served(live.order.model)
         with storage(), live.stages.measure("read"):
             live.folder = self._runtime.make_folder()
             shared = live.query.input is not None
@@ -229,28 +235,22 @@ class Spool:
     def _was_read(self, live: _Live, reading: Future[None]) -> None:
         error = reading.exception()
         if error is None:
-            self._runtime.queue.release(live.job)
+            live.seat.take(live.job)
             return
         _log_unforeseen(live, error)
         live.job.refuse(error)
 
     def _needs(self, live: _Live) -> Needs:
         """What the work will take, now that the pixels are there."""
-        try:
-            segmenter = self._runtime.segmenter(live.order.model)
-            assert live.volume is not None  # noqa: S101 - it was read
-            needed = segmenter.estimate(live.volume, live.query.options)
-        except StackSegError:
-            return Needs()  # and the work will raise the same
-        return Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
+        assert live.volume is not None  # noqa: S101 - it was read
+        return live.seat.needs(live.volume, live.query.options)
 
     def _segment(self, live: _Live, job: Job[Result]) -> Result:
         """The work on the device, in a worker's thread."""
         if self._runtime.draining or live.volume is None or not self._store.begin(live.id):
             raise Cancelled("not begun")
         live.stages.add("queue", max(job.seconds_waited - live.stages.seconds["read"], 0.0))
-        segmenter = self._runtime.segmenter(live.order.model)
-        return self._runtime.segment(job, segmenter, live.volume, live.query.options)
+        return live.seat.segment(job, live.volume, live.query.options)
 
     def _settle(self, number: str, future: Future[Result]) -> None:
         """The device is done with it, one way or the other; the rest happens in another thread than the device's."""
@@ -271,7 +271,7 @@ class Spool:
 
     def _keep(self, live: _Live, result: Result) -> None:
         assert live.volume is not None  # noqa: S101 - it was segmented
-        spec = self._runtime.segmenter(live.order.model).spec
+        spec = self._runtime.served(live.order.model)
         live.stages.update(result.seconds)
         own = self._store.input(live.id)
         # What the host's file was is not asked again, unless more of it is measured.

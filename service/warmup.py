@@ -17,7 +17,7 @@ from service.config import Settings
 from service.engine import plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
-from service.networks import Network
+from service.networks import Network, weight_bytes
 from service.parity import Parity
 from service.repository import ModelSpec
 from service.windows import Blending, SlidingWindow
@@ -29,6 +29,10 @@ CPU_BATCH, CUDA_BATCH = 2, 8
 MEMORY_SHARE = 0.5
 # What a foreign engine raises where it cannot run a network.
 FAILURES = (RuntimeError, OSError, ImportError)
+UNTUNED = (
+    "It was loaded on demand, and faster ways to run it than eagerly were never tried: name it in models.load for one "
+    "start, or run stackseg bench with it, and the fastest is known from then on."
+)
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ class Warm:
     seconds   until it ran, whatever was tried before included
     plan      what was tried, None where the engine is fixed
     cached    whether an earlier start made the plan
+    nbytes    of weights that the engine keeps beside those of the module
     """
 
     window: SlidingWindow
@@ -52,6 +57,7 @@ class Warm:
     warnings: tuple[str, ...] = ()
     plan: EnginePlan | None = None
     cached: bool = False
+    nbytes: int = 0
 
 
 class WarmUp:
@@ -73,9 +79,10 @@ class WarmUp:
         name = precision.choose(self._settings.engine.precision, self._native).name
         return self._eager(name)
 
-    def run(self) -> Warm:
+    def run(self, *, tune: bool = True) -> Warm:
         """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
 
+        Without `tune` nothing is tried that takes minutes: what nobody has found out then runs eagerly, with a warning.
         An engine that was asked for and fails is replaced by the eager one, with a warning; an error of that one
         passes through.
         """
@@ -90,17 +97,25 @@ class WarmUp:
             except FAILURES as error:
                 reason = select.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
+        if not tune:
+            name = precision.choose(self._settings.engine.precision, self._native).name
+            return self._warned(self._eager(name), UNTUNED)
         warm = self._tuned(circumstances)
         if warm.plan is not None:
             _keep(folder, warm.plan)
         return warm
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the network as it was loaded."""
+        return weight_bytes(self._network)
 
     def build(self, choice: Choice) -> Warm:
         """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
         module = self.module(choice)
         window = self.sliding_window(module, choice, choice.sw_batch_size)
         built = select.build(module, window.batch, choice, self._settings.engine)
-        return Warm(window.with_network(built.network), module, choice, built.seconds)
+        return Warm(window.with_network(built.network), module, choice, built.seconds, nbytes=built.nbytes)
 
     def module(self, choice: Choice) -> nn.Module:
         """The prepared module that a choice is built from."""

@@ -26,8 +26,11 @@ class FakeSegmenter:
         self.gate.set()
         self.error: Exception | None = None
         self.notes: tuple[str, ...] = ()
+        self.nbytes = 1000
+        self.tuned = False
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, tune: bool = True) -> None:
+        self.tuned = tune
         self.gate.wait(30)
         if self.error is not None:
             raise self.error

@@ -167,8 +167,8 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(request.encode() + large)
-        until(lambda: any(job.progress.total > 0 for job in live.runtime.queue.running), 60)
-        (job,) = live.runtime.queue.running
+        until(lambda: any(job.progress.total > 0 for job in live.runtime.running), 60)
+        (job,) = live.runtime.running
     until(lambda: job.state == "cancelled", 10)
     assert job.progress.done < job.progress.total
     until(lambda: live.leftovers() == [], 10)
@@ -198,7 +198,7 @@ def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_m
     small = as_tiff(phantom_maker((16, 32, 32), seed=2).image)
     with serve(eager(bands_repository, limits={"waiting": 0})) as running, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(running.segment, large)
-        until(lambda: running.runtime.queue.running, 20)
+        until(lambda: running.runtime.running, 20)
         began = time.monotonic()
         refused = running.segment(small)
         assert time.monotonic() - began < 2

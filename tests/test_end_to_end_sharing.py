@@ -50,7 +50,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 @pytest.fixture
 def calls(live: Live) -> list[float]:
     """When the network was called, as the list grows."""
-    until(lambda: not live.runtime.queue.running, 20)
+    until(lambda: not live.runtime.running, 20)
     segmenter: Any = live.runtime.segmenter(None)
     segmenter.calls.clear()
     return segmenter.calls

@@ -190,16 +190,6 @@ def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
     assert takes(queue)
 
 
-def test_nothing_begins_beside_a_job_that_wants_to_be_alone() -> None:
-    queue = JobQueue(limit=30)
-    load, other = Job("load m", done, alone=True), sized(0)
-    queue.offer(load)
-    queue.offer(other)
-    assert takes(queue, load)
-    load.run()
-    assert takes(queue, other)
-
-
 def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
     queue, taken = JobQueue(limit=30), list[object]()
     first, second = sized(1000), sized(1000)

@@ -165,7 +165,7 @@ def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repos
 
         first = threading.Thread(target=post)
         first.start()
-        until(lambda: client.app.state.runtime.queue.running)  # type: ignore[attr-defined]
+        until(lambda: client.app.state.runtime.running)  # type: ignore[attr-defined]
         refused = client.post("/segment", content=STACK, headers=TIFF | bearer(ADA))
         assert problem_of(refused) == (429, "rate-limited")
         assert client.get("/models", headers=bearer(ADA)).status_code == 200

@@ -60,7 +60,7 @@ class Service:
 
 
 @contextmanager
-def start(models: Path, folder: Path, **sections: Any) -> Iterator[Service]:
+def start(models: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
     """A service whose jobs live in `folder`, as they do when it is started there again."""
     (folder / "scratch").mkdir(exist_ok=True)
     chosen = {
@@ -70,7 +70,7 @@ def start(models: Path, folder: Path, **sections: Any) -> Iterator[Service]:
     }
     settings = Settings.model_validate(chosen | sections)
     app = create_app(settings)
-    app.state.runtime = Runtime(settings, FakeSegmenter)
+    app.state.runtime = Runtime(settings, load)
     service: list[Service] = []
 
     @app.middleware("http")
@@ -97,7 +97,7 @@ def open_gate(request: pytest.FixtureRequest) -> Iterator[None]:
         service: Service = request.getfixturevalue("service")
         service.caller, service.fake.error, service.fake.notes = None, None, ()
         service.fake.gate.set()
-        until(lambda: service.runtime.queue.waiting == 0 and not service.runtime.queue.running)
+        until(lambda: service.runtime.waiting == 0 and not service.runtime.running)
 
 
 def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) -> None:
@@ -201,7 +201,7 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     for job in (waiting, running):
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert service.show(job)["state"] == "cancelled"
-    until(lambda: not service.runtime.queue.running and service.runtime.queue.waiting == 0)
+    until(lambda: not service.runtime.running and service.runtime.waiting == 0)
     gone = service.result(running)
     assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     until(lambda: list(service.runtime.scratch.iterdir()) == [])
@@ -469,3 +469,31 @@ def test_volume_and_labels_leave_memory_with_their_job(bands_repository: Path, t
             until(lambda: not any(known() is not None for known in seen))
         finally:
             gc.enable()
+
+
+def test_job_for_a_model_that_is_not_loaded_says_that_it_is_being_loaded(
+    bands_content: dict[str, Any], write_model: Any, tmp_path: Path
+) -> None:
+    for name in ("alpha", "beta"):
+        write_model(bands_content | {"name": name})
+    (tmp_path / "service").mkdir()
+    gate = threading.Event()
+
+    def load(spec: Any, settings: Settings) -> FakeSegmenter:
+        if spec.name == "beta":
+            gate.wait(30)
+        return FakeSegmenter(spec, settings)
+
+    with start(tmp_path / "models", tmp_path / "service", load=load) as service:
+        known = {model["name"]: model for model in service.client.get("/models").json()["models"]}
+        assert (known["alpha"]["loaded"], known["beta"]["loaded"], known["beta"]["state"]) == (True, False, "unloaded")
+        look = service.client.post("/inspect?model=beta", content=STACK, headers=TIFF).json()
+        assert (look["model"], look["problem"], look["estimate"]["windows"]) == ("beta/1", None, 1)
+        job = service.submit(model="beta")
+        assert service.wait(job, "loading")["position"] == 1
+        assert service.client.get("/health/ready").status_code == 200
+        gate.set()
+        assert service.wait(job, "done")["model"] == "beta/1"
+        beta = service.client.get("/models/beta").json()
+        assert (beta["state"], beta["loaded"], beta["bytes"]) == ("ready", True, 1000)
+        assert beta["used"].startswith("20")

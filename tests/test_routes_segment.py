@@ -212,7 +212,7 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
         fake.gate.clear()
         response = client.post("/segment", content=STACK, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
-        until(lambda: not runtime.queue.running)
+        until(lambda: not runtime.running)
         assert list(runtime.scratch.iterdir()) == []
         fake.gate.set()
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
@@ -233,8 +233,8 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
         for thread in threads:
             thread.start()
         # The first of the two waits as well, until the worker has noticed it.
-        until(lambda: runtime.queue.running and runtime.queue.waiting == 1)
-        runtime.queue.cancel_all()
+        until(lambda: runtime.running and runtime.waiting == 1)
+        runtime.station.queue.cancel_all()
         for thread in threads:
             thread.join(20)
         assert [answer.status_code for answer in answers] == [503, 503]

@@ -97,7 +97,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
         until(lambda: runtime.obstacles() == ())
         fake: Any = runtime.segmenter(None)
         fake.gate.clear()
-        job = runtime.submit(fake, stack, Options())
+        job = runtime.submit(fake.spec, stack, Options())
         until(lambda: "stuck" in " ".join(runtime.obstacles()))
         fake.gate.set()
         until(lambda: runtime.obstacles() == ())
@@ -109,7 +109,7 @@ def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_p
         until(lambda: runtime.obstacles() == ())
         fake: Any = runtime.segmenter(None)
         fake.error = DeviceLost("cuda:0 has failed.")
-        job = runtime.submit(fake, stack, Options())
+        job = runtime.submit(fake.spec, stack, Options())
         with pytest.raises(DeviceLost):
             job.future.result(5)
         until(lambda: runtime.obstacles() == ("cuda:0 has failed.",))
@@ -155,7 +155,7 @@ def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) 
 def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
         until(lambda: runtime.obstacles() == ())
-        job = runtime.submit(runtime.segmenter(None), stack, Options())
+        job = runtime.submit(runtime.spec(None), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
 
 
@@ -164,11 +164,11 @@ def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stac
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        runtime.submit(fake, stack, Options())
+        runtime.submit(fake.spec, stack, Options())
         with pytest.raises(QueueFull):
             runtime.admit()
         with pytest.raises(QueueFull):
-            runtime.submit(fake, stack, Options())
+            runtime.submit(fake.spec, stack, Options())
 
 
 def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
@@ -178,7 +178,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        first, second = (runtime.submit(fake, stack, Options()) for _ in range(2))
+        first, second = (runtime.submit(fake.spec, stack, Options()) for _ in range(2))
         runtime.drain()
         runtime.drain()
         assert runtime.obstacles() == ("The service is stopping.",)
@@ -196,7 +196,7 @@ def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, t
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        job = runtime.submit(fake, stack, Options())
+        job = runtime.submit(fake.spec, stack, Options())
         runtime.drain()
         fake.gate.set()
         assert job.future.result(10).segmentation.pixels.all()
@@ -261,3 +261,105 @@ def test_full_disk_is_out_of_storage(number: int) -> None:
 def test_other_errors_of_the_disk_stay_what_they_are() -> None:
     with pytest.raises(PermissionError), storage():
         raise PermissionError(errno.EACCES, "denied")
+
+
+@pytest.fixture
+def three(bands_content: dict[str, Any], write_model: Any, tmp_path: Path) -> Path:
+    """A repository of the models alpha, beta and gamma."""
+    for name in ("alpha", "beta", "gamma"):
+        write_model(bands_content | {"name": name})
+    return tmp_path / "models"
+
+
+def states(runtime: Runtime) -> dict[str, str]:
+    return {model.name: model.state for model in runtime.models}
+
+
+def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
+    chosen = settings(three, tmp_path, models={"folder": three, "default": "beta", "load": ["gamma"]})
+    with running(chosen) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
+        with pytest.raises(NotReady, match="not loaded"):
+            runtime.segmenter("alpha")
+        job = runtime.submit(runtime.spec("alpha"), stack, Options())
+        assert job.future.result(10).segmentation.pixels.all()
+        assert states(runtime)["alpha"] == "ready"
+        made: Any = [runtime.segmenter(name) for name in ("alpha", "beta", "gamma")]
+        assert [fake.tuned for fake in made] == [False, True, True], "nothing is tried out on demand"
+
+
+def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
+    with running(settings(three, tmp_path, models={"folder": three, "load": "all"})) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        assert set(states(runtime).values()) == {"ready"}
+
+
+@pytest.mark.parametrize("models", [{"load": ["delta"]}, {"default": "delta"}])
+def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready(
+    three: Path, tmp_path: Path, models: dict[str, Any]
+) -> None:
+    with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
+        until(lambda: not runtime.station.residents.starting)
+        assert [reason for reason in runtime.obstacles() if "delta" in reason]
+
+
+def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
+    fakes: dict[str, FakeSegmenter] = {}
+
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = fakes[spec.name] = FakeSegmenter(spec, chosen)
+        if spec.name != "alpha":
+            fake.gate.clear()
+        return fake
+
+    with running(settings(three, tmp_path), load) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        waiting = runtime.submit(runtime.spec("beta"), stack, Options())
+        until(lambda: "beta" in fakes)
+        assert (states(runtime)["beta"], waiting.state, runtime.obstacles()) == ("loading", "waiting", ())
+        assert runtime.submit(runtime.spec("alpha"), stack, Options()).future.result(10)
+        given_up = runtime.submit(runtime.spec("gamma"), stack, Options())
+        given_up.cancel()
+        fakes["beta"].gate.set()
+        assert waiting.future.result(10)
+        until(lambda: not runtime.station.residents.is_awaited("gamma"))
+        assert "gamma" not in fakes, "nobody waits for it any more"
+
+
+def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:
+    size = max(file.stat().st_size for file in three.glob("*/weights.safetensors"))
+
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = FakeSegmenter(spec, chosen)
+        fake.nbytes = size
+        return fake
+
+    with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        jobs = [runtime.submit(runtime.spec(name), stack, Options()) for name in ("beta", "alpha", "gamma", "beta")]
+        assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
+        until(lambda: list(states(runtime).values()).count("ready") == 1)
+        metrics = runtime.metrics.exposition().decode()
+        assert "stackseg_loaded_models 1.0" in metrics
+        assert f"stackseg_loaded_bytes {float(size)}" in metrics
+        assert 'stackseg_model_loads_total{model="gamma"} 1.0' in metrics
+        assert 'stackseg_model_unloads_total{model="alpha"}' in metrics
+
+
+def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
+    three: Path, tmp_path: Path, stack: Volume
+) -> None:
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = FakeSegmenter(spec, chosen)
+        fake.nbytes = 2**21 if spec.name == "beta" else 1000
+        return fake
+
+    with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 2**20}), load) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        with pytest.raises(BrokenModel, match=r"beta takes 2 MiB when loaded, and models\.memory_bytes allows 1 MiB"):
+            runtime.submit(runtime.spec("beta"), stack, Options()).future.result(10)
+        assert runtime.obstacles() == ()
+        assert runtime.model("beta").state == "failed"
+        assert "memory_bytes" in (runtime.model("beta").problem or "")
+        assert runtime.submit(runtime.spec("gamma"), stack, Options()).future.result(10)

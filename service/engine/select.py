@@ -15,7 +15,7 @@ from service import config
 from service.engine import compiled, cudagraph, eager, openvino, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
-from service.networks import Network
+from service.networks import Network, weight_bytes
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3
@@ -41,6 +41,7 @@ class Kind:
     compiles   by torch.compile, and so in one of its modes
     precisions that it computes, of those that the device has
     float32    batch and weights stay float32; `precision` is a hint to the engine
+    packs      whether it keeps weights in a layout of its own, beside those of the module
     slow_build seconds that making it takes on a slow machine: not begun with less time left
     missing    why it cannot be used here, None where it can
     """
@@ -52,6 +53,7 @@ class Kind:
     compiles: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     float32: bool = False
+    packs: bool = False
     slow_build: float = 5.0
     missing: Callable[[], str | None] = _present
 
@@ -74,7 +76,9 @@ def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings
 
 
 KINDS: dict[str, Kind] = {
-    "openvino": Kind(_make_openvino, {"cpu": ("contiguous",)}, float32=True, slow_build=15.0, missing=openvino.missing),
+    "openvino": Kind(
+        _make_openvino, {"cpu": ("contiguous",)}, float32=True, packs=True, slow_build=15.0, missing=openvino.missing
+    ),
     "cudagraph": Kind(_make_cudagraph, {"cuda": BOTH}),
     "winograd": Kind(
         _make_compiled,
@@ -93,10 +97,11 @@ KINDS: dict[str, Kind] = {
 
 
 class Built(NamedTuple):
-    """A network that has run. `seconds`: making it and the first calls."""
+    """A network that has run. `seconds`: making it and the first calls; `nbytes`: of weights beside the module's."""
 
     network: Network
     seconds: float
+    nbytes: int = 0
 
 
 def choices(
@@ -149,12 +154,15 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         raise ImportError(reason)
     began = time.perf_counter()
     with torch.inference_mode():
-        network = kind.make(kind.transform(module), example, choice, settings)
+        transformed = kind.transform(module)
+        network = kind.make(transformed, example, choice, settings)
         for _ in range(WARM_UP_CALLS):
             network(example)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
-    return Built(network, time.perf_counter() - began)
+    packed = kind.packs or (kind.compiles and settings.freeze and example.device.type == "cpu")
+    own = (transformed is not module) + packed
+    return Built(network, time.perf_counter() - began, own * weight_bytes(transformed))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Health: alive as long as the process answers, ready once every model is warm."""
+"""Health: alive as long as the process answers, ready once the models that are loaded at start are warm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
         status="unavailable" if reasons else "ok",
         version=version("stackseg"),
         uptime_seconds=round(runtime.uptime_seconds, 1),
-        waiting=runtime.queue.waiting,
+        waiting=runtime.waiting,
         models={model.name: model.state for model in runtime.models},
         reasons=reasons,
     )
@@ -38,7 +38,7 @@ async def live() -> Liveness:
 
 
 async def ready(runtime: RuntimeDependency) -> Liveness:
-    """200 once every model is warm; 503 with the reasons before that, and while the service stops."""
+    """200 once the models that are loaded at start are warm; 503 with the reasons before that and while stopping."""
     reasons = runtime.obstacles()
     if reasons:
         raise NotReady(" ".join(reasons))

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from service.errors import RequestError
 from service.metrics import Stages
+from service.planning import Outlook
 from service.routes.requests import BODY, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection
@@ -23,14 +24,13 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     """
     async with posted(request, runtime, query, Stages()) as arrived:
         query = arrived.query
-        segmenter = runtime.segmenter(query.model)
+        spec = runtime.spec(query.model)
         look = partial(runtime.inspect, arrived.arrival.source, query.selection, shared=arrived.shared)
         file = await while_connected(request, in_thread(look, runtime.readers))
-    spec = segmenter.spec
     output, estimate, problem = query.output, None, None
     try:
-        output = segmenter.output(query.options)
-        estimate = segmenter.estimate(file, query.options)
+        output = Outlook(spec, runtime.settings).output(query.options)
+        estimate = runtime.estimate(spec, file, query.options)
     except RequestError as error:
         problem = str(error)
     return Inspection(

@@ -134,7 +134,7 @@ def report(spool: Spool, view: View) -> JobReport:
     over = record.ended is not None
     return JobReport(
         id=record.id,
-        state=record.state,
+        state="loading" if view.loading and record.state == "waiting" else record.state,
         model=record.outcome.model if record.outcome else record.order.model,
         name=record.order.name,
         parameters=record.order.parameters,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 
 from service.repository import usual
@@ -14,7 +16,7 @@ router = APIRouter(tags=["models"])
 
 @router.get("/models")
 async def list_models(runtime: RuntimeDependency) -> ModelList:
-    """Every model of the repository with its state."""
+    """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
     models = [_info(model) for model in runtime.models]
     default = runtime.settings.models.default or usual(model.name for model in models)
     return ModelList(default=default, models=models)
@@ -42,5 +44,8 @@ def _info(model: ModelState) -> ModelInfo:
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
         engine=engine,
+        loaded=model.segmenter is not None,
+        bytes=model.nbytes,
+        used=None if model.used is None else datetime.fromtimestamp(model.used, UTC),
         problem=model.problem,
     )

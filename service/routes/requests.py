@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from service.answers import Arrival, check_places
 from service.errors import BadParameter, Cancelled, TimedOut
 from service.metrics import Stages
+from service.planning import Outlook
+from service.repository import ModelSpec
 from service.routes.threads import in_thread
 from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
-from service.segmenter import Segmenter
 from service.spool import Spool
 
 T = TypeVar("T")
@@ -104,13 +105,13 @@ async def _check_places(request: Request, runtime: Runtime, query: Query) -> Non
         await in_thread(partial(check_places, runtime, query, caller_of(request)))
 
 
-def check_output(runtime: Runtime, query: Query) -> Segmenter:
-    """The model's segmenter, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
-    segmenter = runtime.segmenter(query.model)
-    kind = segmenter.output(query.options)
+def check_output(runtime: Runtime, query: Query) -> ModelSpec:
+    """The model, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
+    spec = runtime.spec(query.model)
+    kind = Outlook(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")
-    return segmenter
+    return spec
 
 
 AdmittedQuery = Annotated[Query, Depends(_admitted)]

@@ -57,7 +57,7 @@ async def segment(
         return response
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
-        query, spec = arrived.query, check_output(runtime, arrived.query).spec
+        query, spec = arrived.query, check_output(runtime, arrived.query)
         if arrived.digest is None or query.output_to is not None:
             # A file that others may change does not tell whether it is still the same.
             key = None
@@ -89,24 +89,24 @@ async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -
 async def _answer(runtime: Runtime, posted: Posted, key: str | None, stages: Stages) -> LabelResponse:
     """Everything after the upload: read, wait for the device, segment, write, keep."""
     arrival, query = posted.arrival, posted.query
-    segmenter = check_output(runtime, query)
+    spec = check_output(runtime, query)
     with stages.measure("read"):
         read = partial(runtime.read, arrival.source, query.selection, arrival.folder, shared=posted.shared)
         volume = await in_thread(read, runtime.readers)
-    result = await _finished(runtime.submit(segmenter, volume, query.options), stages)
+    result = await _finished(runtime.submit(spec, volume, query.options), stages)
 
     def write() -> Answer:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
-        written = write_answer(runtime, arrival, volume, result, segmenter.spec.identifier)
+        written = write_answer(runtime, arrival, volume, result, spec.identifier)
         settle(runtime, arrival)
         return written
 
     answer = await in_thread(write)
     stages.update(answer.seconds)
     count = result.segmentation.count
-    runtime.metrics.count_segmentation(segmenter.spec.name, volume.voxels, count, stages.seconds)
+    runtime.metrics.count_segmentation(spec.name, volume.voxels, count, stages.seconds)
     seconds = {**stages.seconds, "total": stages.total}
-    outcome = outcome_of(segmenter.spec.identifier, posted.name, answer, result, seconds)
+    outcome = outcome_of(spec.identifier, posted.name, answer, result, seconds)
     if key is None:
         return respond(answer.path, outcome)
     if not runtime.cache.enabled:

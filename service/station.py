@@ -1,0 +1,228 @@
+"""One device and all that is its own: its thread, its queue and who works on it, the models that are loaded there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from service import hardware
+from service.config import Settings
+from service.device import Device, Share
+from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
+from service.jobs import Free, Job, JobQueue, Needs
+from service.metrics import Metrics
+from service.repository import ModelSpec
+from service.residents import Lease, Residents, too_large
+from service.segmenter import Result, Segmenter, exhausted
+from service.volume import Options, Volume
+from service.watchdog import Watchdog
+from service.worker import Worker
+
+# Of weights on a CPU, until a model was loaded once: as in the file, prepared, and packed by an engine.
+COPIES = 3
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[ModelSpec, Settings], Segmenter]
+
+
+class Station:
+    """Owns the threads of one device. `start` returns at once, models become ready one after the other.
+
+    settings  with `device.name` for this device
+    load      makes a segmenter of a model
+    metrics   where it counts
+    turn      held while a model is loaded; several stations share one
+    Raises ConfigError for a device that is not there.
+    """
+
+    def __init__(self, settings: Settings, load: Load, metrics: Metrics, turn: threading.Lock) -> None:
+        torch_device = hardware.choose_device(settings.device.name)
+        limits = settings.limits
+        at_once = min(limits.at_once, limits.waiting + 1)
+        self.settings = settings
+        self.name = str(torch_device)
+        self._on_host = torch_device.type == "cpu"
+        self._torch_device = torch_device
+        self._make = load
+        self._metrics = metrics
+        self._specs: Mapping[str, ModelSpec] = {}
+        self.queue = JobQueue(limits.waiting, at_once, self._free)
+        self.residents: Residents[Segmenter] = Residents(
+            settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
+        )
+        self._device = Device("device")
+        self._worker = Worker("request", self.queue.take, at_once)
+        self.watchdog = Watchdog(
+            lambda: self._device.pulse,
+            lambda: self._device.alive,
+            batch_seconds=settings.watchdog.batch_seconds,
+            grace_seconds=settings.watchdog.grace_seconds,
+        )
+
+    def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
+        """Serve these models, of which the `first` are loaded at once, and in the meantime no request is worked on."""
+        self._specs = specs
+        self._device.start()
+        self.residents.start(first)
+        self._worker.start()
+        self.watchdog.start()
+
+    def give_up(self) -> None:
+        """Accept nothing more, and end what waits or runs."""
+        self.queue.close()
+        self.queue.cancel_all()
+
+    def stop(self, seconds: float) -> bool:
+        """End the threads, once given up; False if one has not ended after so many seconds and as many again."""
+        self.residents.close()
+        self._worker.join(seconds)
+        self._device.close()
+        return self._device.join(seconds) and self._worker.join(seconds) and self.residents.join(seconds)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is worked on any more, and nothing ever will be."""
+        return not self._worker.alive
+
+    @property
+    def problem(self) -> str | None:
+        """Why the device cannot be used, one sentence; None while it can."""
+        if self.watchdog.problem is None and not self._device.alive:
+            return "The thread that owns the device is not running."
+        return self.watchdog.problem
+
+    def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
+        """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
+        name = segmenter.spec.name
+
+        def count(share: Share) -> None:
+            self._metrics.count_batch(name, share.windows, share.slots)
+            job.device_seconds += share.seconds
+
+        run = partial(self._device.run, due=job.due, share=count)
+        try:
+            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance, run=run)
+        except DeviceLost as error:
+            self.watchdog.give_up(str(error))
+            raise
+        self._metrics.count_fallbacks(name, result.fallbacks)
+        self._metrics.count_recomputed(name, int(result.recomputed))
+        return result
+
+    def _free(self) -> Free:
+        device = None if self._on_host else hardware.free_bytes(self._torch_device)
+        return Free(hardware.available_memory(), device)
+
+    def _guess(self, name: str) -> int:
+        size = self._weights_size(name)
+        return size * COPIES if self._on_host else size
+
+    def _weights_size(self, name: str) -> int:
+        """Bytes of the file; 0 where it is gone, which loading it then says."""
+        try:
+            return self._specs[name].weights_path.stat().st_size
+        except OSError:
+            return 0
+
+    def _load(self, name: str) -> Segmenter:
+        """A model that is ready to run.
+
+        What is tried at start is timed, and needs the device for itself. On demand a model is made ready beside the
+        batches of others, but on CUDA between them: recorded graphs belong to the thread that recorded them.
+        """
+        spec, starting = self._specs[name], name in self.residents.starting
+        weights, limit = self._weights_size(name), self.settings.models.memory_bytes
+        if weights > limit:
+            raise BrokenModel(too_large(name, weights, limit))
+        try:
+            segmenter = self._device.call(partial(self._made, spec)) if starting else self._made_on_demand(spec)
+        except (RuntimeError, MemoryError) as error:
+            if not exhausted(error):
+                raise
+            needed = self._guess(name)
+            raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
+        report = segmenter.report()
+        how = f"{report.engine}, {report.precision}, {report.device}, warm-up {report.warm_up_seconds:.1f} s"
+        log.info("%s is ready: %s, %.0f MiB", spec.identifier, how, segmenter.nbytes / 2**20)
+        self._metrics.count_load(name)
+        return segmenter
+
+    def _made(self, spec: ModelSpec) -> Segmenter:
+        segmenter = self._make(spec, self.settings)
+        segmenter.warm_up()
+        return segmenter
+
+    def _made_on_demand(self, spec: ModelSpec) -> Segmenter:
+        segmenter = self._make(spec, self.settings)
+        warm_up = partial(segmenter.warm_up, tune=False)
+        if self._on_host:
+            warm_up()
+        else:
+            self._device.call(warm_up)
+        return segmenter
+
+    def _unloaded(self, name: str) -> None:
+        """Free what refers to itself, and what torch keeps for later."""
+        self._metrics.count_unload(name)
+        gc.collect()
+        hardware.return_freed(self._torch_device)
+
+
+class Seat:
+    """Where a request is worked on: at a station, where it uses a model from when that is loaded until it is over."""
+
+    def __init__(self, station: Station, model: str) -> None:
+        self.station, self.model = station, model
+        self._lease: Lease[Segmenter] | None = None
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is waited for."""
+        lease = self._lease
+        return lease is not None and not lease.model.done()
+
+    def take(self, job: Job[Any]) -> None:
+        """Ask for the model. The job, which is in the station's queue, may begin once it is there, or fails with it."""
+        self._lease = self.station.residents.lease(self.model)
+        job.when_over(self._leave)
+        # Not the job itself, which would then hold itself, and what it computes.
+        self._lease.model.add_done_callback(partial(self._seated, weakref.ref(job)))
+
+    def needs(self, volume: Volume, options: Options) -> Needs:
+        """What the work will take; called when the model is there."""
+        try:
+            needed = self._segmenter.estimate(volume, options)
+        except StackSegError:
+            return Needs()  # and the work will raise the same
+        return Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
+
+    def segment(self, job: Job[Result], volume: Volume, options: Options) -> Result:
+        """The work itself; see `Station.segment`."""
+        return self.station.segment(job, self._segmenter, volume, options)
+
+    @property
+    def _segmenter(self) -> Segmenter:
+        assert self._lease is not None  # noqa: S101 - the job has begun
+        return self._lease.model.result(timeout=0)
+
+    def _seated(self, known: weakref.ref[Job[Any]], model: Future[Segmenter]) -> None:
+        job = known()
+        if job is None or model.cancelled():
+            return
+        error = model.exception()
+        if error is None:
+            self.station.queue.release(job)
+        else:
+            job.refuse(error)
+
+    def _leave(self, _job: Job[Any]) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
