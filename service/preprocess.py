@@ -28,6 +28,7 @@ from service.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, la
 
 Size = tuple[int, int, int]
 Array = NDArray[Any]
+Box = tuple[int, slice, slice, slice, slice]
 
 # A stack whose voxels are more than so many times larger or smaller than the model's was given a wrong voxel size.
 MOST_RESAMPLING = 64.0
@@ -37,6 +38,9 @@ MOST_ENLARGING = 16.0
 
 # Statistics take planes together until they hold so many voxels: what they need beside them stays small.
 BLOCK_VOXELS = 2**22
+
+# Types that torch can convert too, without rounding.
+_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, np.float32)
 
 # One hot pixel among nearly equal ones would otherwise become infinite, and spread through the whole window.
 FARTHEST = 1e6
@@ -110,6 +114,29 @@ class Scaling:
             np.clip(scaled, self.lowest, self.highest, out=scaled)
         return scaled.astype(np.float32, copy=False)
 
+    def write(self, pixels: Array, out: Tensor) -> None:
+        """The same into `out`, of the pixels' shape and any floating dtype."""
+        plain = self.substitute is None and self.scale != 0 and np.isfinite((self.offset, self.scale)).all()
+        if not plain or out.dtype != torch.float32 or not _torch_reads(pixels):
+            out.copy_(torch.from_numpy(self.apply(pixels)))
+            return
+        # In place, and with all threads of torch: a third of the time that NumPy takes for it.
+        out.copy_(torch.from_numpy(pixels)).sub_(self.offset).div_(self.scale)
+        if not self._contains(pixels.dtype):
+            out.clamp_(self.lowest, self.highest)
+
+    def _contains(self, dtype: np.dtype[Any]) -> bool:
+        """Whether no pixel of this dtype can get beyond the limits."""
+        if dtype.kind == "f":
+            return False
+        ends = [(end - self.offset) / self.scale for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
+        return self.lowest <= min(ends) and max(ends) <= self.highest
+
+
+def _torch_reads(pixels: Array) -> bool:
+    """Whether a tensor can share the pixels' memory and make float32 of them without rounding."""
+    return pixels.dtype in _EXACT_IN_FLOAT32 and pixels.flags.writeable and min(pixels.strides) >= 0
+
 
 class Image:
     """A volume whose channels are normalised where they are read.
@@ -124,11 +151,19 @@ class Image:
         self._range = (0, 0)
         self._planes: Array
 
-    def __getitem__(self, box: tuple[int, slice, slice, slice, slice]) -> Tensor:
-        _, channels, z, y, x = box
-        chosen = zip(self._read(*z.indices(self.shape[2])[:2])[channels], self._scalings[channels], strict=True)
-        parts = [torch.from_numpy(scaling.apply(planes[:, y, x])) for planes, scaling in chosen]
+    def __getitem__(self, box: Box) -> Tensor:
+        parts = [torch.from_numpy(scaling.apply(pixels)) for pixels, scaling in self._chosen(box)]
         return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+    def write(self, box: Box, out: Tensor) -> None:
+        """The same into `out`, [C, z, y, x] of any floating dtype."""
+        for slot, (pixels, scaling) in zip(out, self._chosen(box), strict=True):
+            scaling.write(pixels, slot)
+
+    def _chosen(self, box: Box) -> Iterator[tuple[Array, Scaling]]:
+        _, channels, z, y, x = box
+        planes = self._read(*z.indices(self.shape[2])[:2])
+        return zip((channel[:, y, x] for channel in planes[channels]), self._scalings[channels], strict=True)
 
     def _read(self, z0: int, z1: int) -> Array:
         if self._range != (z0, z1):

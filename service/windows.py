@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from monai.data.utils import compute_importance_map
@@ -25,6 +25,7 @@ from service.errors import Cancelled, NonFiniteScores
 from service.networks import Network
 
 Size = tuple[int, int, int]
+Box = tuple[int, slice, slice, slice, slice]
 
 
 class Image(Protocol):
@@ -34,8 +35,16 @@ class Image(Protocol):
     def shape(self) -> Sequence[int]:
         """(1, C, Z, Y, X)."""
 
-    def __getitem__(self, box: tuple[int, slice, slice, slice, slice], /) -> Tensor:
+    def __getitem__(self, box: Box, /) -> Tensor:
         """The voxels of (0, channels, z, y, x), float32 [C, z, y, x]."""
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """An image that can also be written where it is needed."""
+
+    def write(self, box: Box, out: Tensor, /) -> None:
+        """What indexing with `box` gives, into `out`, [C, z, y, x] of any floating dtype."""
 
 
 class Slab(NamedTuple):
@@ -223,7 +232,11 @@ class Passage:
             # What an earlier window left there would show in the padding.
             slot.zero_()
         z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._grid.roi, strict=True))
-        slot[(slice(None), *self._inside)].copy_(self._image[0, slice(None), z, y, x])
+        box, out = (0, slice(None), z, y, x), slot[(slice(None), *self._inside)]
+        if isinstance(self._image, Writer):
+            self._image.write(box, out)
+        else:
+            out.copy_(self._image[box])
 
     @torch.inference_mode()
     def blend(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
@@ -231,6 +244,10 @@ class Passage:
 
         Raises NonFiniteScores.
         """
+        if self.total == 1:
+            # Alone in its place, a window has a weight that cancels.
+            self.done = 1
+            return [Slab(0, 0, _finite(scores.float())[(slice(None), slice(None), *self._inside)].clone())]
         if self._blender is None:
             self._blender = _Blender(self._grid, scores.shape[1], self._blending, self._device)
         slabs = []
@@ -244,28 +261,43 @@ class Passage:
 
 
 class _Blender:
-    """Weighted sums of one row of windows along x at a time, with their weights as one more output, K.
+    """Weighted sums of one row of windows along x at a time, and the sums of their weights.
 
-    row     [K + 1, roi z, roi y, X]: the windows of this row, and the part of the row before that lies in it
-    layer   [K + 1, z, Y, X]: the planes of the layer before (one z start) that this layer reaches
+    row     [K, roi z, roi y, X]: the windows of this row, and the part of the row before that lies in it
+    layer   [K, z, Y, X]: the planes of the layer before (one z start) that this layer reaches
+    Weights have the same shapes without K, and those of a single row are the same for all rows.
+
+    Nothing is zeroed that is written anyway: the buffers do not fit a processor's cache.
     """
 
     def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device) -> None:
         self._grid = grid
         self._importance = importance_map(grid.roi, blending, device)
-        self._row = torch.zeros((outputs + 1, *grid.roi[:2], grid.padded[2]), device=device)
-        self._layer = torch.zeros((outputs + 1, grid.shared_planes, *grid.padded[1:]), device=device)
+        shared = (grid.shared_planes, *grid.padded[1:])
+        self._row = torch.empty((outputs, *grid.roi[:2], grid.padded[2]), device=device)
+        self._layer = torch.empty((outputs, *shared), device=device)
+        self._layer_weight = torch.empty(shared, device=device)
+        self._one_row = torch.zeros(self._row.shape[1:], device=device)
+        for left in grid.starts[2]:
+            self._one_row[:, :, left : left + grid.roi[2]] += self._importance
+        self._weight = self._one_row.clone()
         self._reached = 0
         self._z = self._y = -1
+        # The first rows of this row came from the one before, the first columns of the others from its windows.
+        self._carried = self._right = 0
 
     def add(self, place: Size, window: Tensor) -> Slab | None:
         """Add the scores [K, *roi] of one window; gives the scores that became final, if any."""
         z, y, left = place
         slab = self._next_row(z, y) if self._z >= 0 and (z, y) != (self._z, self._y) else None
         self._z, self._y = z, y
-        x = slice(left, left + self._grid.roi[2])
-        self._row[:-1, :, :, x].addcmul_(window, self._importance)
-        self._row[-1, :, :, x] += self._importance
+        carried, known = self._carried, max(self._right - left, 0)
+        here = self._row[..., left : left + self._grid.roi[2]]
+        old, new = slice(carried), slice(carried, None)
+        here[:, :, old].addcmul_(window[:, :, old], self._importance[:, old])
+        here[:, :, new, :known].addcmul_(window[:, :, new, :known], self._importance[:, new, :known])
+        torch.mul(window[:, :, new, known:], self._importance[:, new, known:], out=here[:, :, new, known:])
+        self._right = left + self._grid.roi[2]
         return slab
 
     def finish(self) -> Slab:
@@ -275,15 +307,21 @@ class _Blender:
     def _next_row(self, z: int, y: int) -> Slab:
         """Take leave of this row, as far as the one that begins at (z, y) does not reach into it."""
         depth, height, _ = self._grid.roi
+        self._right = 0
         if z != self._z:
             slab = self._leave(z - self._z, height)
-            self._row.zero_()
-            self._reached = depth - (z - self._z)
+            self._weight.copy_(self._one_row)
+            self._carried, self._reached = 0, depth - (z - self._z)
             return slab
         step = y - self._y
         slab = self._leave(self._final_planes(), step)
-        self._row[:, :, : height - step].copy_(self._row[:, :, step:].clone())
-        self._row[:, :, height - step :].zero_()
+        self._carried = kept = height - step
+        for sums in (self._row, self._weight):
+            part = sums[..., step:, :]
+            # Source and target overlap where windows do by more than a half.
+            sums[..., :kept, :].copy_(part if kept <= step else part.clone())
+        self._weight[:, kept:] = 0
+        self._weight += self._one_row
         return slab
 
     def _final_planes(self) -> int:
@@ -293,17 +331,23 @@ class _Blender:
 
     def _leave(self, planes: int, rows: int) -> Slab:
         """Take leave of the first `rows` of this row: `planes` of them are final, the next layer gets the others."""
-        sums, here = self._row[:, :, :rows], self._layer[:, :, self._y : self._y + rows]
-        sums[:, : self._reached] += here[:, : self._reached]
         kept = self._grid.roi[0] - planes
-        here[:, :kept].copy_(sums[:, planes:])
-        scores = sums[:-1, :planes] / sums[-1, :planes]
-        # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
-        if not torch.isfinite(scores.sum()):
-            raise NonFiniteScores("The network returned NaN or infinite scores for this volume; try precision fp32.")
+        for all_sums, layer in ((self._row, self._layer), (self._weight, self._layer_weight)):
+            sums, here = all_sums[..., :rows, :], layer[..., self._y : self._y + rows, :]
+            sums[..., : self._reached, :, :] += here[..., : self._reached, :, :]
+            here[..., :kept, :, :].copy_(sums[..., planes:, :, :])
+        scores = self._row[:, :planes, :rows] / self._weight[:planes, :rows]
         # Only an axis that holds a single window is padded, so what is cut off is cut off its only slab.
         inside = (slice(first, first + n) for first, n in zip(self._grid.before, self._grid.size, strict=True))
-        return Slab(self._z, self._y, scores[(None, slice(None), *inside)])
+        return Slab(self._z, self._y, _finite(scores)[(None, slice(None), *inside)])
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """The same scores. Raises NonFiniteScores."""
+    # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
+    if not torch.isfinite(scores.sum()):
+        raise NonFiniteScores("The network returned NaN or infinite scores for this volume; try precision fp32.")
+    return scores
 
 
 @lru_cache(maxsize=16)
