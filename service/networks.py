@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from monai.networks.nets.basic_unet import BasicUNet, UpCat
-from monai.networks.nets.dynunet import DynUNet
-from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.unet import UNet
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from service.errors import BrokenModel
 from service.exported import load_exported
@@ -106,35 +102,19 @@ class ShuffleUNet(nn.Module):
         return depth_to_space(self.head(top), self.block)
 
 
-class _UpCat(UpCat):
-    """MONAI's, without its `torch.jit.isinstance`, over which `torch.compile` breaks the graph."""
+def _from_monai(name: str) -> Callable[..., nn.Module]:
+    """Makes MONAI's network of that name. Importing MONAI takes longer than all that a model of ours needs to start."""
 
-    def forward(self, x: Tensor, x_e: Tensor | None) -> Tensor:
-        """[B, C, z, y, x], to be enlarged, and what is joined to it; an odd edge of that gets its last plane twice."""
-        x = self.upsample(x)
-        if x_e is not None:
-            missing = [int(have != want) for have, want in zip(x.shape[2:], x_e.shape[2:], strict=True)]
-            if self.is_pad and any(missing):
-                x = functional.pad(x, [side for after in reversed(missing) for side in (0, after)], "replicate")
-            x = torch.cat((x_e, x), dim=1)
-        joined: Tensor = self.convs(x)
-        return joined
+    def make(**arguments: Any) -> nn.Module:
+        constructors: dict[str, Callable[..., nn.Module]] = import_module("service.monai_networks").CONSTRUCTORS
+        return constructors[name](**arguments)
 
-
-def _basic_unet(**arguments: Any) -> nn.Module:
-    network = BasicUNet(**arguments)
-    for module in network.modules():
-        if type(module) is UpCat:
-            module.__class__ = _UpCat
-    return network
+    return make
 
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
-    "UNet": UNet,
-    "BasicUNet": _basic_unet,
-    "DynUNet": DynUNet,
-    "SegResNet": SegResNet,
+    **{name: _from_monai(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
 }
 
 

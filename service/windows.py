@@ -17,8 +17,6 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from monai.data.utils import compute_importance_map
-from monai.utils.enums import BlendMode
 from torch import Tensor
 
 from service.errors import Cancelled, NonFiniteScores
@@ -26,6 +24,8 @@ from service.networks import Network
 
 Size = tuple[int, int, int]
 Box = tuple[int, slice, slice, slice, slice]
+
+LEAST_WEIGHT = 1e-3
 
 
 class Image(Protocol):
@@ -352,9 +352,15 @@ def _finite(scores: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tensor:
-    """Weight of every voxel of a window, float32 [*roi], as MONAI computes it."""
-    mode = BlendMode.GAUSSIAN if blending.mode == "gaussian" else BlendMode.CONSTANT
-    return compute_importance_map(roi, mode=mode, sigma_scale=blending.sigma, device=device, dtype=torch.float32)
+    """Weight of every voxel of a window, float32 [*roi]: that of `monai.data.utils.compute_importance_map`."""
+    weight = torch.ones((), device=device)
+    if blending.mode == "gaussian":
+        for edge in roi:
+            middle = (edge - 1) / 2
+            distance = torch.arange(edge, dtype=torch.float32, device=device) - middle
+            weight = weight.unsqueeze(-1) * torch.exp(distance**2 / (-2 * (blending.sigma * edge) ** 2))
+    # Where a Gaussian is next to nothing, dividing by it would make noise of rounding.
+    return weight.expand(roi).clamp(min=LEAST_WEIGHT).contiguous()
 
 
 def _starts(length: int, edge: int, step: int) -> tuple[int, ...]:

@@ -7,7 +7,17 @@ from hypothesis.extra.numpy import arrays
 
 from service import preprocess
 from service.errors import BadFile, BadParameter
-from service.preprocess import FARTHEST, normalise, on_grid, percentiles, prepare, resampled_size, working_size
+from service.preprocess import (
+    FARTHEST,
+    Image,
+    Scaling,
+    normalise,
+    on_grid,
+    percentiles,
+    prepare,
+    resampled_size,
+    working_size,
+)
 from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 from service.volume import Diameter, Segmentation, Volume, VoxelSize
 
@@ -303,3 +313,23 @@ def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
         for x0 in range(0, 40, 8):
             image[0, slice(None), slice(z0, z0 + 16), slice(0, 32), slice(x0, x0 + 8)]
     assert ranges == [(0, 16), (16, 32), (32, 48), (48, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
+@pytest.mark.parametrize("limits", [(-1e6, 1e6), (-0.25, 0.5)])
+def test_what_is_written_into_a_batch_is_what_indexing_gives(dtype: str, limits: tuple[float, float]) -> None:
+    pixels = np.random.default_rng(1).integers(0, 100, (2, 5, 6, 7)).astype(dtype)
+    scalings = [Scaling(30.5, 70, *limits), Scaling(0, 0)]
+    box = (0, slice(None), slice(1, 4), slice(2, 6), slice(0, 7, 2))
+    for stored in (pixels, np.broadcast_to(pixels[:, :1], pixels.shape), pixels[:, ::-1, :, ::-1]):
+        image = Image(Volume.from_array(stored), scalings)
+        for out in (torch.full((2, 3, 4, 4), torch.nan), torch.full((2, 3, 4, 4), torch.nan, dtype=torch.bfloat16)):
+            image.write(box, out)
+            assert torch.allclose(out.float(), image[box].to(out.dtype).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_not_finite_pixels_are_written_as_their_substitute() -> None:
+    pixels = np.array([1, np.nan, 3, np.inf], np.float32).reshape(1, 1, 2, 2)
+    out = torch.empty(1, 1, 2, 2)
+    Image(Volume.from_array(pixels), [Scaling(1, 2, substitute=5)]).write((0, *[slice(None)] * 4), out)
+    assert out.flatten().tolist() == [0, 2, 1, 2]
