@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from service.errors import BrokenModel
 from service.exported import load_exported
+from service.onnxgraph import load_onnx
 from service.programs import load_torchscript
 from service.repository import Architecture, ModelSpec
 
@@ -119,7 +120,11 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 
 
 # Files that bring a network of their own.
-_OWN: dict[str, Callable[[Path], nn.Module]] = {"torchscript": load_torchscript, "exported": load_exported}
+_OWN: dict[str, Callable[[Path], nn.Module]] = {
+    "torchscript": load_torchscript,
+    "exported": load_exported,
+    "onnx": load_onnx,
+}
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -177,7 +182,7 @@ def _check_shapes(network: nn.Module, spec: ModelSpec) -> None:
     expected = (1, len(spec.outputs), *spec.input.roi_size)
     try:
         scores = network(torch.zeros(shape))
-    except (RuntimeError, ValueError, ArithmeticError) as error:
+    except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
     if tuple(scores.shape) != expected:
         raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")

@@ -36,7 +36,7 @@ class Architecture(_Frozen):
 class Weights(_Frozen):
     """A file inside the model folder: tensors for the architecture, or a program or graph that brings its own."""
 
-    kind: Literal["safetensors", "torchscript", "exported"] = "safetensors"
+    kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import yaml
 from bioimageio.spec import InvalidDescr, ValidationContext, build_description
 from live import eager
+from onnxes import exported
 from torch import nn
 
 from service.errors import BrokenModel, UnsupportedPackage
@@ -171,6 +173,35 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
     assert found.pixels.shape == phantom.image.shape
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_onnx_weights_are_checked_and_served(
+    bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, *, beside: bool
+) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image)
+    path = exported(bands_network, folder / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
+    described: dict[str, Any] = {"source": path.name, "opset_version": 20}
+    if beside:
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)
+        described["external_data"] = {"source": "weights.data", "sha256": digest(folder / "weights.data")}
+    described["sha256"] = digest(path)
+    description = yaml.safe_load((folder / "rdf.yaml").read_text())
+    finished(folder, description | {"weights": {"onnx": described}})
+    if not beside:
+        assert_valid(folder)
+    spec, notes = import_model(folder, tmp_path / "models", {})
+    assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
+    assert any("reproduced within" in note for note in notes)
+    segmenter = Segmenter(spec, eager(tmp_path / "models"))
+    segmenter.warm_up()
+    found = segmenter.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    assert found.pixels.shape == phantom.image.shape
+    other = import_model(write_05(tmp_path / "other", bands_network, image), tmp_path / "models", {}, "other").spec
+    usual = Segmenter(other, eager(tmp_path / "models"))
+    usual.warm_up()
+    expected = usual.segment(Volume.from_array(phantom.image[None]), Options()).segmentation
+    assert np.mean(found.pixels == expected.pixels) > 0.9999
+
+
 def test_a_zipped_package_is_the_same(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> None:
     folder = write_05(tmp_path / "package", bands_network, image)
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
@@ -184,7 +215,7 @@ def test_a_zipped_package_is_the_same(bands_network: nn.Module, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"weights": {"onnx": {"source": "weights.onnx", "opset_version": 17}}}, "weights: there are onnx"),
+        ({"weights": {"keras_hdf5": {"source": "weights.h5"}}}, "weights: there are keras_hdf5"),
         ({"format_version": "0.3.6"}, "format_version: 0.3.6"),
         ({"inputs": []}, "inputs: 0 tensors"),
         (

@@ -21,7 +21,7 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
     models.add_argument("--json", action="store_true", help="everything that the model files say")
     models.set_defaults(run=run_list)
     actions = models.add_subparsers(metavar="import")
-    imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package or TorchScript")
+    imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package, TorchScript or ONNX")
     imported.add_argument(
         "package", type=Path, metavar="PATH", help="folder, zip archive or file; nothing is downloaded"
     )

@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from service.errors import UnsupportedPackage
+from service.imports import onnx
 from service.imports.draft import Draft, Fields, Kind, Proof, member, read_mapping
 from service.networks import ARCHITECTURES
 from service.volume import Array
 
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
-SUPPORTED: tuple[tuple[str, Kind], ...] = (("pytorch_state_dict", "state dict"), ("torchscript", "torchscript"))
+SUPPORTED: tuple[tuple[str, Kind], ...] = (
+    ("pytorch_state_dict", "state dict"),
+    ("torchscript", "torchscript"),
+    ("onnx", "onnx"),
+)
 WINDOW = 64
 
 
@@ -63,6 +68,10 @@ def read(root: Path) -> Draft:
     else:
         problems["decoding"] = f"{given.where()}: does not say what labels are made from."
     file = _file(root, weights)
+    if kind == "onnx":
+        if "external_data" in weights:
+            _file(root, weights.inner("external_data"))
+        content["input"] |= onnx.stated(file)
     return Draft(content, file, kind, proofs, problems, (f"Taken from weights.{name} of {rdf.text('name')}.",))
 
 
@@ -160,10 +169,10 @@ def _weights(rdf: Fields) -> tuple[str, Fields, Kind]:
         entry = weights.inner("pytorch_state_dict")
         raise UnsupportedPackage(
             f"{entry.where('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; no code "
-            "of a package is run. A package with torchscript weights can be imported."
+            "of a package is run. A package with torchscript or onnx weights can be imported."
         )
     there = ", ".join(weights.plain()) or "none"
-    raise UnsupportedPackage(f"weights: there are {there}; pytorch_state_dict or torchscript can be honoured.")
+    raise UnsupportedPackage(f"weights: there are {there}; pytorch_state_dict, torchscript or onnx can be honoured.")
 
 
 def _library(entry: Fields) -> str | None:

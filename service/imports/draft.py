@@ -13,7 +13,7 @@ import yaml
 from service.errors import UnsupportedPackage
 from service.volume import Array
 
-Kind = Literal["state dict", "torchscript", "exported"]
+Kind = Literal["state dict", "torchscript", "exported", "onnx"]
 
 TEXT_BYTES = 2**22
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from service.errors import BrokenModel, UnsupportedPackage
-from service.imports import bioimageio, monai_bundle, program
+from service.imports import bioimageio, monai_bundle, onnx, program
 from service.imports.archives import unpacked
 from service.imports.draft import Draft, Proof
 from service.networks import load
@@ -29,7 +29,7 @@ from service.volume import Volume
 
 PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
-SUFFIX = {"torchscript": ".ts", "exported": ".pt2"}
+SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 
 class Imported(NamedTuple):
@@ -43,8 +43,8 @@ def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str 
     """Make `models/<name>` of a package, a folder or a file.
 
     `stated` has keys of a model file that go before what the package says. Nothing is downloaded and nothing is run but
-    networks: architectures known by name, and those of TorchScript and torch.export within the limits of
-    `service.programs` and `service.exported`.
+    networks: architectures known by name, and those of TorchScript, torch.export and ONNX within the limits of
+    `service.programs`, `service.exported` and `service.onnxgraph`.
     Raises UnsupportedPackage, naming the field, and BrokenModel where the result does not fit together.
     """
     if not path.exists():
@@ -57,7 +57,7 @@ def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str 
                 return _write(kind.read(root), models, stated, name)
         raise UnsupportedPackage(
             f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
-            "(configs/metadata.json); a TorchScript program and a file of torch.export are single files."
+            "(configs/metadata.json); a TorchScript program, a file of torch.export or ONNX are single files."
         )
 
 
@@ -120,7 +120,10 @@ def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
         save_file({key: value.contiguous().clone() for key, value in state_dict(draft.weights).items()}, file)
     else:
         kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
-        shutil.copyfile(draft.weights, file)
+        if kind == "onnx":
+            file.write_bytes(onnx.whole(draft.weights))
+        else:
+            shutil.copyfile(draft.weights, file)
     return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 

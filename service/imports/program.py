@@ -1,12 +1,15 @@
-"""Files of TorchScript and `torch.export`, which do not say what goes in and comes out: the operator states that."""
+"""Files of TorchScript, `torch.export` and ONNX, which hardly say what goes in and out: the operator states it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from service.imports import onnx
 from service.imports.draft import Draft, Kind
 
-SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".pt2")
+SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".pt2", ".onnx")
+KINDS: dict[str, tuple[Kind, str]] = {".pt2": ("exported", "torch.export"), ".onnx": ("onnx", "ONNX")}
 
 
 def recognises(path: Path) -> bool:
@@ -15,16 +18,17 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Draft:
     """A draft with hardly anything in it."""
-    kind: Kind = "exported" if path.suffix == ".pt2" else "torchscript"
-    what = "torch.export" if kind == "exported" else "TorchScript"
-    content = {
+    kind, what = KINDS.get(path.suffix, ("torchscript", "TorchScript"))
+    content: dict[str, Any] = {
         "name": path.stem,
         "version": "1",
         "summary": f"The {what} file {path.name}.",
         "licence": "Not stated.",
         "training_data": "Not stated.",
-        "input": {"channels": 1},
+        "input": {"channels": 1} | (onnx.stated(path) if kind == "onnx" else {}),
     }
-    nothing = f"a {what} file does not say it"
-    keys = ("input.normalisation", "input.roi_size", "outputs", "activation", "decoding")
+    nothing = f"{what} files do not say it"
+    keys = ["input.normalisation", "input.roi_size", "outputs", "activation", "decoding"]
+    if "roi_size" in content["input"]:
+        keys.remove("input.roi_size")
     return Draft(content, path, kind, problems=dict.fromkeys(keys, nothing))

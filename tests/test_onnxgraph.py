@@ -1,0 +1,120 @@
+"""ONNX files of others: what is run of them, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from onnx import TensorProto, helper, numpy_helper
+from onnxes import exported
+from torch import nn
+
+from service.engine import openvino
+from service.engine.prepare import prepare
+from service.errors import BrokenModel
+from service.networks import ShuffleUNet
+from service.onnxgraph import load_onnx
+
+SHAPE = (2, 1, 32, 32, 32)
+CPU = torch.device("cpu")
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (4, 8, 8), (2, 2), num_res_units=1, norm="batch"),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+    "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
+}
+OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+
+
+def graph(path: Path, shape: list[Any], nodes: list[onnx.NodeProto], weight: Any = None, **changed: Any) -> Path:
+    """A model from `x` to `y`, with a tensor `w`."""
+    image = helper.make_tensor_value_info("x", changed.get("dtype", TensorProto.FLOAT), shape)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [] if weight is None else [numpy_helper.from_array(np.asarray(weight, np.float32), "w")]
+    made = helper.make_graph(nodes, "g", [image, *changed.get("also", [])], [result], tensors)
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS[name]()
+    loaded = load_onnx(exported(network, tmp_path / "n.onnx", SHAPE, OPEN))
+    for shape in (SHAPE, (1, 1, 32, 48, 64)):
+        image = torch.rand(shape)
+        with torch.inference_mode():
+            torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+
+
+def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    loaded = load_onnx(exported(NETWORKS["UNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
+    image = torch.rand(SHAPE)
+    with torch.inference_mode():
+        expected = loaded(image)
+        plain = prepare(loaded, CPU, torch.float32, torch.channels_last_3d)
+        torch.testing.assert_close(
+            plain(image.to(memory_format=torch.channels_last_3d)), expected, rtol=1e-4, atol=1e-4
+        )
+        narrow = prepare(loaded, CPU, torch.bfloat16, torch.contiguous_format)
+        torch.testing.assert_close(narrow(image.bfloat16()), expected, rtol=0.1, atol=0.1)
+        if openvino.missing() is None:
+            other = openvino.make(prepare(loaded, CPU, torch.float32, torch.contiguous_format), image, "fp32")
+            torch.testing.assert_close(other(image), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_file_for_one_window_is_run_window_by_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = NETWORKS["ShuffleUNet"]()
+    loaded = load_onnx(exported(network, tmp_path / "n.onnx", (1, *SHAPE[1:])))
+    image = torch.rand(3, *SHAPE[1:])
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="fixes its input"):
+            loaded(torch.rand(1, 1, 32, 32, 16))
+
+
+def test_values_are_let_go_when_nobody_needs_them_any_more(tmp_path: Path) -> None:
+    loaded = load_onnx(exported(NETWORKS["ShuffleUNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
+    spent = [name for step in loaded.steps for name in step.spent]
+    made = {name for step in loaded.steps for name in step.outputs} | {"x"}
+    assert len(spent) == len(set(spent))
+    assert made - set(spent) == {loaded._result}
+
+
+RELU = [helper.make_node("Relu", ["x"], ["y"])]
+FLAT = helper.make_node("Conv", ["x", "w"], ["y"])
+VOLUME = ["b", 1, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "more", "word"),
+    [
+        (["b", 1, 8, 8], RELU, {}, "graph.input x: 4 axes"),
+        ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: a batch of 4"),
+        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: data type"),
+        (VOLUME, RELU, {"also": [helper.make_tensor_value_info("t", TensorProto.FLOAT, [1])]}, "takes 2 inputs"),
+        (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom of com.acme"),
+        (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not on the list"),
+        (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: nothing makes it"),
+        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y"),
+        (VOLUME, [FLAT], {"weight": np.zeros((2, 1, 3, 3))}, "Conv: W: 2 axes"),
+        (VOLUME, [helper.make_node("Conv", ["x", "x"], ["y"])], {}, "Conv: input 1"),
+        (VOLUME, [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")], {}, "Resize: mode: cubic"),
+        (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(
+    tmp_path: Path, shape: list[Any], nodes: list[onnx.NodeProto], more: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(BrokenModel, match=word):
+        load_onnx(graph(tmp_path / "m.onnx", shape, nodes, **more))
