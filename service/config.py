@@ -32,6 +32,7 @@ KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 # The first part of a place such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
@@ -57,10 +58,23 @@ class Models(_Section):
 
 
 class Device(_Section):
-    """`auto` takes the first CUDA GPU, else the CPU. `threads` 0: as many as the process may use (CPU only)."""
+    """Where models run.
+
+    name     auto: the first CUDA GPU, else the CPU
+    serve    several devices for one service, each with a worker and models of its own, or all GPUs; none: `name`
+    threads  of the network on a CPU; 0: as many as the process may use
+    """
 
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    serve: tuple[DeviceName, ...] | Literal["all"] = ()
     threads: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _gpus_once(self) -> Self:
+        gpus = [name for name in self.serve if name != "cpu"] if self.serve != "all" else []
+        if len(gpus) != len(set(gpus)):
+            raise ValueError("serve names a GPU twice; windows of several requests share one anyway")
+        return self
 
 
 class Engine(_Section):

@@ -63,6 +63,14 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Every CUDA device of this process. Raises ConfigError where there is none."""
+    names = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    if not names:
+        raise ConfigError("device.serve is all, but no CUDA device can be used; leave it empty.")
+    return names
+
+
 def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
     """Floating dtypes for which the device has matrix units or full-rate arithmetic, float32 always among them."""
     if device.type == "cuda":

@@ -216,6 +216,11 @@ class JobQueue:
             return tuple(self._running)
 
     @property
+    def full(self) -> bool:
+        """Whether no more may be offered."""
+        return len(self._waiting) + len(self._running) > self._limit
+
+    @property
     def expected(self) -> float:
         """Seconds of the device that those who wait and run should still take."""
         with self._changed:
@@ -226,7 +231,7 @@ class JobQueue:
         with self._changed:
             if self._closed:
                 raise NotReady("The service is stopping; send the request again when it is back.")
-            if len(self._waiting) + len(self._running) > self._limit:
+            if self.full:
                 message = f"{len(self._waiting)} requests wait for the device, and no more may; try again later."
                 raise QueueFull(message, self._retry_after())
 

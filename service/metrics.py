@@ -85,6 +85,9 @@ class Metrics:
             ["model"],
             registry=self._registry,
         )
+        self._device_windows = Counter(
+            "stackseg_device_windows", "Windows computed, by device.", ["device"], registry=self._registry
+        )
         self._fallbacks = Counter(
             "stackseg_memory_fallbacks",
             "How often memory did not hold a batch, and a smaller one was taken.",
@@ -136,9 +139,10 @@ class Metrics:
         for stage, value in seconds.items():
             self._stages.labels(stage).observe(value)
 
-    def count_batch(self, model: str, windows: int, slots: float) -> None:
+    def count_batch(self, model: str, device: str, windows: int, slots: float) -> None:
         """Count what one batch was for one request: its windows, and its part of the room of the batch."""
         self._windows.labels(model).inc(windows)
+        self._device_windows.labels(device).inc(windows)
         self._slots.labels(model).inc(slots)
 
     def count_recomputed(self, model: str, times: int) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -83,7 +84,7 @@ class Residents(Generic[T]):
         *,
         guess: Callable[[str], int] = lambda _name: 0,
         unloaded: Callable[[str], None] = lambda _name: None,
-        turn: threading.Lock | None = None,
+        turn: AbstractContextManager[object] | None = None,
         name: str = "load",
     ) -> None:
         self._limit, self._load, self._guess, self._unloaded = limit_bytes, load, guess, unloaded

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,8 +31,9 @@ from service.metrics import Metrics
 from service.planning import Estimate, Outlook
 from service.references import References
 from service.repository import ModelSpec
+from service.residents import Standing
 from service.segmenter import Result, Segmenter
-from service.station import Load, Seat, Station
+from service.station import Load, Seat, Station, station_settings
 from service.store import Outcome
 from service.volume import Description, Extent, Options, Segmentation, Selection, Volume
 
@@ -55,8 +56,9 @@ class ModelState(NamedTuple):
 
     state      unloaded until somebody asks for it
     spec       None where the folder cannot be read
-    segmenter  one that is loaded; `nbytes` of it, and when it was last `used` (on the clock of `time.time`)
+    segmenter  one that is loaded
     problem    why it failed
+    loaded     where it is loaded, by the name of the device
     """
 
     name: str
@@ -64,8 +66,7 @@ class ModelState(NamedTuple):
     spec: ModelSpec | None = None
     segmenter: Segmenter | None = None
     problem: str | None = None
-    nbytes: int | None = None
-    used: float | None = None
+    loaded: Mapping[str, Standing] = {}
 
 
 class Runtime:
@@ -79,7 +80,10 @@ class Runtime:
         self.settings = settings
         self.references = References(settings.references)
         self.metrics = Metrics()
-        self.station = Station(settings, load, self.metrics, threading.Lock())
+        self._turn = compiled.Turn()
+        self.stations = tuple(
+            Station(name, own, load, self.metrics, self._turn) for name, own in station_settings(settings)
+        )
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
@@ -114,31 +118,39 @@ class Runtime:
         self._found = {state.name: state for state in self._read_models()}
         specs = {name: state.spec for name, state in self._found.items() if state.spec is not None}
         self._first = tuple(name for name in specs if name in self._wanted_first())
-        self.station.start(specs, self._first)
+        for station in self.stations:
+            station.start(specs, self._first)
 
     def drain(self) -> None:
         """Stop being ready. What was begun may still finish, but not take longer than server.drain_seconds."""
         if self._draining:
             return
         self._draining = True
-        self.station.watchdog.stop()
-        self._patience = threading.Timer(self.settings.server.drain_seconds, self.station.give_up)
+        for station in self.stations:
+            station.watchdog.stop()
+        self._patience = threading.Timer(self.settings.server.drain_seconds, self._give_up)
         self._patience.daemon = True
         self._patience.start()
 
     def stop(self) -> None:
         """Give up what still runs, end threads and child processes, delete what is left on disk."""
         self._draining = True
-        self.station.watchdog.stop()
+        for station in self.stations:
+            station.watchdog.stop()
         if self._patience is not None:
             self._patience.cancel()
-        self.station.give_up()
-        if not self.station.stop(JOIN_SECONDS):
-            log.warning("the device is still busy after %s s; leaving it behind", JOIN_SECONDS)
+        self._give_up()
+        for station in self.stations:
+            if not station.stop(JOIN_SECONDS):
+                log.warning("%s is still busy after %s s; leaving it behind", station.name, JOIN_SECONDS)
         self._reader.close()
         self.readers.shutdown()
         discard(self.root)
         os.close(self._hold)
+
+    def _give_up(self) -> None:
+        for station in self.stations:
+            station.give_up()
 
     @property
     def draining(self) -> bool:
@@ -148,7 +160,7 @@ class Runtime:
     @property
     def ended(self) -> bool:
         """Whether nothing is worked on any more, and nothing ever will be."""
-        return self.station.ended
+        return all(station.ended for station in self.stations)
 
     def make_folder(self) -> Path:
         """A new folder for one request."""
@@ -158,17 +170,18 @@ class Runtime:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
         if self._draining:
             raise NotReady("The service is stopping; send the request again when it is back.")
-        self.station.queue.check()
+        free = next((station for station in self.stations if not station.queue.full), self.stations[0])
+        free.queue.check()
 
     @property
     def waiting(self) -> int:
         """How many requests wait for their turn."""
-        return self.station.queue.waiting
+        return sum(station.queue.waiting for station in self.stations)
 
     @property
     def running(self) -> tuple[Job[Any], ...]:
         """The requests that are worked on."""
-        return self.station.queue.running
+        return tuple(job for station in self.stations for job in station.queue.running)
 
     @property
     def models(self) -> tuple[ModelState, ...]:
@@ -183,13 +196,13 @@ class Runtime:
         reasons = [self._problem] if self._problem else []
         if self._draining:
             reasons.append("The service is stopping.")
-        if self.station.problem is not None:
-            reasons.append(self.station.problem)
-        starting, problems = self.station.residents.starting, self.station.residents.problems
+        reasons += [station.problem for station in self.stations if station.problem is not None]
+        starting = {name for station in self.stations for name in station.residents.starting}
+        failed = {name for station in self.stations for name in station.residents.problems}
         for name, found in self._found.items():
             if name in starting:
                 reasons.append(f"{name} is being loaded and warmed up.")
-            elif found.state == "failed" or (name in self._first and name in problems):
+            elif found.state == "failed" or (name in self._first and name in failed):
                 # Health is open to everybody, and the problem may tell of paths.
                 reasons.append(f"{name} cannot be served; GET /models and the log say why.")
         return tuple(reasons)
@@ -201,7 +214,7 @@ class Runtime:
     def spec(self, name: str | None) -> ModelSpec:
         """What is true of the model that answers. Raises UnknownModel, BrokenModel, and NotReady during the start."""
         spec = self.served(name)
-        if spec.name in self.station.residents.starting:
+        if all(spec.name in station.residents.starting for station in self.stations):
             raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
         return spec
 
@@ -215,7 +228,7 @@ class Runtime:
     def segmenter(self, name: str | None) -> Segmenter:
         """The model of that name as it is loaded. Raises what `spec` raises, and NotReady where it is not loaded."""
         spec = self.spec(name)
-        segmenter = self.station.residents.look(spec.name)
+        segmenter = self._loaded(spec.name)
         if segmenter is None:
             raise NotReady(f"The model {spec.name} is not loaded.")
         return segmenter
@@ -225,8 +238,7 @@ class Runtime:
 
         Raises BadParameter and TooLarge.
         """
-        segmenter = self.station.residents.look(spec.name)
-        return (segmenter or Outlook(spec, self.settings)).estimate(volume, options)
+        return (self._loaded(spec.name) or Outlook(spec, self.settings)).estimate(volume, options)
 
     def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
@@ -237,8 +249,8 @@ class Runtime:
         return self._reader.read(path, selection, scratch, shared=shared)
 
     def seat(self, model: str) -> Seat:
-        """Where a request for this model should be worked on."""
-        return Seat(self.station, model)
+        """Where a request for this model should be worked on, as things are."""
+        return Seat(min(self.stations, key=lambda station: station.reluctance(model)), model)
 
     def submit(self, spec: ModelSpec, volume: Volume, options: Options) -> Job[Result]:
         """Let a worker segment the volume, once the model is loaded. Raises BadParameter, QueueFull or NotReady."""
@@ -273,19 +285,24 @@ class Runtime:
             lambda: float(not self.obstacles()),
         )
         watch("stackseg_compiled_graphs", "Graphs compiled so far; only loading a model adds some.", compiled.graphs)
-        standings = self.station.residents
-        watch("stackseg_loaded_models", "Models that are loaded.", lambda: float(len(standings.standings)))
         watch(
-            "stackseg_loaded_bytes",
-            "Memory that they take.",
-            lambda: float(sum(one.nbytes for one in standings.standings.values())),
+            "stackseg_recompilations",
+            "Graphs that were compiled while no model was loaded; there should be none.",
+            lambda: self._turn.recompilations,
         )
-        self.metrics.watch_each(
+        each = self.metrics.watch_each
+        each("stackseg_loaded_models", "Models that are loaded, by device.", "device", self._loaded_models)
+        each("stackseg_loaded_bytes", "Memory that they take.", "device", self._loaded_bytes)
+        each(
             "stackseg_gpu_memory_used_bytes", "Of each GPU, by all processes.", "gpu", lambda: _gpu_bytes("memory_used")
         )
-        self.metrics.watch_each(
-            "stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: _gpu_bytes("memory_total")
-        )
+        each("stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: _gpu_bytes("memory_total"))
+
+    def _loaded_models(self) -> dict[str, float]:
+        return {station.name: float(len(station.residents.standings)) for station in self.stations}
+
+    def _loaded_bytes(self) -> dict[str, float]:
+        return {station.name: float(station.loaded_bytes) for station in self.stations}
 
     def _read_models(self) -> list[ModelState]:
         models = self.settings.models
@@ -330,13 +347,22 @@ class Runtime:
         """With where it stands at the station."""
         if found.spec is None:
             return found
-        residents = self.station.residents
-        segmenter, standing = residents.look(found.name), residents.standings.get(found.name)
-        if segmenter is not None and standing is not None and found.name not in residents.starting:
-            return found._replace(state="ready", segmenter=segmenter, nbytes=standing.nbytes, used=standing.used)
-        if (problem := residents.problems.get(found.name)) is not None:
-            return found._replace(state="failed", problem=problem)
-        return found._replace(state="loading") if residents.is_awaited(found.name) else found
+        name, everywhere = found.name, [station.residents for station in self.stations]
+        segmenter = self._loaded(name)
+        loaded = {
+            station.name: standing
+            for station in self.stations
+            if (standing := station.residents.standings.get(name)) is not None
+        }
+        if segmenter is not None and loaded:
+            return found._replace(state="ready", segmenter=segmenter, loaded=loaded)
+        if any(residents.is_awaited(name) for residents in everywhere):
+            return found._replace(state="loading")
+        problem = next((residents.problems[name] for residents in everywhere if name in residents.problems), None)
+        return found if problem is None else found._replace(state="failed", problem=problem)
+
+    def _loaded(self, name: str) -> Segmenter | None:
+        return next(filter(None, (station.residents.look(name) for station in self.stations)), None)
 
 
 def _gpu_bytes(field: str) -> dict[str, float]:

@@ -261,11 +261,18 @@ class JobList(BaseModel):
     jobs: list[JobReport]
 
 
+class Loaded(BaseModel):
+    """A model on one device: the memory that it takes there, and when a request last began or ended to use it."""
+
+    device: str
+    bytes: int
+    used: datetime
+
+
 class ModelInfo(BaseModel):
     """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
 
-    bytes   of memory that it takes while it is loaded
-    used    when a request last began or ended to use it, since it was loaded
+    devices  on which it is loaded
     """
 
     name: str
@@ -280,8 +287,7 @@ class ModelInfo(BaseModel):
     decoding: str | None = None
     engine: EngineReport | None = None
     loaded: bool = False
-    bytes: int | None = None
-    used: datetime | None = None
+    devices: list[Loaded] = []
     problem: str | None = None
 
 
@@ -309,10 +315,22 @@ class Liveness(BaseModel):
     status: str = "alive"
 
 
+class DeviceReport(BaseModel):
+    """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable."""
+
+    name: str
+    waiting: int
+    running: int
+    models: list[str]
+    loaded_bytes: int
+    problem: str | None
+
+
 class GpuReport(BaseModel):
-    """The GPUs of the host (none is no error), its processor, and how each loaded model runs."""
+    """The GPUs of the host (none is no error), its processor, the devices in use, and how each loaded model runs."""
 
     message: str
     gpus: list[GpuStatus]
     cpu: CpuStatus
+    devices: list[DeviceReport]
     models: dict[str, EngineReport]

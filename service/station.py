@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -14,6 +14,7 @@ from typing import Any
 from service import hardware
 from service.config import Settings
 from service.device import Device, Share
+from service.engine import compiled
 from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
@@ -26,6 +27,8 @@ from service.worker import Worker
 
 # Of weights on a CPU, until a model was loaded once: as in the file, prepared, and packed by an engine.
 COPIES = 3
+# Until it was loaded once.
+ASSUMED_LOAD_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ Load = Callable[[ModelSpec, Settings], Segmenter]
 class Station:
     """Owns the threads of one device. `start` returns at once, models become ready one after the other.
 
+    name      of the station; None: the only one
     settings  with `device.name` for this device
     load      makes a segmenter of a model
     metrics   where it counts
@@ -42,17 +46,18 @@ class Station:
     Raises ConfigError for a device that is not there.
     """
 
-    def __init__(self, settings: Settings, load: Load, metrics: Metrics, turn: threading.Lock) -> None:
+    def __init__(self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: compiled.Turn) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
         at_once = min(limits.at_once, limits.waiting + 1)
         self.settings = settings
-        self.name = str(torch_device)
+        self.name = name or str(torch_device)
         self._on_host = torch_device.type == "cpu"
         self._torch_device = torch_device
         self._make = load
         self._metrics = metrics
         self._specs: Mapping[str, ModelSpec] = {}
+        self._load_seconds: dict[str, float] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free)
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
@@ -64,6 +69,7 @@ class Station:
             lambda: self._device.alive,
             batch_seconds=settings.watchdog.batch_seconds,
             grace_seconds=settings.watchdog.grace_seconds,
+            device="the device" if name is None else f"the device {name}",
         )
 
     def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
@@ -98,12 +104,28 @@ class Station:
             return "The thread that owns the device is not running."
         return self.watchdog.problem
 
+    def reluctance(self, model: str) -> tuple[bool, bool, float]:
+        """Less where a request for this model is answered sooner.
+
+        Not at all where the device or the model has failed, later where no more may wait or the start is not over, else
+        after as many seconds as the work before it should take, and loading the model.
+        """
+        failed = self.problem is not None or model in self.residents.problems
+        there = self.residents.look(model) is not None or self.residents.is_awaited(model)
+        loading = 0.0 if there else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
+        return failed, self.queue.full or bool(self.residents.starting), self.queue.expected + loading
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Memory that the loaded models take."""
+        return sum(standing.nbytes for standing in self.residents.standings.values())
+
     def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
         """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
 
         def count(share: Share) -> None:
-            self._metrics.count_batch(name, share.windows, share.slots)
+            self._metrics.count_batch(name, self.name, share.windows, share.slots)
             job.device_seconds += share.seconds
 
         run = partial(self._device.run, due=job.due, share=count)
@@ -141,6 +163,7 @@ class Station:
         weights, limit = self._weights_size(name), self.settings.models.memory_bytes
         if weights > limit:
             raise BrokenModel(too_large(name, weights, limit))
+        began = time.monotonic()
         try:
             segmenter = self._device.call(partial(self._made, spec)) if starting else self._made_on_demand(spec)
         except (RuntimeError, MemoryError) as error:
@@ -148,8 +171,9 @@ class Station:
                 raise
             needed = self._guess(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
+        self._load_seconds[name] = time.monotonic() - began
         report = segmenter.report()
-        how = f"{report.engine}, {report.precision}, {report.device}, warm-up {report.warm_up_seconds:.1f} s"
+        how = f"{report.engine}, {report.precision}, {self.name}, warm-up {report.warm_up_seconds:.1f} s"
         log.info("%s is ready: %s, %.0f MiB", spec.identifier, how, segmenter.nbytes / 2**20)
         self._metrics.count_load(name)
         return segmenter
@@ -171,6 +195,7 @@ class Station:
     def _unloaded(self, name: str) -> None:
         """Free what refers to itself, and what torch keeps for later."""
         self._metrics.count_unload(name)
+        compiled.forget()
         gc.collect()
         hardware.return_freed(self._torch_device)
 
@@ -226,3 +251,18 @@ class Seat:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
+
+
+def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
+    """Name and settings of each device's station; no name where there is but one. Raises ConfigError."""
+    wanted = hardware.gpu_names() if settings.device.serve == "all" else settings.device.serve
+    if not wanted:
+        return [(None, settings)]
+    shares = max(wanted.count("cpu"), 1)
+    threads = settings.device.threads or max(hardware.usable_cores() // shares, 1)
+    found: list[tuple[str | None, Settings]] = []
+    for index, name in enumerate(wanted):
+        before = wanted[:index].count(name)
+        device = settings.device.model_copy(update={"name": name, "threads": threads})
+        found.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
+    return found

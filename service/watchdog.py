@@ -36,6 +36,7 @@ class Watchdog:
         alive: whether the device's thread lives
         batch_seconds: how long `pulse` may stay the same before the thread counts as stuck
         grace_seconds: how long that, or its death, may last before `end` is called with the reason
+        device: what it is called, where there are several
     """
 
     def __init__(  # noqa: PLR0913
@@ -45,10 +46,12 @@ class Watchdog:
         *,
         batch_seconds: float,
         grace_seconds: float,
+        device: str = "the device",
         end: Callable[[str], None] = end_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pulse, self._alive, self._end, self._clock = pulse, alive, end, clock
+        self._device = device
         self._batch_seconds, self._grace_seconds = batch_seconds, grace_seconds
         self._seen: Hashable | None = None
         self._lost = ""
@@ -62,6 +65,11 @@ class Watchdog:
     def problem(self) -> str | None:
         """Why the device cannot be used, one sentence; None while it can."""
         return self._problem
+
+    @property
+    def _name(self) -> str:
+        """As a sentence begins."""
+        return self._device[0].upper() + self._device[1:]
 
     def start(self) -> None:
         self._looked = self._clock()
@@ -84,7 +92,7 @@ class Watchdog:
         if trouble != self._problem and trouble is not None:
             log.error("%s", trouble)
         elif trouble is None and self._problem is not None:
-            log.warning("The device gets on again.")
+            log.warning("%s gets on again.", self._name)
         self._problem = trouble
         self._troubled = self._troubled + passed if trouble else 0.0
         if trouble and self._troubled >= self._grace_seconds:
@@ -97,9 +105,9 @@ class Watchdog:
         if self._lost:
             return self._lost
         if not self._alive():
-            return "The thread that owns the device has died."
+            return f"The thread that owns {self._device} has died."
         if self._still > self._batch_seconds:
-            return f"The device is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
+            return f"{self._name} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
         return None
 
     def _loop(self) -> None:

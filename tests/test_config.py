@@ -125,6 +125,13 @@ def test_impossible_value_is_refused_with_its_key(name: str, text: str) -> None:
         read_settings(None, {variable(section, key): text})
 
 
+@pytest.mark.parametrize(("serve", "fault"), [("[cuda]", "serve"), ("[cuda:0, cuda:0]", "a GPU twice")])
+def test_devices_that_cannot_be_served_on_are_refused(serve: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        read_settings(None, {"STACKSEG_DEVICE__SERVE": serve})
+    assert read_settings(None, {"STACKSEG_DEVICE__SERVE": "[cuda:0, cuda:1]"}).device.serve == ("cuda:0", "cuda:1")
+
+
 def test_every_fault_is_told_at_once() -> None:
     environment = {"STACKSEG_WINDOWS__OVERLAP": "7", "STACKSEG_SERVER__PORT": "-1", "STACKSEG_DEVICE__NAME": "tpu"}
     with pytest.raises(ConfigError) as caught:

@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from service.engine import compiled
+from service.networks import Network
 
 X = torch.rand(2, 2, 8, 8, 8)
 
@@ -51,3 +53,41 @@ def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
     compiled.use_cache(Path("a/cache"))
     assert (tmp_path / "a" / "cache").is_dir()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "a" / "cache")
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> None:
+    def weights() -> int:
+        gc.collect()
+        tensors = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
+        return sum(one.shape[:2] == (37, 41) for one in tensors)
+
+    def make() -> Network:
+        return compiled.make(nn.Conv3d(41, 37, 3).eval().requires_grad_(requires_grad=False), "default", freeze=freeze)
+
+    example = torch.rand(1, 41, 4, 4, 4)
+    with torch.inference_mode():
+        kept, gone = make(), make()
+        expected = kept(example)
+        gone(example)
+        both, graphs = weights(), compiled.graphs()
+        del gone
+        gc.collect()
+        compiled.forget()
+        assert 0 < weights() < both
+        assert torch.equal(kept(example), expected)
+        assert compiled.graphs() == graphs, "what is in use is not compiled again"
+        del kept
+        compiled.forget()
+        assert weights() == 0
+
+
+def test_graphs_count_as_recompilations_only_while_nothing_is_loaded() -> None:
+    turn = compiled.Turn()
+    network = compiled.make(nn.Conv3d(1, 2, 1).eval(), "default", freeze=False)
+    with torch.inference_mode():
+        with turn:
+            network(torch.rand(1, 1, 4, 4, 4))
+        assert turn.recompilations == 0
+        network(torch.rand(1, 1, 5, 5, 5))
+    assert turn.recompilations == 1

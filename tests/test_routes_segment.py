@@ -234,7 +234,7 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
             thread.start()
         # The first of the two waits as well, until the worker has noticed it.
         until(lambda: runtime.running and runtime.waiting == 1)
-        runtime.station.queue.cancel_all()
+        runtime.stations[0].queue.cancel_all()
         for thread in threads:
             thread.join(20)
         assert [answer.status_code for answer in answers] == [503, 503]

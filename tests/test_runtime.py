@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import FakeSegmenter, until
 
+from service import hardware
 from service.config import Settings
 from service.errors import (
     BrokenModel,
@@ -25,6 +26,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
+from service.station import station_settings
 from service.volume import Options, Volume
 from service.windows import Blending, SlidingWindow
 
@@ -300,7 +302,7 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready
     three: Path, tmp_path: Path, models: dict[str, Any]
 ) -> None:
     with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
-        until(lambda: not runtime.station.residents.starting)
+        until(lambda: not runtime.stations[0].residents.starting)
         assert [reason for reason in runtime.obstacles() if "delta" in reason]
 
 
@@ -323,7 +325,7 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         given_up.cancel()
         fakes["beta"].gate.set()
         assert waiting.future.result(10)
-        until(lambda: not runtime.station.residents.is_awaited("gamma"))
+        until(lambda: not runtime.stations[0].residents.is_awaited("gamma"))
         assert "gamma" not in fakes, "nobody waits for it any more"
 
 
@@ -341,8 +343,8 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
         metrics = runtime.metrics.exposition().decode()
-        assert "stackseg_loaded_models 1.0" in metrics
-        assert f"stackseg_loaded_bytes {float(size)}" in metrics
+        assert 'stackseg_loaded_models{device="cpu"} 1.0' in metrics
+        assert f'stackseg_loaded_bytes{{device="cpu"}} {float(size)}' in metrics
         assert 'stackseg_model_loads_total{model="gamma"} 1.0' in metrics
         assert 'stackseg_model_unloads_total{model="alpha"}' in metrics
 
@@ -363,3 +365,50 @@ def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
         assert runtime.model("beta").state == "failed"
         assert "memory_bytes" in (runtime.model("beta").problem or "")
         assert runtime.submit(runtime.spec("gamma"), stack, Options()).future.result(10)
+
+
+def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
+    three: Path, tmp_path: Path, stack: Volume
+) -> None:
+    chosen = settings(three, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
+    fakes: list[FakeSegmenter] = []
+
+    def load(spec: Any, own: Settings) -> FakeSegmenter:
+        fakes.append(FakeSegmenter(spec, own))
+        return fakes[-1]
+
+    with running(chosen, load) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        one, other = runtime.stations
+        assert [station.settings.device.name for station in runtime.stations] == ["cpu", "cpu"]
+        for fake in fakes:
+            fake.gate.clear()
+        jobs = [runtime.submit(runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        until(lambda: (len(one.queue.running), len(other.queue.running)) == (1, 1))
+        jobs += [runtime.submit(runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            runtime.admit()
+        for fake in fakes:
+            fake.gate.set()
+        assert all(job.future.result(20) for job in jobs)
+        runtime.submit(runtime.spec("beta"), stack, Options()).future.result(20)
+        holder = next(station for station in runtime.stations if station.residents.look("beta"))
+        for _ in range(3):
+            runtime.submit(runtime.spec("beta"), stack, Options()).future.result(20)
+        assert [station for station in runtime.stations if station.residents.look("beta")] == [holder]
+
+
+def test_threads_of_the_processor_are_shared_by_its_stations(bands_repository: Path, tmp_path: Path) -> None:
+    chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
+    found = station_settings(chosen)
+    assert [name for name, _ in found] == ["cpu", "cpu-2"]
+    cores = hardware.usable_cores()
+    assert all(1 <= own.device.threads <= max(cores // 2, 1) for _, own in found)
+    assert station_settings(settings(bands_repository, tmp_path)) == [(None, settings(bands_repository, tmp_path))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("serve", ["all", ["cuda:0", "cuda:1"]])
+def test_gpus_that_are_not_there_are_refused_at_start(bands_repository: Path, tmp_path: Path, serve: Any) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        Runtime(settings(bands_repository, tmp_path, device={"serve": serve}))

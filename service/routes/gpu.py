@@ -9,20 +9,31 @@ from fastapi import APIRouter, Response
 from service import hardware
 from service.metrics import CONTENT_TYPE
 from service.routes.requests import RuntimeDependency
-from service.schemas import GpuReport
+from service.schemas import DeviceReport, GpuReport
 
 router = APIRouter(tags=["operation"])
 
 
 @router.get("/gpu")
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
-    """Every GPU with its memory, load and temperature, the processor, and the engine of each loaded model."""
+    """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
     gpus = await asyncio.to_thread(hardware.gpus)
     models = {model.name: model.segmenter.report() for model in runtime.models if model.segmenter is not None}
+    devices = [
+        DeviceReport(
+            name=station.name,
+            waiting=station.queue.waiting,
+            running=len(station.queue.running),
+            models=sorted(station.residents.standings),
+            loaded_bytes=station.loaded_bytes,
+            problem=station.problem,
+        )
+        for station in runtime.stations
+    ]
     found = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
-    return GpuReport(message=found, gpus=list(gpus), cpu=hardware.cpu(), models=models)
+    return GpuReport(message=found, gpus=list(gpus), cpu=hardware.cpu(), devices=devices, models=models)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from service.repository import usual
 from service.routes.requests import RuntimeDependency
 from service.runtime import ModelState
-from service.schemas import ModelInfo, ModelList
+from service.schemas import Loaded, ModelInfo, ModelList
 
 router = APIRouter(tags=["models"])
 
@@ -45,7 +45,9 @@ def _info(model: ModelState) -> ModelInfo:
         decoding=spec.decoding.kind,
         engine=engine,
         loaded=model.segmenter is not None,
-        bytes=model.nbytes,
-        used=None if model.used is None else datetime.fromtimestamp(model.used, UTC),
+        devices=[
+            Loaded(device=device, bytes=standing.nbytes, used=datetime.fromtimestamp(standing.used, UTC))
+            for device, standing in model.loaded.items()
+        ],
         problem=model.problem,
     )

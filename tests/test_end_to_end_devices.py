@@ -1,0 +1,125 @@
+"""A real server with two devices: both are used, labels are the same, and trouble of one is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live import Live, as_tiff, classes, eager, serve, until
+from torch import Tensor
+
+from service.errors import DeviceLost
+from service.networks import Network
+from service.segmenter import Segmenter
+
+SECONDS = 0.05
+
+
+class Slow(Segmenter):
+    """Takes its time for every batch, so that there is something to share, or as long as `gate` is closed."""
+
+    def warm_up(self, *, tune: bool = True) -> None:
+        super().warm_up(tune=tune)
+        self.calls = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.lost = False
+        self.instrument(self._slow)
+
+    def _slow(self, network: Network) -> Network:
+        def slow(batch: Tensor) -> Tensor:
+            self.calls += 1
+            time.sleep(SECONDS)
+            self.gate.wait(30)
+            return network(batch)
+
+        return slow
+
+    def segment(self, *arguments: Any, **options: Any) -> Any:
+        if self.lost:
+            raise DeviceLost("cpu-2 has failed.")
+        return super().segment(*arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def live(bands_repository: Path) -> Iterator[Live]:
+    device = {"serve": ["cpu", "cpu"], "threads": 1}
+    settings = eager(
+        bands_repository, device=device, watchdog={"batch_seconds": 0.6, "grace_seconds": 600}, limits={"waiting": 40}
+    )
+    with serve(settings, load=Slow) as running:
+        yield running
+
+
+def loaded(live: Live) -> list[Any]:
+    """The segmenter of each device."""
+    return [station.residents.look("bands") for station in live.runtime.stations]
+
+
+def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, phantom_maker: Any) -> None:
+    stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
+    alone = [classes(live.segment(stack).content) for stack in stacks]
+    before = [segmenter.calls for segmenter in loaded(live)]
+    with ThreadPoolExecutor(12) as pool:
+        for expected, answer in zip(alone * 2, pool.map(live.segment, stacks * 2), strict=True):
+            assert np.array_equal(classes(answer.content), expected)
+    assert all(segmenter.calls > calls for segmenter, calls in zip(loaded(live), before, strict=True))
+    metrics = live.client.get("/metrics").text
+    told = dict(
+        line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")
+    )
+    assert {name.split('"')[1] for name in told} == {"cpu", "cpu-2"}
+    assert all(float(windows) > 0 for windows in told.values())
+    assert 'stackseg_loaded_models{device="cpu-2"} 1.0' in metrics
+    (model,) = live.client.get("/models").json()["models"]
+    assert [one["device"] for one in model["devices"]] == ["cpu", "cpu-2"]
+    assert live.leftovers() == []
+
+
+def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_maker: Any) -> None:
+    stack = as_tiff(phantom_maker((48, 120, 120), seed=1).image)
+    jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(2)]
+    until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["running", "running"], 30)
+    report = live.client.get("/gpu").json()["devices"]
+    assert [(device["name"], device["running"], device["models"]) for device in report] == [
+        ("cpu", 1, ["bands"]),
+        ("cpu-2", 1, ["bands"]),
+    ]
+    for job in jobs:
+        assert live.client.delete(job).status_code == 204
+    until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
+    until(lambda: not live.runtime.running, 20)
+
+
+def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phantom_maker: Any) -> None:
+    stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
+    first, second = loaded(live)
+    first.gate.clear()
+    job = live.client.post("/jobs", content=stack).headers["location"]
+    ready = "/health/ready"
+    until(lambda: live.client.get(ready).status_code == 503, 20)
+    assert "The device cpu is stuck" in live.client.get(ready).json()["detail"]
+    assert "stuck" in (live.client.get("/gpu").json()["devices"][0]["problem"] or "")
+    calls = second.calls
+    assert live.segment(stack).status_code == 200
+    assert second.calls > calls
+    first.gate.set()
+    until(lambda: live.client.get(ready).status_code == 200, 20)
+    until(lambda: live.client.get(job).json()["state"] == "done", 20)
+
+
+# The last one: what is lost stays lost.
+def test_a_lost_device_takes_readiness_and_requests_go_to_the_other(live: Live, phantom_maker: Any) -> None:
+    stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
+    first, _ = loaded(live)
+    first.lost = True
+    answer = live.segment(stack)
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
+    until(lambda: live.client.get("/health/ready").status_code == 503, 20)
+    assert live.segment(stack).status_code == 200
