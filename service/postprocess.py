@@ -253,8 +253,10 @@ def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[N
     count = int(kept.sum())
     of_piece = torch.cat((numbers[group], numbers.new_zeros(1)))[basins.basin_of].int()
     labels = np.empty(basins.pieces.shape, label_dtype(count))
-    for plane, pieces in zip(labels, basins.pieces, strict=True):
-        plane[:] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()
+    step = max(BLOCK // max(basins.pieces[0].numel(), 1), 1)
+    for z0 in range(0, len(labels), step):
+        pieces = basins.pieces[z0 : z0 + step]
+        labels[z0 : z0 + step] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()
     if decoding.holes == "fill":
         fill_holes(labels)
     return labels, count

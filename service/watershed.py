@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ BACKGROUND = -(2**31)
 
 # Voxels that are worked on together: some megabytes.
 BLOCK = 2**22
+
+# Voxels whose neighbours are looked at together, with a number for each of 26.
+NEAR = 2**16
 
 # A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
 PLACE_BITS = 0b11111
@@ -104,14 +108,15 @@ class Watershed:
 
     def __init__(self, size: Size, floor: Callable[[Tensor], Tensor], device: torch.device, block: int = BLOCK) -> None:
         depth, height, width = size
-        self._floor, self._device = floor, device
+        self._floor, self._device, self._depth = floor, device, depth
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
         self._most = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         self._codes = _codes(self._most + 2, self._rows, device)
-        self._offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]
+        offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]
+        self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
         self._steps = _steps(self._plane, self._rows[1], device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
         self._waiting = self._empty()
@@ -131,11 +136,12 @@ class Watershed:
             keys |= self._codes[above : above + len(keys), 1:-1, 1:-1]
             padded = torch.full((len(keys), *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
             padded[:, 1:-1, 1:-1] = torch.where(inside[part], keys, BACKGROUND)
-            self._advance(padded)
+            last = self._z + len(self._waiting) - 2 + len(keys) == self._depth
+            # A small volume is done in one go then.
+            self._advance(torch.cat((padded, self._empty())) if last else padded)
 
     def finish(self) -> Basins:
         """Once all planes were added."""
-        self._advance(self._empty())
         pieces = self._pieces.view(-1)
         link, place, top, voxels = (torch.cat(column) for column in zip(*self._roots, strict=True))
         maxima = (link == torch.arange(len(link), device=self._device)).nonzero().squeeze(1)[1:]
@@ -215,18 +221,22 @@ class Watershed:
         limits = _keys(self._floor(_heights(climb.tops))) & ~PLACE_BITS
         limit = limits.index_select(0, climb.piece)
         near = (climb.own >= limit).nonzero().squeeze(1)
-        index, own, limit, here = (each.index_select(0, near) for each in (climb.place, climb.own, limit, climb.piece))
-        here += self._count - len(climb.targets)
-        base = (self._z - 1) * self._plane
-        pieces = self._pieces.view(-1)
-        for offset in self._offsets:
-            key = keys.index_select(0, index + offset)
-            rows = (key >= limit).nonzero().squeeze(1)
-            place = base + index.index_select(0, rows).long() + offset
-            differs = (pieces.index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
-            rows = rows.index_select(0, differs)
-            height = torch.minimum(own.index_select(0, rows), key.index_select(0, rows))
-            self._found.append((here.index_select(0, rows), place.index_select(0, differs), height))
+        here = climb.piece + (self._count - len(climb.targets))
+        for rows in torch.split(near, NEAR):
+            columns = (climb.place, climb.own, limit, here)
+            self._look_around(keys, *(each.index_select(0, rows) for each in columns))
+
+    def _look_around(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
+        """Note the neighbours of these voxels that belong to other pieces and are not below the limit."""
+        around = (index[:, None] + self._offsets).view(-1)
+        key = keys.index_select(0, around).view(-1, len(NEIGHBOURS))
+        found = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
+        rows = found // len(NEIGHBOURS)
+        place = (self._z - 1) * self._plane + around.index_select(0, found).long()
+        differs = (self._pieces.view(-1).index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
+        rows, found = rows.index_select(0, differs), found.index_select(0, differs)
+        height = torch.minimum(own.index_select(0, rows), key.view(-1).index_select(0, found))
+        self._found.append((here.index_select(0, rows), place.index_select(0, differs), height))
 
 
 def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
@@ -257,6 +267,7 @@ def _codes(planes: int, rows: tuple[int, int], device: torch.device) -> Tensor:
     return 9 * z[:, None, None] + 3 * y[:, None] + x
 
 
+@lru_cache(maxsize=16)
 def _steps(plane: int, row: int, device: torch.device) -> Tensor:
     """int32 [1024]: from a voxel of one code to its neighbour of another, at own code * 32 + the other."""
     code = torch.arange(32)

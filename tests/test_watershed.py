@@ -15,7 +15,7 @@ from skimage.segmentation import watershed
 
 from service.postprocess import Relief, shallow_passes
 from service.training.evaluate import score
-from service.watershed import BLOCK, Watershed
+from service.watershed import BLOCK, NEAR, Watershed
 
 SIZE = (11, 23, 19)
 
@@ -120,3 +120,12 @@ def test_nothing_inside_gives_no_basins() -> None:
 def test_a_plane_larger_than_a_block_is_worked_on_alone() -> None:
     heights = hills(3, (3, 50, 50))
     assert np.array_equal(decode(heights, block=100)[0], decode(heights, block=BLOCK)[0])
+
+
+def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes() -> None:
+    heights = np.random.default_rng(4).uniform(0.9, 1, (12, 150, 151)).astype(np.float32)
+    assert (heights > 0.97).sum() > NEAR
+    together, count = decode(heights, persistence=0.03)
+    apart, other = decode(heights, persistence=0.03, block=NEAR // 2)
+    assert 1 < count == other
+    assert np.array_equal(together, apart)
