@@ -80,7 +80,19 @@ def test_a_trained_model_is_served_at_once(
     spec = read_spec(out)
     assert spec.weights.sha256 != base.weights.sha256
     assert (spec.architecture, spec.decoding) == (base.architecture, base.decoding)
-    assert {file.name for file in out.iterdir()} == {"model.yaml", "weights.safetensors", "training.csv"}
+    assert {file.name for file in out.iterdir()} == {
+        "model.yaml",
+        "weights.safetensors",
+        "training.csv",
+        "sample.tif",
+        "expected.tif",
+    }
+    again = ["segment", str(out / "sample.tif"), str(tmp_path / "again.tif"), "--model", "mine", *config]
+    assert main(again) == 0
+    found, expected = (
+        tiff.read(path, Selection(), 2**30).array() for path in (tmp_path / "again.tif", out / "expected.tif")
+    )
+    assert np.array_equal(found, expected)
     assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "mine", *config]) == 0
     assert main(train) == 1
     assert "holds something already" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from monai.networks.nets.dynunet import DynUNet
+from safetensors.torch import load_file
 from torch import nn
 
 from service.errors import BadParameter
@@ -17,6 +19,7 @@ from service.training import finetune
 from service.training.examples import Pair, Percentiles
 from service.training.finetune import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
 from service.training.synthesis import synthesise
+from service.training.train import save
 
 CPU = torch.device("cpu")
 PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
@@ -175,6 +178,19 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
         norm.momentum = 0.0
     made.run()
     assert made.state.step < 5
+
+
+def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
+    before = copy.deepcopy(network)
+    training, validation = split([pair], 0.25)
+    plan = Plan(**{**vars(PLAN), "steps": 2, "checkpointing": True})
+    trained = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32).run()
+    save(trained, tmp_path)
+    assert not same(before, trained)
+    before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    assert same(before, trained)
 
 
 def test_bfloat16_trains_too(pair: Pair, tmp_path: Path) -> None:

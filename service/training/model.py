@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from service import hardware
-from service.config import Settings
+from service.config import Settings, overruled
 from service.engine import precision
 from service.errors import BadParameter
+from service.formats import tiff
 from service.networks import build, load
 from service.preprocess import normalise
-from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, read_spec
+from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
+from service.segmenter import Segmenter
 from service.training import throughput
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
-from service.training.train import read_pairs, save
+from service.training.train import LIMIT_BYTES, read_pairs, save
+from service.volume import Options, Segmentation, Selection, Volume
 
 FRESH: dict[str, Any] = {
     "licence": "Not stated.",
@@ -64,14 +67,31 @@ def content_of(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict
     }
 
 
-def write_model(network: nn.Module, content: dict[str, Any], folder: Path) -> ModelSpec:
-    """Write weights and model file into `folder`, and read them back as the service does. Raises BrokenModel."""
+def write_model(
+    network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any], settings: Settings
+) -> ModelSpec:
+    """Write weights, model file and a sample into `folder`, and read them back as the service does. Raises BrokenModel.
+
+    The sample is the middle of `image`, [Z, Y, X], as large as a window: engines are compared by what they make of it.
+    """
     save(network, folder)
     digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
-    stated = {"weights": {"file": "weights.safetensors", "sha256": digest}}
-    text = yaml.safe_dump(content | stated, sort_keys=False, allow_unicode=True)
+    stated = content | {"weights": {"file": "weights.safetensors", "sha256": digest}, "sample": Sample().model_dump()}
+    _write_sample(ModelSpec.model_validate({**stated, "folder": folder}), image, settings)
+    text = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
     (folder / FILE_NAME).write_text(text, encoding="utf-8")
     return read_spec(folder)
+
+
+def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> None:
+    sample = spec.sample or Sample()
+    starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
+    middle = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
+    segmenter = Segmenter(spec, overruled(settings, "engine", {"kind": "eager", "precision": "fp32"}))
+    segmenter.warm_up()
+    found = segmenter.segment(Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
+    tiff.write(Segmentation(middle, "labels"), spec.folder / sample.input)
+    tiff.write(found, spec.folder / sample.expected)
 
 
 @dataclass(frozen=True)
@@ -135,8 +155,8 @@ def train_model(
     if resume:
         trainer.resume()
     trained = trainer.run()
-    spec = write_model(trained, content, out)
-    load(spec)
+    image = tiff.read(paths[0][0], Selection(), LIMIT_BYTES).array()[0]
+    spec = write_model(trained, content, out, image, settings)
     (out / CHECKPOINT).unlink(missing_ok=True)
     return spec, trainer.state
 
