@@ -134,13 +134,25 @@ def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
     if bend:
         for axis in range(3):
             places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
-    _, owner = cKDTree(points).query(places.reshape(-1, 3), workers=1)
+    flat = places.reshape(-1, 3)
+    owner = cKDTree(points).query(flat, workers=1)[1]
     kept = rng.random(len(points)) >= tissue.holes
+    body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
+    _join_slivers(owner, body, points, flat)
     numbers = np.where(kept, np.cumsum(kept), 0).astype(np.uint16)
-    labels = numbers[owner].reshape(shape)
-    if tissue.body < 1:
-        labels[~_body(rng, places, extent, tissue)] = 0
-    return np.asarray(labels, np.uint16)
+    return np.asarray(np.where(body, numbers[owner], 0).reshape(shape), np.uint16)
+
+
+def _join_slivers(owner: NDArray[Any], body: NDArray[np.bool_], points: NDArray[Any], places: Floats) -> None:
+    """Let nearest other cells have what the surface leaves of those of which most is outside; changes `owner`.
+
+    Index of the cell and whether it is in the body by voxel, [voxels]; `points` are the cells' centres.
+    """
+    whole, left = (np.bincount(chosen, minlength=len(points)) for chosen in (owner, owner[body]))
+    stay = np.flatnonzero(2 * left >= whole)
+    lost = np.flatnonzero(body & (2 * left < whole)[owner])
+    if lost.size and stay.size:
+        owner[lost] = stay[cKDTree(points[stay]).query(places[lost], workers=1)[1]]
 
 
 def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:
