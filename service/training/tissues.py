@@ -117,9 +117,10 @@ def synthesise_tissue(rng: Generator, shape: Shape, tissue: Tissue | None = None
     tissue = tissue if tissue is not None else Tissue.draw(rng)
     labels = _cells(rng, shape, tissue)
     image = expose(rng, tissue, np.maximum(_light(rng, tissue, labels), 0))
-    if tissue.subtracted and not labels.all():
-        level = np.quantile(image[labels == 0], tissue.subtracted)
-        image -= np.minimum(image, level.astype(image.dtype))
+    if tissue.subtracted and 0 < np.count_nonzero(labels) < labels.size:
+        # Never more than half of the tissue goes with it.
+        level = min(np.quantile(image[labels == 0], tissue.subtracted), np.quantile(image[labels > 0], 0.5))
+        image -= np.minimum(image, image.dtype.type(level))
     return image, labels
 
 
