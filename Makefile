@@ -21,7 +21,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 .PHONY: demo
-demo: $(STAMP)demo ## serve the bundled model, segment its sample stack, draw the result, stop
+demo: $(STAMP)demo ## serve the bundled models, segment a sample stack, draw the result, stop
 	@scripts/compiler.sh
 	$(BIN)/python scripts/demo.py
 

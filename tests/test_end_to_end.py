@@ -273,6 +273,35 @@ def test_openapi_names_every_endpoint_and_error(live: Live) -> None:
     assert "#/components/schemas/Problem" in json.dumps(segment["responses"]["422"])
 
 
+def test_every_bundled_model_is_listed_and_served_by_its_name(bundled: Live) -> None:
+    listed = bundled.client.get("/models").json()
+    assert listed["default"] == "nuclei"
+    assert {"membranes", "nuclei", "tissue"} == {model["name"] for model in listed["models"]}
+    for model in listed["models"]:
+        folder = ROOT / "models" / model["name"]
+        stack, expected = (folder / "sample.tif").read_bytes(), Answer((folder / "expected.tif").read_bytes())
+        response = bundled.segment(stack, model=model["name"])
+        assert response.status_code == 200, response.text
+        assert response.headers["x-stackseg-model"] == f"{model['name']}/1"
+        answer = Answer(response.content)
+        assert answer.voxel_size == pytest.approx(expected.voxel_size)
+        assert np.mean((answer.pixels > 0) != (expected.pixels > 0)) < 1e-3
+        if model["name"] == "tissue":
+            assert np.mean(answer.pixels != expected.pixels) < 1e-3
+        else:
+            assert int(response.headers["x-stackseg-objects"]) == answer.pixels.max() == expected.pixels.max()
+
+
+def test_the_model_of_classes_gives_probabilities_by_name(bundled: Live) -> None:
+    stack = as_tiff(tifffile.imread(ROOT / "models" / "tissue" / "sample.tif")[16:48, 32:96, 32:96])
+    found = Answer(bundled.segment(stack, model="tissue").content)
+    answer = Answer(bundled.segment(stack, model="tissue", output="probabilities").content)
+    assert (answer.axes, answer.names) == ("CZYX", ["background", "cell", "membrane"])
+    assert answer.pixels.sum(0) == pytest.approx(np.ones(found.pixels.shape), abs=1e-5)
+    assert np.array_equal(answer.pixels.argmax(0), found.pixels)
+    assert set(np.unique(found.pixels)) == {0, 1, 2}
+
+
 @needs_data
 @pytest.mark.parametrize("name", REAL)
 def test_real_volume_comes_back_labelled_with_shape_and_voxel_size(name: str, bundled: Live, live: Live) -> None:

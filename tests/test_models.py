@@ -15,9 +15,11 @@ from service.engine.prepare import prepare
 from service.formats import tiff
 from service.networks import Network, load
 from service.parity import Parity
-from service.repository import ModelSpec, read_spec
+from service.repository import ModelSpec, choose, read_repository
 from service.segmenter import Segmenter
+from service.training.classes import classes_of, dice
 from service.training.evaluate import score
+from service.training.tissues import Tissue, synthesise_tissue
 from service.volume import Diameter, Options, Selection, Volume
 from service.windows import Blending, SlidingWindow
 
@@ -27,13 +29,57 @@ RECORDED = ROOT.parent / "shared" / "data" / "real"
 LIMIT = 2**30
 
 
+BUNDLED = ("membranes", "nuclei", "tissue")
+
+
+# What their samples show; see models/membranes/README.md.
+TISSUE = Tissue(
+    diameter=32,
+    flatness=1,
+    order=0.7,
+    bend=0.06,
+    body=0.9,
+    holes=0,
+    thickness=0.9,
+    unevenness=0.25,
+    gaps=0,
+    rim=0.7,
+    inside=0.18,
+    grain=0.5,
+    nucleus=0.22,
+    coat=0,
+    specks=1,
+    blur=0.9,
+    elongation=1.8,
+    haze=0.1,
+    floor=0.04,
+    shading=0.1,
+    attenuation=0.2,
+    photons=60,
+    read_noise=1.0,
+    bits=8,
+    saturation=0.001,
+    subtracted=0,
+)
+SEED = 12
+
+
 @pytest.fixture(scope="module")
-def nuclei() -> ModelSpec:
-    return read_spec(ROOT / "models" / "nuclei")
+def specs() -> dict[str, ModelSpec]:
+    return read_repository(ROOT / "models")
+
+
+@pytest.fixture(scope="module")
+def nuclei(specs: dict[str, ModelSpec]) -> ModelSpec:
+    return specs["nuclei"]
 
 
 @pytest.fixture(scope="module")
 def eager(nuclei: ModelSpec) -> Segmenter:
+    return eager_of(nuclei)
+
+
+def eager_of(spec: ModelSpec) -> Segmenter:
     settings = {
         "STACKSEG_DEVICE__NAME": "cpu",
         "STACKSEG_DEVICE__THREADS": "1",
@@ -41,7 +87,7 @@ def eager(nuclei: ModelSpec) -> Segmenter:
         "STACKSEG_ENGINE__PRECISION": "fp32",
         "STACKSEG_WINDOWS__SW_BATCH_SIZE": "1",
     }
-    made = Segmenter(nuclei, read_settings(None, settings))
+    made = Segmenter(spec, read_settings(None, settings))
     made.warm_up()
     return made
 
@@ -67,10 +113,60 @@ def difference(truth: NDArray[np.unsignedinteger], labels: NDArray[np.unsignedin
     return 1 - agreeing / truth.size
 
 
+def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, ModelSpec]) -> None:
+    assert tuple(specs) == BUNDLED
+    assert choose(specs, None, None) == specs["nuclei"]
+    assert {name: spec.decoding.kind for name, spec in specs.items() if name != "nuclei"} == {
+        "membranes": "instances",
+        "tissue": "classes",
+    }
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_model_is_small_and_comes_with_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
+    spec = specs[name]
+    assert spec.weights_path.stat().st_size < (10 if name == "nuclei" else 4) * 2**20
+    assert "classical" in (spec.folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["membranes", "tissue"])
+def test_other_samples_reproduce_what_is_expected_of_them(specs: dict[str, ModelSpec], name: str) -> None:
+    spec = specs[name]
+    assert spec.sample is not None
+    expected, volume = read(spec.folder / spec.sample.expected), read(spec.folder / spec.sample.input)
+    assert expected.shape == volume.shape
+    found = eager_of(spec).segment(volume, Options()).segmentation
+    assert found.kind == ("labels" if name == "membranes" else "classes")
+    if name == "membranes":
+        assert difference(expected.array()[0], found.pixels) < 1e-3
+    else:
+        assert np.mean(expected.array()[0] != found.pixels) < 1e-3
+
+
+def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) -> None:
+    """The truth that the samples were drawn with, beside what is expected, which is what the models make of them."""
+    _, truth = synthesise_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
+    expected = {name: read(specs[name].folder / "expected.tif").array()[0] for name in ("membranes", "tissue")}
+    scores = score(truth, expected["membranes"])
+    assert scores.f1 > 0.8
+    assert np.mean(expected["membranes"][truth == 0] > 0) < 0.02
+    assert min(dice(classes_of(truth), expected["tissue"])) > 0.7
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"the recorded stacks are not at {RECORDED}")
+def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelSpec]) -> None:
+    """In the half that training never saw; the classical method finds none of them there."""
+    folder = RECORDED / "celegans_membrane_t046"
+    volume, truth = read(folder / "image.tif"), read(folder / "mask.tif").array()[0]
+    found = eager_of(specs["membranes"]).segment(volume, Options(diameter=Diameter.parse("28,69,64px"))).segmentation
+    half = (..., slice(178, None))
+    assert score(truth[half], found.pixels[half]).f1 > 0.6
+    assert np.mean(found.pixels[truth == 0] > 0) < 0.08
+
+
 def test_it_needs_no_voxel_size_and_names_its_outputs(nuclei: ModelSpec) -> None:
     assert nuclei.outputs == ("foreground", "distance")
     assert nuclei.input.voxel_size is None
-    assert nuclei.weights_path.stat().st_size < 10 * 2**20
 
 
 def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: Segmenter) -> None:
