@@ -136,7 +136,7 @@ def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
         for axis in range(3):
             places[..., axis] += np.float32(bend) * smooth_noise(rng, shape, 0.5 * tissue.diameter)
     flat = places.reshape(-1, 3)
-    owner = cKDTree(points).query(flat, workers=1)[1]
+    owner = np.asarray(cKDTree(points).query(flat, workers=1)[1])
     kept = rng.random(len(points)) >= tissue.holes
     body = _body(rng, places, extent, tissue).ravel() if tissue.body < 1 else np.ones(len(flat), bool)
     _join_slivers(owner, body, points, flat)
