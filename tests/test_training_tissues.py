@@ -129,7 +129,7 @@ def test_a_coat_is_bright_and_background() -> None:
 
 
 def test_background_may_be_subtracted() -> None:
-    image, labels = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body=0.7, subtracted=0.9))
+    image, labels = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(body=0.7, inside=0.3, subtracted=0.9))
     assert np.mean(image[labels == 0] == 0) == pytest.approx(0.9, abs=0.02)
     assert np.mean(image[labels > 0] == 0) < 0.9
     full, _ = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(subtracted=0.9))
