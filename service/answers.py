@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
 from service.errors import BadParameter, Cancelled
@@ -136,10 +136,14 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
     )
 
 
-def fingerprint(caller: str | None, digest: str, spec: ModelSpec, query: Query) -> str:
-    """The same for requests that have the same answer: same caller, bytes, model and parameters. Hexadecimal."""
+def fingerprint(caller: str | None, digest: str, spec: ModelSpec, query: Query, manner: Mapping[str, Any]) -> str:
+    """The same for requests that have the same answer: same caller, bytes, model, parameters and `Runtime.manner`.
+
+    Hexadecimal.
+    """
     parameters = query.model_dump(mode="json", exclude={"model"})
-    facts = [caller, digest, spec.identifier, spec.weights.sha256, parameters]
+    true_of_model = spec.model_dump(mode="json")
+    facts = [caller, digest, true_of_model, parameters, manner]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -247,6 +248,15 @@ class Runtime:
     def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
         return self._reader.read(path, selection, scratch, shared=shared)
+
+    def manner(self, model: str) -> dict[str, Any]:
+        """What decides about labels beside a model and a request: what the operator chose, and how the model runs here.
+
+        The same at another start that runs it likewise. Of a model that was never loaded only the first is known.
+        """
+        engines = {station.manners[model] for station in self.stations if model in station.manners}
+        windows = self.settings.windows.model_dump(mode="json")
+        return {"version": version("stackseg"), "windows": windows, "engines": sorted(engines)}
 
     def seat(self, model: str) -> Seat:
         """Where a request for this model should be worked on, as things are."""

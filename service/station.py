@@ -58,6 +58,8 @@ class Station:
         self._metrics = metrics
         self._specs: Mapping[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
+        # How models run here, those that were loaded at some time.
+        self.manners: dict[str, str] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free)
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
@@ -173,6 +175,8 @@ class Station:
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
         self._load_seconds[name] = time.monotonic() - began
         report = segmenter.report()
+        layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
+        self.manners[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
         how = f"{report.engine}, {report.precision}, {self.name}, warm-up {report.warm_up_seconds:.1f} s"
         log.info("%s is ready: %s, %.0f MiB", spec.identifier, how, segmenter.nbytes / 2**20)
         self._metrics.count_load(name)

@@ -27,6 +27,7 @@ class FakeSegmenter:
         self.error: Exception | None = None
         self.notes: tuple[str, ...] = ()
         self.nbytes = 1000
+        self.precision = "fp32"
         self.tuned = False
 
     def warm_up(self, *, tune: bool = True) -> None:
@@ -59,7 +60,7 @@ class FakeSegmenter:
             "cpu",
             "fake",
             "eager",
-            "fp32",
+            self.precision,
             "contiguous",
             None,
             self.spec.input.roi_size,

@@ -197,11 +197,43 @@ def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
         assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
 
 
+def key(caller: str | None, spec: ModelSpec, query: Query, **manner: Any) -> str:
+    return fingerprint(caller, "0" * 64, spec, query, manner)
+
+
 def test_one_caller_is_not_told_what_another_has_sent(bands: ModelSpec) -> None:
-    mine, yours, nobodys = (fingerprint(caller, "0" * 64, bands, Query()) for caller in ("ada", "bob", None))
-    assert len({mine, yours, nobodys}) == 3
-    assert mine == fingerprint("ada", "0" * 64, bands, Query(model="bands"))
-    assert mine != fingerprint("ada", "0" * 64, bands.model_copy(update={"version": "2"}), Query())
+    assert len({key(caller, bands, Query()) for caller in ("ada", "bob", None)}) == 3
+    assert key("ada", bands, Query()) == key("ada", bands, Query(model="bands"))
+
+
+def test_whatever_decides_about_labels_is_in_the_validator(bands: ModelSpec) -> None:
+    later = bands.model_copy(update={"version": "2"})
+    whole = bands.model_copy(update={"activation": "none"})
+    keys = {key(None, spec, Query()) for spec in (bands, later, whole)}
+    keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
+    assert len(keys) == 5
+
+
+def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_runs(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    tags = []
+    for overlap, precision in ((0.25, "fp32"), (0.25, "fp32"), (0.5, "fp32"), (0.25, "bf16")):
+
+        def load(spec: Any, settings: Settings, precision: str = precision) -> FakeSegmenter:
+            fake = FakeSegmenter(spec, settings)
+            fake.precision = precision
+            return fake
+
+        chosen = {"models": {"folder": bands_repository}, "server": {"scratch_folder": tmp_path}}
+        settings = Settings.model_validate(chosen | {"windows": {"overlap": overlap}})
+        app = create_app(settings)
+        app.state.runtime = Runtime(settings, load)
+        with TestClient(app) as client:
+            until(lambda client=client: runtime_of(client).obstacles() == ())
+            tags.append(client.post("/segment", content=STACK, headers=TIFF).headers["etag"])
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 3
 
 
 def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
                 "schema": {"type": "string"},
             },
             "ETag": {
-                "description": "The same for the same file, model and parameters; only for files that were sent",
+                "description": "The same for the same file, model, parameters, settings and engine; for sent files",
                 "schema": {"type": "string", "example": '"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"'},
             },
             "X-Cache": {

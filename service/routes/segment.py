@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -58,14 +59,16 @@ async def segment(
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
         query, spec = arrived.query, check_output(runtime, arrived.query)
-        if arrived.digest is None or query.output_to is not None:
-            # A file that others may change does not tell whether it is still the same.
-            key = None
-        else:
-            key = fingerprint(caller_of(request), arrived.digest, spec, query)
-        answer = await _again(runtime, arrived.name, key, stages)
+
+        def key_now() -> str | None:
+            if arrived.digest is None or query.output_to is not None:
+                # A file that others may change does not tell whether it is still the same.
+                return None
+            return fingerprint(caller_of(request), arrived.digest, spec, query, runtime.manner(spec.name))
+
+        answer = await _again(runtime, arrived.name, key_now(), stages)
         if answer is None:
-            answer = await while_connected(request, _answer(runtime, arrived, key, stages))
+            answer = await while_connected(request, _answer(runtime, arrived, key_now, stages))
             answer.held = arrived.keep()
         return answer
 
@@ -86,8 +89,11 @@ async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -
     return response
 
 
-async def _answer(runtime: Runtime, posted: Posted, key: str | None, stages: Stages) -> LabelResponse:
-    """Everything after the upload: read, wait for the device, segment, write, keep."""
+async def _answer(runtime: Runtime, posted: Posted, key_now: Callable[[], str | None], stages: Stages) -> LabelResponse:
+    """Everything after the upload: read, wait for the device, segment, write, keep.
+
+    `key_now` is asked at the end: only once a model is loaded it is known how it runs.
+    """
     arrival, query = posted.arrival, posted.query
     spec = check_output(runtime, query)
     with stages.measure("read"):
@@ -107,7 +113,7 @@ async def _answer(runtime: Runtime, posted: Posted, key: str | None, stages: Sta
     runtime.metrics.count_segmentation(spec.name, volume.voxels, count, stages.seconds)
     seconds = {**stages.seconds, "total": stages.total}
     outcome = outcome_of(spec.identifier, posted.name, answer, result, seconds)
-    if key is None:
+    if (key := key_now()) is None:
         return respond(answer.path, outcome)
     if not runtime.cache.enabled:
         return respond(answer.path, outcome, ETag=etag(key))
