@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,9 +162,12 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def return_freed(device: torch.device) -> None:
-    """Let others have the memory of a GPU that this process has freed, and torch would keep for later."""
+    """Let others have the memory that this process has freed, and torch or the C library would keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    # Only glibc has it, and only glibc keeps so much.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:

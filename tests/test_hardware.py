@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +177,17 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
     held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
     assert max(status.reserved_bytes for status in hardware.gpus()) >= held.numel()
     assert hardware.choose_device("auto").type == "cuda"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what was freed")
+def test_memory_that_was_freed_is_returned() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [bytearray(2000) for _ in range(50_000)]
+    last = blocks[-1]
+    del blocks
+    before = resident()
+    hardware.return_freed(torch.device("cpu"))
+    assert before - resident() > 50_000_000
+    assert len(last) == 2000
