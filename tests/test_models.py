@@ -129,20 +129,6 @@ def test_a_model_is_small_and_comes_with_its_scores(specs: dict[str, ModelSpec],
     assert "classical" in (spec.folder / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["membranes", "tissue"])
-def test_other_samples_reproduce_what_is_expected_of_them(specs: dict[str, ModelSpec], name: str) -> None:
-    spec = specs[name]
-    assert spec.sample is not None
-    expected, volume = read(spec.folder / spec.sample.expected), read(spec.folder / spec.sample.input)
-    assert expected.shape == volume.shape
-    found = eager_of(spec).segment(volume, Options()).segmentation
-    assert found.kind == ("labels" if name == "membranes" else "classes")
-    if name == "membranes":
-        assert difference(expected.array()[0], found.pixels) < 1e-3
-    else:
-        assert np.mean(expected.array()[0] != found.pixels) < 1e-3
-
-
 def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) -> None:
     """The truth that the samples were drawn with, beside what is expected, which is what the models make of them."""
     _, truth = synthesise_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
@@ -157,11 +143,13 @@ def test_the_samples_of_tissues_are_segmented_well(specs: dict[str, ModelSpec]) 
 def test_cells_of_an_embryo_are_found_by_their_membranes(specs: dict[str, ModelSpec]) -> None:
     """In the half that training never saw; the classical method finds none of them there."""
     folder = RECORDED / "celegans_membrane_t046"
-    volume, truth = read(folder / "image.tif"), read(folder / "mask.tif").array()[0]
-    found = eager_of(specs["membranes"]).segment(volume, Options(diameter=Diameter.parse("28,69,64px"))).segmentation
-    half = (..., slice(178, None))
-    assert score(truth[half], found.pixels[half]).f1 > 0.6
-    assert np.mean(found.pixels[truth == 0] > 0) < 0.08
+    image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
+    made = eager_of(specs["membranes"]).segment(
+        Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
+    )
+    found = made.segmentation.pixels
+    assert score(truth[0], found).f1 > 0.7
+    assert np.mean(found[truth[0] == 0] > 0) < 0.08
 
 
 def test_it_needs_no_voxel_size_and_names_its_outputs(nuclei: ModelSpec) -> None:
