@@ -133,6 +133,7 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
         notes=result.notes,
         objects=result.segmentation.count,
         voxel_size=result.segmentation.voxel_size,
+        diameter=result.width,
     )
 
 

@@ -271,6 +271,12 @@ class JobQueue:
                 self._changed.wait()
             return None
 
+    def revise(self, job: Job[Any], needs: Needs) -> None:
+        """What a job that runs needs after all; nothing where it does not run here."""
+        with self._changed:
+            if job in self._running:
+                self._running[job] = needs
+
     def close(self) -> None:
         """Accept no more jobs; those that wait still get their turn."""
         with self._changed:

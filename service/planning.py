@@ -14,8 +14,8 @@ from service.config import Settings
 from service.errors import BadParameter, TooLarge
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
-from service.repository import ModelSpec
-from service.volume import Diameter, Extent, Options, OutputKind, Volume
+from service.repository import Instances, ModelSpec
+from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume
 from service.windows import Grid
 
 # Windows per call where the operator leaves that open and nothing was tuned.
@@ -23,12 +23,17 @@ UNTUNED_BATCH = 2
 
 
 class Plan(NamedTuple):
-    """A request's options after the operator's defaults and limits."""
+    """A request's options after the operator's defaults and limits.
+
+    diameter   of the objects, where the volume is resampled by it
+    estimated  whether it is still to be estimated from the stack; until then the stack counts as it is sampled
+    """
 
     output: OutputKind
     sw_batch_size: int
     overlap: float
     diameter: Diameter | None = None
+    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Estimate:
 def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
     """`tuned` is the batch size where the operator leaves it open.
 
-    Raises BadParameter for options beyond the operator's limits, and for outputs that the model does not have.
+    Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, and for a
+    diameter that it cannot estimate.
     """
     windows, limits = settings.windows, settings.limits
     configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
@@ -59,7 +65,8 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
     if not 0 <= overlap <= limits.overlap:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
-    return Plan(_output(spec, options.output), batch_size, overlap, options.diameter)
+    diameter = None if isinstance(options.diameter, str) else options.diameter
+    return Plan(_output(spec, options.output), batch_size, overlap, diameter, _estimated(spec, options))
 
 
 def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
@@ -120,6 +127,11 @@ class Outlook:
         """What would come back. Raises BadParameter for options that do not fit."""
         return self.plan(options).output
 
+    def object_size(self, options: Options) -> ObjectSize:
+        """What would be done about the width of objects. Raises BadParameter for options that do not fit."""
+        plan = self.plan(options)
+        return "auto" if plan.estimated else plan.diameter or "none"
+
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """What segmenting a volume of this shape and voxel size would take.
 
@@ -174,6 +186,13 @@ def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
 def usual_bytes(shape: tuple[int, ...]) -> int:
     """The same where nothing can be watched; 32 channels at full resolution are usual."""
     return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
+
+
+def _estimated(spec: ModelSpec, options: Options) -> bool:
+    """Whether the width of the objects is to be estimated."""
+    if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
+        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
+    return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 
 
 def _output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:

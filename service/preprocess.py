@@ -193,21 +193,32 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
     NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where
     a channel has no finite pixel, and what `working_size` does.
     """
+    image, notes = normalised(volume, spec)
+    resampled, more = resample(image, volume, spec, diameter)
+    return Prepared(resampled, notes + more)
+
+
+def normalised(volume: Volume, spec: ModelSpec) -> tuple[Image, tuple[str, ...]]:
+    """The volume, each channel normalised over the whole of it, and what a user should know. Raises BadFile."""
     scalings, replaced = [], 0
     for index in range(volume.shape[0]):
         substitute, bad = _substitute(Blocks(volume, index))
         channel = Blocks(volume, index, substitute)
         scalings.append(replace(scaling(channel, spec.input.normalisation), substitute=substitute))
         replaced += bad
-    image = Image(volume, scalings)
     notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
+    return Image(volume, scalings), tuple(notes)
+
+
+def resample(image: Image, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> Prepared:
+    """The image of a volume on the grid of `working_size`. Raises what that raises."""
     target = working_size(volume, spec, diameter)
     if target == volume.shape[1:]:
-        return Prepared(image, tuple(notes))
+        return Prepared(image, ())
     reason = "the model's voxel size" if diameter is None else f"objects of {spec.input.diameter:g} voxels"
-    notes.append(f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for {reason}.")
+    note = f"Resampled from {_times(volume.shape[1:])} to {_times(target)} voxels for {reason}."
     resampled = functional.interpolate(image.tensor(), size=target, mode="trilinear", align_corners=False)
-    return Prepared(resampled, tuple(notes))
+    return Prepared(resampled, (note,))
 
 
 def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:

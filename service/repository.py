@@ -88,6 +88,7 @@ class Input(_Frozen):
     channels    number of channels, in the order of `channel_names` where given
     voxel_size  (z, y, x) in um to which a volume is resampled; None: used as it is sampled
     diameter    width of objects in voxels at which the model works best; None: a request cannot state theirs
+    estimate_diameter  whether theirs is estimated where a request does not say what to do; see `service.sizing`
     roi_size    the window (z, y, x) in voxels, the one shape the network is ever called with
     """
 
@@ -95,6 +96,7 @@ class Input(_Frozen):
     channel_names: tuple[str, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
+    estimate_diameter: bool = False
     normalisation: Normalisation
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
 
@@ -182,6 +184,10 @@ class ModelSpec(_Frozen):
             for role in (self.decoding.foreground, self.decoding.distance):
                 if role not in self.outputs:
                     raise ValueError(f"decoding: there is no output named {role!r}")
+        if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
+            raise ValueError(
+                "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
+            )
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
             raise ValueError("input.channel_names: one name per channel is needed")
         files = [self.weights.file, *([self.sample.input, self.sample.expected] if self.sample else [])]

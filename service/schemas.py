@@ -14,7 +14,7 @@ from service.planning import Estimate
 from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
-from service.volume import Description, Diameter, Options, OutputKind, Selection, VoxelSize
+from service.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_size
 
 
 class Problem(BaseModel):
@@ -72,8 +72,9 @@ class Query(BaseModel):
         Field(
             max_length=64,
             description="Width of the objects in the plane, or along Z,Y,X, in voxels (px) or micrometres (um); the "
-            "stack is resampled to the width at which the model works best.",
-            examples=["15px", "7,15,15px", "6.5um"],
+            "stack is resampled to the width at which the model works best. auto: the width is estimated from the "
+            "stack; none: the stack is used as it is sampled. What the model's file says if not given.",
+            examples=["15px", "7,15,15px", "6.5um", "auto"],
         ),
     ] = None
     output: Annotated[
@@ -125,7 +126,7 @@ class Query(BaseModel):
     def _lengths_with_unit(cls, text: str | None) -> str | None:
         if text is not None:
             try:
-                Diameter.parse(text)
+                parse_size(text)
             except BadParameter as error:
                 raise ValueError(str(error)) from None
         return text
@@ -138,7 +139,7 @@ class Query(BaseModel):
 
     @property
     def options(self) -> Options:
-        diameter = None if self.diameter is None else Diameter.parse(self.diameter)
+        diameter = None if self.diameter is None else parse_size(self.diameter)
         return Options(self.output, self.sw_batch_size, self.overlap, diameter)
 
 
@@ -166,12 +167,17 @@ def _voxel_size(text: str) -> VoxelSize:
 
 
 class Inspection(BaseModel):
-    """What was understood of a file, and what segmenting it would take. `problem`: why it would be refused."""
+    """What was understood of a file, and what segmenting it would take. `problem`: why it would be refused.
+
+    diameter  of the objects: as stated, none, or auto where it is estimated once pixels are read; `estimate` then is
+              that of the stack as it is sampled
+    """
 
     file: Description
     model: str
     output: OutputKind | None
     normalisation: dict[str, Any]
+    diameter: str | None
     estimate: Estimate | None
     problem: str | None
 
@@ -209,6 +215,7 @@ class JobReport(BaseModel):
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
     warnings      what a user should know about the result
+    diameter      of the objects, and whether it was stated or estimated
     expires       when the job and its result are deleted
     """
 
@@ -229,6 +236,7 @@ class JobReport(BaseModel):
                 "seconds_left": 51.2,
                 "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
                 "warnings": [],
+                "diameter": None,
                 "objects": None,
                 "result": None,
                 "problem": None,
@@ -250,6 +258,7 @@ class JobReport(BaseModel):
     seconds_left: float | None
     seconds: dict[str, float]
     warnings: list[str]
+    diameter: str | None
     objects: int | None
     result: str | None
     problem: JobProblem | None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,20 +19,32 @@ from service.arrays import allocator
 from service.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Trial
-from service.errors import DeviceLost, NonFiniteScores, OutOfMemory
+from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.metrics import Stages
 from service.networks import Network, load, weight_bytes
 from service.planning import Estimate, Outlook, Plan, activation_bytes
-from service.postprocess import Decoder, make_decoder
-from service.preprocess import Size, on_grid
-from service.preprocess import prepare as prepare_volume
+from service.postprocess import make_decoder
+from service.preprocess import Image as Normalised
+from service.preprocess import Size, normalised, on_grid, resample, working_size
 from service.repository import ModelSpec
-from service.volume import Extent, Options, OutputKind, Segmentation, Volume
+from service.sizing import Collector, Sizer, in_a_stack, stretch_of
+from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.warmup import Warm, WarmUp
 from service.windows import Image, Slab, SlidingWindow
 
 log = logging.getLogger(__name__)
 
+
+class Taker(Protocol):
+    """What takes slabs of scores in: every decoder does."""
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        """As `Decoder.add`."""
+
+
+D = TypeVar("D", bound=Taker)
+
+Slabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
 Cancelled = Callable[[], bool]
 Progress = Callable[[int, int], None]
 
@@ -49,8 +61,10 @@ class Run(Protocol):
 class Result(NamedTuple):
     """What came out.
 
-    seconds     by stage, in order: prepare, windows, decode
+    seconds     by stage, in order: prepare, size where the width of objects was estimated, windows, decode
     notes       what a user should know about this result
+    diameter    of the objects, where that was stated or estimated
+    estimated   which of the two
     fallbacks   how often memory did not hold the batch, and a smaller one was taken
     recomputed  whether the scores had to be computed a second time, in float32
     """
@@ -60,6 +74,22 @@ class Result(NamedTuple):
     notes: tuple[str, ...]
     fallbacks: int = 0
     recomputed: bool = False
+    diameter: Diameter | None = None
+    estimated: bool = False
+
+    @property
+    def width(self) -> str | None:
+        """The diameter as the parameter takes it, and where it is from."""
+        return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
+
+
+class _Sized(NamedTuple):
+    """What is done about the width of objects once it was estimated, None: it was not found out; see `Result`."""
+
+    plan: Plan
+    needed: Estimate
+    diameter: Diameter | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -86,10 +116,10 @@ class EngineReport:
     trials: tuple[Trial, ...] = ()
 
 
-class _Made(NamedTuple):
+class _Made(NamedTuple, Generic[D]):
     """A decoder that has taken in every score, and what happened on the way."""
 
-    decoder: Decoder
+    decoder: D
     fallbacks: list[str]
     remarks: list[str]
     recomputed: bool
@@ -147,7 +177,7 @@ class Segmenter:
             window = self._warm.window
             self._warm = replace(self._warm, window=window.with_network(wrap(window.network)))
 
-    def segment(
+    def segment(  # noqa: PLR0913
         self,
         volume: Volume,
         options: Options,
@@ -155,8 +185,11 @@ class Segmenter:
         cancelled: Cancelled = lambda: False,
         progress: Progress = lambda _done, _total: None,
         run: Run = SlidingWindow.run,
+        revised: Callable[[Estimate], None] = lambda _needed: None,
     ) -> Result:
         """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on; `run` computes them.
+
+        `revised` is told what the volume takes after all, where the width of its objects is estimated.
 
         Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator
         allows, Cancelled once `cancelled()` is true between two
@@ -167,17 +200,35 @@ class Segmenter:
         stages = Stages()
         with torch.inference_mode(), translated(needed, self._device):
             with stages.measure("prepare"):
-                image, notes = prepare_volume(volume, self.spec, plan.diameter)
+                source, notes = normalised(volume, self.spec)
+            diameter, quiet = plan.diameter, partial(run, cancelled=cancelled, progress=_nothing)
+            if plan.estimated:
+                with stages.measure("size"):
+                    plan, needed, diameter, more = self._sized(source, volume, options, needed, quiet)
+                revised(needed)
+                notes += more
+            with stages.measure("prepare"):
+                image, more = resample(source, volume, self.spec, plan.diameter)
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             progress(0, needed.windows)
             slabs = partial(run, cancelled=cancelled, progress=progress)
-            made = self._scores(image, plan, volume, stages, slabs)
-            del image
+            size = (image.shape[2], image.shape[3], image.shape[4])
+            decoder = partial(make_decoder, self.spec, size, plan.output, volume.voxel_size, self._allocate)
+            made = self._scores(image, plan, decoder, stages, slabs)
+            del image, source
             with stages.measure("decode"):
                 segmentation = on_grid(made.decoder.finish(), volume.shape[1:])
-        remarks = (*notes, *made.fallbacks, *made.remarks)
-        return Result(segmentation, stages.seconds, remarks, len(made.fallbacks), made.recomputed)
+        remarks = (*notes, *more, *made.fallbacks, *made.remarks)
+        return Result(
+            segmentation,
+            stages.seconds,
+            remarks,
+            len(made.fallbacks),
+            made.recomputed,
+            diameter,
+            estimated=plan.estimated and diameter is not None,
+        )
 
     def report(self) -> EngineReport:
         """The engine in use; before `warm_up` the one that would run without it."""
@@ -214,19 +265,31 @@ class Segmenter:
         on_host = self._device.type == "cpu"
         return Outlook(self.spec, self._settings, self._choice.sw_batch_size, window_bytes, on_host)
 
-    def _scores(
-        self,
-        image: Image,
-        plan: Plan,
-        volume: Volume,
-        stages: Stages,
-        run: Callable[[SlidingWindow, Image, float], Iterator[Slab]],
-    ) -> _Made:
+    def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
+        """Estimate the width of the objects, and plan anew with it where that brings something."""
+        plan = self._outlook.plan(options)
+
+        def look(stack: Tensor) -> Tensor:
+            return self._scores(stack, plan._replace(overlap=0.0), Collector, Stages(), run).decoder.scores()
+
+        base = _ratios(working_size(volume, self.spec), volume)
+        found = Sizer(image, base, self.spec, in_a_stack(look)).estimate(stretch_of(volume, base))
+        if found.diameter is None or found.fits:
+            return _Sized(plan, needed, found.diameter, (found.note,))
+        sized = replace(options, diameter=found.diameter)
+        try:
+            more = self._outlook.estimate(volume, sized)
+            check_memory(more, hardware.available_memory())
+        except (TooLarge, OutOfMemory) as error:
+            note = f"Objects seem to be {found.diameter} wide, yet the stack is used as it is sampled: {error}"
+            return _Sized(plan, needed, found.diameter, (note,))
+        return _Sized(plan._replace(diameter=found.diameter), more, found.diameter, (found.note,))
+
+    def _scores(self, image: Image, plan: Plan, make: Callable[[], D], stages: Stages, run: Slabs) -> _Made[D]:
         """Where memory runs out, half as many windows are tried; where scores are not finite, the FP32 network."""
-        size: Size = (image.shape[2], image.shape[3], image.shape[4])
         batch_size, fallbacks, spoilt = plan.sw_batch_size, list[str](), list[str]()
         while True:
-            decoder = make_decoder(self.spec, size, plan.output, volume.voxel_size, self._allocate)
+            decoder = make()
             window = self._warm_up.reference(batch_size) if spoilt else self._window(batch_size)
             try:
                 feed(decoder, run(window, image, plan.overlap), stages)
@@ -270,7 +333,17 @@ class Segmenter:
         return [f"Ran eagerly: only sw_batch_size {self._choice.sw_batch_size} is compiled."]
 
 
-def feed(decoder: Decoder, slabs: Iterator[Slab], stages: Stages) -> None:
+def _ratios(size: Size, volume: Volume) -> tuple[float, float, float]:
+    """Voxels of a grid of `size` per voxel of the volume, along (z, y, x)."""
+    z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
+    return z, y, x
+
+
+def _nothing(_done: int, _total: int) -> None:
+    """Nobody counts the windows by which objects are measured."""
+
+
+def feed(decoder: Taker, slabs: Iterator[Slab], stages: Stages) -> None:
     """Hand every slab to the decoder; the time that it takes counts as stage decode, the rest as windows."""
     while True:
         with stages.measure("windows"):

@@ -18,6 +18,7 @@ from service.engine import compiled
 from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
+from service.planning import Estimate
 from service.repository import ModelSpec
 from service.residents import Lease, Residents, too_large
 from service.segmenter import Result, Segmenter, exhausted
@@ -130,9 +131,14 @@ class Station:
             self._metrics.count_batch(name, self.name, share.windows, share.slots)
             job.device_seconds += share.seconds
 
+        def revise(needed: Estimate) -> None:
+            self.queue.revise(job, _needs(needed))
+
         run = partial(self._device.run, due=job.due, share=count)
         try:
-            result = segmenter.segment(volume, options, cancelled=job.cancelled, progress=job.advance, run=run)
+            result = segmenter.segment(
+                volume, options, cancelled=job.cancelled, progress=job.advance, run=run, revised=revise
+            )
         except DeviceLost as error:
             self.watchdog.give_up(str(error))
             raise
@@ -230,7 +236,7 @@ class Seat:
             needed = self._segmenter.estimate(volume, options)
         except StackSegError:
             return Needs()  # and the work will raise the same
-        return Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)
+        return _needs(needed)
 
     def segment(self, job: Job[Result], volume: Volume, options: Options) -> Result:
         """The work itself; see `Station.segment`."""
@@ -270,3 +276,7 @@ def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
         device = settings.device.model_copy(update={"name": name, "threads": threads})
         found.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
     return found
+
+
+def _needs(needed: Estimate) -> Needs:
+    return Needs(needed.host_bytes, needed.device_bytes, needed.sw_batch_size)

@@ -74,7 +74,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is told about a result beside its file. `model` has the version; `seconds` are those of the stages."""
+    """What is told about a result beside its file. `model` has the version; `seconds` are those of the stages.
+
+    diameter  of the objects and whether it was stated or estimated; None where it was neither
+    """
 
     model: str
     media_type: str
@@ -84,6 +87,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     objects: int | None = None
     voxel_size: VoxelSize | None = None
+    diameter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,13 @@ class Diameter:
         except (ValueError, BadParameter):
             pass
         raise BadParameter(
-            f"A positive length or three (Z,Y,X) and a unit are expected, as in 15px, 7,15,15px or 6.5um, not {text!r}"
+            "A positive length or three (Z,Y,X) and a unit, auto or none are expected, as in 15px, 7,15,15px or 6.5um, "
+            f"not {text!r}"
         )
+
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
     def voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
         """Along (z, y, x), in voxels; a diameter in the plane counts for z too, planes being as they are.
@@ -200,9 +205,24 @@ class Diameter:
         return z / sizes[0], y / sizes[1], x / sizes[2]
 
 
+# Of objects: stated, to be estimated from the stack, or of no interest: the stack is used as it is sampled.
+ObjectSize = Diameter | Literal["auto", "none"]
+
+
+def parse_size(text: str) -> ObjectSize:
+    """From auto, none, or what `Diameter.parse` takes. Raises BadParameter."""
+    match text.strip().lower():
+        case "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case given:
+            return Diameter.parse(given)
+
+
 @dataclass(frozen=True)
 class Options:
-    """What the caller may choose for one request; None leaves the operator's choice.
+    """What the caller may choose for one request; None leaves the operator's choice, or the model's.
 
     diameter    of the objects; the volume is resampled to that at which the model works best
     """
@@ -210,4 +230,4 @@ class Options:
     output: OutputKind | None = None
     sw_batch_size: int | None = None
     overlap: float | None = None
-    diameter: Diameter | None = None
+    diameter: ObjectSize | None = None

@@ -39,7 +39,9 @@ class FakeSegmenter:
     def output(self, options: Any) -> Any:
         return make_plan(self.spec, self.settings, options).output
 
-    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None) -> Result:
+    def segment(
+        self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None, **_more: Any
+    ) -> Result:
         progress(0, WINDOWS)
         while not self.gate.wait(0.01):
             if cancelled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,36 @@ def test_a_model_is_scored_beside_the_classical_method(
     assert main(["evaluate", *files, "--no-floor", *config]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith(f"| {stack.name} | {random_nuclei.identifier} | {model['true']} |")
+    assert lines[2].startswith(f"| {stack.name} | {random_nuclei.identifier} | as sampled | {model['true']} |")
     assert main(["evaluate", "--images", str(stack / "image.tif"), *config]) == 1
     assert "1 images and 0 labels" in capsys.readouterr().err
+
+
+def test_a_model_is_scored_with_and_without_what_is_true_of_the_objects(
+    write_model: Any, random_nuclei_content: dict[str, Any], stack: Path, tmp_path: Path, capsys: Any
+) -> None:
+    given = random_nuclei_content["input"] | {"diameter": 8}
+    folder = write_model(random_nuclei_content | {"input": given}).folder
+    config = configured(tmp_path / "nowhere", tmp_path)
+    command = [
+        "evaluate",
+        str(stack),
+        "--model",
+        str(folder),
+        "--diameter",
+        "none",
+        "mean",
+        "extents",
+        "--json",
+        *config,
+    ]
+    assert main(command) == 0
+    *lines, classical = json.loads(capsys.readouterr().out)
+    sampled, mean, extents = (line["diameter"] for line in lines)
+    assert sampled == "as sampled"
+    assert mean == classical["diameter"]
+    assert extents.count(",") == 2
+    assert {line["true"] for line in lines} == {classical["true"]}
 
 
 def test_a_trained_model_is_served_at_once(

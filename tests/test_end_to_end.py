@@ -121,6 +121,7 @@ def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:
     assert seen["file"]["shape"] == [1, *phantom.image.shape]
     assert seen["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
     assert seen["estimate"]["windows"] == 2 * 3 * 3
+    assert seen["diameter"] == "none"
     assert seen["problem"] is None
     assert live.leftovers() == []
 

@@ -190,6 +190,20 @@ def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
     assert takes(queue)
 
 
+def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
+    queue = JobQueue(8, 4, lambda: Free(100, None))
+    jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
+    for job in jobs:
+        queue.offer(job)
+    assert queue.take() is jobs[0]
+    queue.revise(jobs[0], Needs(70, 0, 8))
+    queue.revise(jobs[1], Needs(1, 0, 8))
+    assert queue._next() is None
+    queue.revise(jobs[0], Needs(20, 0, 8))
+    assert queue.take() is jobs[1]
+    assert queue.take() is jobs[2]
+
+
 def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
     queue, taken = JobQueue(limit=30), list[object]()
     first, second = sized(1000), sized(1000)

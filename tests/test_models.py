@@ -19,14 +19,40 @@ from service.repository import ModelSpec, choose, read_repository
 from service.segmenter import Segmenter
 from service.training.classes import classes_of, dice
 from service.training.evaluate import score
+from service.training.synthesis import Scene, synthesise
 from service.training.tissues import Tissue, synthesise_tissue
-from service.volume import Diameter, Options, Selection, Volume
+from service.volume import Diameter, Options, Selection, Volume, parse_size
 from service.windows import Blending, SlidingWindow
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT.parent / "shared" / "data" / "real"
 LIMIT = 2**30
+
+# Nuclei 10 voxels wide.
+SMALL = Scene(
+    diameter=10,
+    anisotropy=1,
+    fill=0.3,
+    clustering=0.6,
+    contact=0.9,
+    spread=0.3,
+    texture=0.4,
+    margin=1.05,
+    blur=0.9,
+    elongation=1.5,
+    haze=0.1,
+    floor=0.1,
+    glow=0.0,
+    ghosts=0,
+    shading=0.1,
+    attenuation=0.1,
+    photons=80,
+    read_noise=1.5,
+    bits=16,
+    saturation=0.0,
+    debris=0,
+)
 
 
 BUNDLED = ("membranes", "nuclei", "tissue")
@@ -207,6 +233,7 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
         ("mouse_embryo_8cell", "15.6px", 0.9),
         ("arabidopsis_ovule_nuclei_1135", "17.7px", 0.75),
         ("synthetic_nuclei_stardist", "11.1px", 0.9),
+        ("synthetic_nuclei_stardist", None, 0.9),
         ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
     ],
 )
@@ -217,6 +244,20 @@ def test_it_is_better_than_the_classical_method(eager: Segmenter, stack: str, to
     labels = eager.segment(volume, Options(diameter=diameter)).segmentation.pixels
     assert labels.shape == volume.shape[1:]
     assert score(truth.array()[0], labels).f1 >= floor
+
+
+def test_small_nuclei_need_not_be_told(eager: Segmenter) -> None:
+    """Ten voxels wide, half of what the model is best at, where only few are found as they are sampled."""
+    image, truth = synthesise(np.random.default_rng(3), (32, 64, 64), SMALL)
+    volume = Volume.from_array(image[None])
+    found = {}
+    for said in (None, "none", "10px"):
+        result = eager.segment(volume, Options(diameter=None if said is None else parse_size(said)))
+        found[said] = score(truth, result.segmentation.pixels)
+        assert result.estimated == (said is None)
+    assert found[None].found == pytest.approx(found["10px"].found, rel=0.05)
+    assert found[None].f1 >= found["10px"].f1 - 0.05
+    assert found[None].f1_strict >= found["none"].f1_strict + 0.1
 
 
 def test_the_measure_of_difference_counts_moved_voxels() -> None:

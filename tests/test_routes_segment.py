@@ -211,7 +211,8 @@ def test_whatever_decides_about_labels_is_in_the_validator(bands: ModelSpec) -> 
     whole = bands.model_copy(update={"activation": "none"})
     keys = {key(None, spec, Query()) for spec in (bands, later, whole)}
     keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
-    assert len(keys) == 5
+    keys |= {key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
+    assert len(keys) == 8
 
 
 def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_runs(
@@ -399,6 +400,7 @@ def test_headers_say_only_what_is_known() -> None:
     assert headers_of(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
     known = headers_of(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
     assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
+    assert headers_of(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
 
 
 def test_server_timing_is_in_milliseconds() -> None:

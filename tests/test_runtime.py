@@ -50,7 +50,9 @@ def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
 class Stuck(FakeSegmenter):
     """Its network is called in the device's thread, and answers once `gate` is open."""
 
-    def segment(self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None) -> Any:
+    def segment(
+        self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None, **_more: Any
+    ) -> Any:
         window = SlidingWindow(self.network, 1, (4, 4, 4), 1, blending=Blending(), device=torch.device("cpu"))
         list(run(window, torch.zeros(1, 1, 4, 4, 4), 0.0, cancelled=cancelled, progress=progress))
         return super().segment(volume, options, cancelled=cancelled, progress=progress)

@@ -63,8 +63,14 @@ def test_diameter_is_one_length_with_a_unit(text: str, meaning: Any) -> None:
     assert Query(diameter=text).options.diameter == Diameter(*meaning)
 
 
+@pytest.mark.parametrize("text", ["auto", "none", " AUTO "])
+def test_diameter_may_be_left_to_the_stack(text: str) -> None:
+    assert Query(diameter=text).options.diameter == text.strip().lower()
+
+
 @pytest.mark.parametrize(
-    "text", ["15", "px", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"]
+    "text",
+    ["15", "px", "automatic", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"],
 )
 def test_diameter_needs_a_unit_and_positive_lengths(text: str) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -9,7 +9,8 @@ from torch import Tensor
 from service.config import Device, Engine, Limits, Settings, Windows
 from service.engine.compiled import graphs
 from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
-from service.planning import Estimate
+from service.planning import Estimate, Outlook
+from service.repository import Instances, RangeNormalisation
 from service.segmenter import Segmenter, check_memory, exhausted, translated
 from service.volume import Options, Volume, VoxelSize
 
@@ -30,9 +31,9 @@ def started(spec, settings) -> Segmenter:
     return segmenter
 
 
-def with_network(spec, network) -> Segmenter:
+def with_network(spec, network, settings=None) -> Segmenter:
     """A segmenter whose windows run through `network` instead of the model's."""
-    segmenter = Segmenter(spec, settings_of())
+    segmenter = Segmenter(spec, settings or settings_of())
     segmenter._module.network.forward = network
     return segmenter
 
@@ -270,6 +271,101 @@ def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content
     segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
     with pytest.raises(NonFiniteScores):
         segmenter.segment(volume, Options())
+
+
+def see(windows):
+    """Foreground wherever there is light, and light as the distance."""
+    return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
+
+
+@pytest.fixture
+def cones() -> Volume:
+    """5 x 5 x 5 balls, seen 5 voxels wide, bright in their middle."""
+    places = [(axis % 7 - 3.0) / 3 for axis in np.indices((35, 35, 35))]
+    light = np.clip(1 - np.sqrt(sum(np.square(place) for place in places)), 0, 1)
+    return Volume.from_array(light.astype(np.float32)[None], VOXEL)
+
+
+@pytest.fixture
+def measuring(random_nuclei):
+    """A segmenter that sees balls at any scale, wants them 8 voxels wide and estimates how wide they are."""
+    given = {
+        "diameter": 8.0,
+        "estimate_diameter": True,
+        "normalisation": RangeNormalisation(kind="range", low=0, high=1),
+    }
+    spec = random_nuclei.model_copy(
+        update={
+            "input": random_nuclei.input.model_copy(update=given),
+            "activation": "sigmoid",
+            "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
+        }
+    )
+    return lambda settings=None: with_network(spec, see, settings)
+
+
+def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones):
+    segmenter, revised, counted = measuring(), [], []
+    auto = segmenter.segment(cones, Options(), revised=revised.append, progress=lambda *done: counted.append(done))
+    assert auto.segmentation.count == 125
+    assert auto.segmentation.pixels.shape == (35, 35, 35)
+    assert auto.estimated
+    assert auto.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
+    assert auto.width == f"{auto.diameter}; estimated"
+    assert list(auto.seconds) == ["prepare", "size", "windows", "decode"]
+    assert [str(auto.diameter) in note for note in auto.notes] == [True, False]
+    assert auto.notes[1].startswith("Resampled from 35 x 35 x 35")
+    told = segmenter.segment(cones, Options(diameter=auto.diameter))
+    assert (told.width, told.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
+    assert np.array_equal(told.segmentation.pixels, auto.segmentation.pixels)
+    assert [needed.windows for needed in revised] == [
+        segmenter.estimate(cones, Options(diameter=auto.diameter)).windows
+    ]
+    assert counted == [(done, revised[0].windows) for done in range(0, revised[0].windows + 1, 2)]
+    sampled = segmenter.segment(cones, Options(diameter="none"))
+    assert (sampled.width, sampled.notes) == (None, ())
+    outlook = Outlook(segmenter.spec, settings_of())
+    sizes = [outlook.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
+    assert sizes == ["auto", "none", "auto", auto.diameter]
+
+
+def test_a_stack_whose_objects_cannot_be_measured_is_used_as_it_is_sampled(measuring):
+    result = measuring().segment(Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
+    assert (result.segmentation.count, result.width, result.estimated) == (0, None, False)
+    (note,) = result.notes
+    assert "could not be told" in note
+
+
+def test_a_stack_that_would_become_too_large_is_used_as_it_is_sampled(measuring, cones):
+    few = settings_of().model_copy(update={"limits": Limits(windows=30)})
+    result = measuring(few).segment(cones, Options())
+    assert result.width is not None
+    (note,) = result.notes
+    assert "yet the stack is used as it is sampled" in note
+    assert result.segmentation.count == measuring(few).segment(cones, Options(diameter="none")).segmentation.count
+
+
+def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, cones):
+    with pytest.raises(Cancelled, match="0 of"):
+        measuring().segment(cones, Options(), cancelled=lambda: True)
+
+    def crowded(windows):
+        if len(windows) > 1:
+            raise MemoryError
+        return see(windows)
+
+    segmenter = measuring()
+    expected = segmenter.segment(cones, Options()).segmentation.pixels
+    segmenter._module.network.forward = crowded
+    result = segmenter.segment(cones, Options())
+    assert result.fallbacks == 1
+    assert np.array_equal(result.segmentation.pixels, expected)
+
+
+def test_only_models_of_objects_estimate_how_wide_these_are(bands, random_nuclei):
+    for spec in (bands, random_nuclei):
+        with pytest.raises(BadParameter, match="does not say how wide"):
+            Segmenter(spec, settings_of()).output(Options(diameter="auto"))
 
 
 def test_a_volume_that_cannot_fit_is_refused_at_once():

@@ -23,7 +23,15 @@ from service.volume import VoxelSize
 
 ORDER = Order("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
 OUTCOME = Outcome(
-    "nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {"windows": 1.5}, ("a note",), 3, VoxelSize(1, 0.5, 2)
+    "nuclei/1",
+    "image/tiff",
+    "embryo_labels.ome.tif",
+    "labels",
+    {"windows": 1.5},
+    ("a note",),
+    3,
+    VoxelSize(1, 0.5, 2),
+    "15px; stated",
 )
 
 

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.formats import tiff
-from service.repository import ModelSpec
-from service.training.evaluate import HEADER, classical, main, mean_diameter, score
-from service.training.synthesis import synthesise
-from service.volume import Segmentation
+from service.training.evaluate import classical, mean_diameter, score, told
 
 
 def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
@@ -72,16 +66,13 @@ def test_the_classical_method_tells_bright_balls_apart() -> None:
     assert (result.f1, result.found) == (1.0, 3)
 
 
-def test_the_command_prints_a_row_for_the_model_and_one_for_the_classical_method(
-    random_nuclei: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    image, labels = synthesise(np.random.default_rng(0), (16, 32, 32))
-    paths = {}
-    for name, pixels in (("nuclei", image), ("nuclei_truth", labels)):
-        paths[name] = str(tmp_path / f"{name}.tif")
-        tiff.write(Segmentation(pixels, "labels"), Path(paths[name]))
-    main(["--model", str(random_nuclei.folder), "--images", paths["nuclei"], "--labels", paths["nuclei_truth"]])
-    lines = capsys.readouterr().out.splitlines()
-    assert "\n".join(lines[:2]) == HEADER
-    assert [line.split(" | ")[1] for line in lines[2:]] == [random_nuclei.identifier, "classical"]
-    assert all(int(line.split(" | ")[2]) == len(np.unique(labels)) - 1 for line in lines[2:])
+@pytest.mark.parametrize(
+    ("said", "diameter"),
+    [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
+)
+def test_a_request_may_be_told_what_is_true(said: str, diameter: str) -> None:
+    assert str(told(said, boxes((10, 20), (25, 35)))) == diameter
+
+
+def test_without_objects_there_is_something_to_tell() -> None:
+    assert str(told("extents", boxes())) == "1,1,1px"

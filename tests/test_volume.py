@@ -35,6 +35,11 @@ def test_voxel_size_is_z_y_x(z: float, y: float, x: float) -> None:
     assert tuple(size) == (size.z, size.y, size.x) == (z, y, x)
 
 
+@pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
+def test_a_diameter_is_written_as_it_is_read(text: str) -> None:
+    assert str(Diameter.parse(text)) == text
+
+
 def test_a_diameter_in_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
     assert Diameter((15,), "px").voxels(size) == Diameter((15, 15, 15), "px").voxels(None) == (15, 15, 15)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from service.config import Settings
 from service.errors import BadParameter
-from service.repository import choose, read_repository
+from service.repository import FILE_NAME, ModelSpec, choose, read_repository, read_spec
 
 
 def add_arguments(evaluate: argparse.ArgumentParser) -> None:
@@ -17,9 +18,14 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="with image.tif and mask.tif")
     evaluate.add_argument("--images", type=Path, nargs="+", default=[], help="stacks")
     evaluate.add_argument("--labels", type=Path, nargs="+", default=[], help="their labels, in the same order")
-    evaluate.add_argument("--model", help="name of a model; the default model if not given")
+    evaluate.add_argument("--model", help="name of a model, or its folder; the default model if not given")
     evaluate.add_argument("--channel", help="index or name, where the stacks have several")
-    evaluate.add_argument("--diameter", help="of the objects in all stacks, as the parameter of POST /segment")
+    evaluate.add_argument(
+        "--diameter",
+        nargs="+",
+        default=[],
+        help="each gives a line per stack: as the parameter of POST /segment, mean or extents of the annotated objects",
+    )
     evaluate.add_argument("--no-floor", action="store_true", help="without the classical method, which takes its time")
     evaluate.add_argument("--json", action="store_true", help="one object per stack and method")
     evaluate.set_defaults(run=run)
@@ -29,22 +35,20 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table, a line as soon as it is known. Needs the extra `train`."""
     from service.formats import tiff  # noqa: PLC0415
     from service.segmenter import Segmenter  # noqa: PLC0415
-    from service.training.evaluate import HEADER, compare, row  # noqa: PLC0415
-    from service.volume import Diameter, Options, Selection  # noqa: PLC0415
+    from service.training.evaluate import HEADER, classical_line, model_line, row  # noqa: PLC0415
+    from service.volume import Selection  # noqa: PLC0415
 
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
         raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
-    models = settings.models
-    segmenter = Segmenter(choose(read_repository(models.folder, models.serve), options.model, models.default), settings)
+    segmenter = Segmenter(_chosen(options.model, settings), settings)
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
     segmenter.warm_up()
     if not options.json:
         sys.stdout.write(HEADER + "\n")
     channel = int(options.channel) if (options.channel or "").isdecimal() else options.channel
-    request = Options(diameter=None if options.diameter is None else Diameter.parse(options.diameter))
     results = []
     for path, truth_path in zip(images, labels, strict=True):
         volume = tiff.read(path, Selection(channel=channel), settings.limits.decoded_bytes)
@@ -52,11 +56,24 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         if truth.shape != (1, *volume.shape[1:]):
             raise BadParameter(f"{path} and {truth_path} differ in shape: {volume.shape[1:]} and {truth.shape}.")
         stack = path.parent.name if path.stem == "image" else path.stem
-        for method, scores in compare(segmenter, volume, truth.array()[0], request, floor=not options.no_floor).items():
-            results.append({"stack": stack, "method": method, **scores._asdict()})
+        pixels = truth.array()[0]
+        works = [partial(model_line, segmenter, volume, pixels, said) for said in options.diameter or [None]]
+        if not options.no_floor:
+            works.append(partial(classical_line, volume, pixels))
+        for work in works:
+            line = work()
+            results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
             if not options.json:
-                sys.stdout.write(row(stack, method, scores) + "\n")
+                sys.stdout.write(row(stack, line) + "\n")
                 sys.stdout.flush()
     if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     return 0
+
+
+def _chosen(model: str | None, settings: Settings) -> ModelSpec:
+    """The model of a name in the repository, or of a folder anywhere. Raises UnknownModel and BrokenModel."""
+    if model is not None and (Path(model) / FILE_NAME).is_file():
+        return read_spec(Path(model))
+    models = settings.models
+    return choose(read_repository(models.folder, models.serve), model, models.default)

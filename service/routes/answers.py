@@ -39,6 +39,10 @@ ANSWER: dict[int | str, dict[str, Any]] = {
                 "description": "Z,Y,X in micrometres; only where it is known",
                 "schema": {"type": "string", "example": "0.5,0.2,0.2"},
             },
+            "X-StackSeg-Diameter": {
+                "description": "Width of the objects, and whether it was stated or estimated; only where there is one",
+                "schema": {"type": "string", "example": "7,15,15px; estimated"},
+            },
             "X-StackSeg-Note": {
                 "description": "What a user should know about this result",
                 "schema": {"type": "string"},
@@ -98,6 +102,8 @@ def headers_of(outcome: Outcome) -> dict[str, str]:
         headers["X-StackSeg-Objects"] = str(outcome.objects)
     if outcome.voxel_size is not None:
         headers["X-StackSeg-Voxel-Size"] = written(outcome.voxel_size)
+    if outcome.diameter is not None:
+        headers["X-StackSeg-Diameter"] = outcome.diameter
     if outcome.notes:
         headers["X-StackSeg-Note"] = in_ascii(" ".join(outcome.notes))[:NOTE_LETTERS]
     return headers

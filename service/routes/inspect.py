@@ -27,9 +27,11 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         spec = runtime.spec(query.model)
         look = partial(runtime.inspect, arrived.arrival.source, query.selection, shared=arrived.shared)
         file = await while_connected(request, in_thread(look, runtime.readers))
-    output, estimate, problem = query.output, None, None
+    output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
-        output = Outlook(spec, runtime.settings).output(query.options)
+        outlook = Outlook(spec, runtime.settings)
+        output = outlook.output(query.options)
+        diameter = str(outlook.object_size(query.options))
         estimate = runtime.estimate(spec, file, query.options)
     except RequestError as error:
         problem = str(error)
@@ -38,6 +40,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         model=spec.identifier,
         output=output,
         normalisation=spec.input.normalisation.model_dump(),
+        diameter=diameter,
         estimate=estimate,
         problem=problem,
     )

@@ -1,13 +1,7 @@
-"""Score a model of instances: `python -m service.training.evaluate --images a.tif b.tif --labels a_gt.tif b_gt.tif`.
-
-Prints one Markdown table, the model beside a classical method that is told the diameter of the objects.
-"""
+"""Scores of a model of instances, as `stackseg evaluate` prints them beside a classical method that knows the size."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +11,15 @@ from skimage.feature import peak_local_max
 from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
-from service.config import read_settings
-from service.errors import BadParameter
-from service.repository import read_spec
 from service.segmenter import Segmenter
-from service.training.train import read_pairs
-from service.volume import Diameter, Options, Volume
+from service.training.examples import object_widths
+from service.volume import Diameter, ObjectSize, Options, Volume, parse_size
 
 Labels = NDArray[Any]
 
 HEADER = (
-    "| stack | method | true | found | F1 at IoU 0.5 | F1 at IoU 0.75 | mean IoU of matches | splits | merges |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| stack | method | diameter | true | found | F1 at IoU 0.5 | F1 at IoU 0.75 | mean IoU | splits | merges |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -111,46 +102,40 @@ def _f1(matches: int, objects: int) -> float:
     return 2 * matches / objects if objects else 1.0
 
 
-def compare(
-    segmenter: Segmenter, image: Volume, truth: Labels, request: Options, *, floor: bool = True
-) -> dict[str, Scores]:
-    """Scores of the model, and of the classical method beside it, by method; `image` has the channels of the model."""
-    found = segmenter.segment(image, request).segmentation.pixels
-    scores = {segmenter.spec.identifier: score(truth, found)}
-    if floor:
-        scores["classical"] = score(truth, classical(image.array()[0], mean_diameter(truth)))
-    return scores
+def told(text: str, truth: Labels) -> ObjectSize:
+    """What a request would say of the objects: their true mean or extents, or `text` itself. Raises BadParameter."""
+    if text == "mean":
+        return Diameter((mean_diameter(truth),), "px")
+    if text == "extents":
+        widths = object_widths(truth)
+        z, y, x = (1.0, 1.0, 1.0) if widths is None else widths.tolist()
+        return Diameter((z, y, x), "px")
+    return parse_size(text)
 
 
-def row(stack: str, method: str, scores: Scores) -> str:
+class Line(NamedTuple):
+    """A line of the table: what was used on a stack, what it was told of the objects, and how well it did."""
+
+    method: str
+    diameter: str
+    scores: Scores
+
+
+def model_line(segmenter: Segmenter, image: Volume, truth: Labels, said: str | None) -> Line:
+    """`image` has the channels of the model; `said` is as in `told`, None says nothing. Raises what `segment` does."""
+    request = Options(diameter=None if said is None else told(said, truth))
+    result = segmenter.segment(image, request)
+    how = "as sampled" if result.width is None else result.width.replace("; stated", "")
+    return Line(segmenter.spec.identifier, how, score(truth, result.segmentation.pixels))
+
+
+def classical_line(image: Volume, truth: Labels) -> Line:
+    """The classical method on the first channel, told the true mean diameter."""
+    diameter = mean_diameter(truth)
+    return Line("classical", str(Diameter((diameter,), "px")), score(truth, classical(image.array()[0], diameter)))
+
+
+def row(stack: str, line: Line) -> str:
     """A line of the table below `HEADER`."""
-    cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in scores]
-    return f"| {' | '.join([stack, method, *cells])} |"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m service.training.evaluate", description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/nuclei"), help="model folder")
-    parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
-    parser.add_argument("--labels", type=Path, nargs="+", required=True, help="their truths, in the same order")
-    parser.add_argument("--diameters", nargs="*", default=[], help="as diameter= of a request, in the same order")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    settings = read_settings(None, {"STACKSEG_ENGINE__KIND": "eager", "STACKSEG_DEVICE__THREADS": str(options.threads)})
-    segmenter = Segmenter(read_spec(options.model), settings)
-    segmenter.warm_up()
-    print(HEADER)
-    if options.diameters and len(options.diameters) != len(options.images):
-        raise BadParameter("Either every image needs a diameter, or none.")
-    wanted = [Options(diameter=Diameter.parse(text)) for text in options.diameters] or [Options()] * len(options.images)
-    pairs = read_pairs(options.images, options.labels)
-    for path, request, (image, truth) in zip(options.images, wanted, pairs, strict=True):
-        stack = path.parent.name if path.stem == "image" else path.stem
-        for method, scores in compare(segmenter, Volume.from_array(image[None]), truth, request).items():
-            print(row(stack, method, scores), flush=True)
-            stack = ""
-
-
-if __name__ == "__main__":
-    main()
+    cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in line.scores]
+    return f"| {' | '.join([stack, line.method, line.diameter, *cells])} |"
