@@ -233,7 +233,7 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
         ("mouse_embryo_8cell", "15.6px", 0.9),
         ("arabidopsis_ovule_nuclei_1135", "17.7px", 0.75),
         ("synthetic_nuclei_stardist", "11.1px", 0.9),
-        ("synthetic_nuclei_stardist", None, 0.9),
+        ("synthetic_nuclei_stardist", None, 0.85),
         ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
     ],
 )
