@@ -23,6 +23,9 @@ from service.watershed import BLOCK, Basins, Watershed
 
 Size = tuple[int, int, int]
 
+# Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
+TOGETHER = 2**20
+
 
 class Decoder(Protocol):
     """Takes slabs of raw scores and then gives the segmentation."""
@@ -253,7 +256,7 @@ def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[N
     count = int(kept.sum())
     of_piece = torch.cat((numbers[group], numbers.new_zeros(1)))[basins.basin_of].int()
     labels = np.empty(basins.pieces.shape, label_dtype(count))
-    step = max(BLOCK // max(basins.pieces[0].numel(), 1), 1)
+    step = max(TOGETHER // max(basins.pieces[0].numel(), 1), 1)
     for z0 in range(0, len(labels), step):
         pieces = basins.pieces[z0 : z0 + step]
         labels[z0 : z0 + step] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()

@@ -23,7 +23,7 @@ BACKGROUND = -(2**31)
 BLOCK = 2**22
 
 # Voxels whose neighbours are looked at together, with a number for each of 26.
-NEAR = 2**16
+NEAR = 2**14
 
 # A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
 PLACE_BITS = 0b11111
