@@ -114,7 +114,7 @@ def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
     with stack.open("rb") as body, result.open("wb") as answer:
         headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
-        connection.request("POST", f"/segment?overlap={overlap}", body, headers)
+        connection.request("POST", f"/segment?overlap={overlap}&diameter=none", body, headers)
         response = connection.getresponse()
         while chunk := response.read(1 << 20):
             answer.write(chunk)

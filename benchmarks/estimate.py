@@ -83,7 +83,7 @@ def measure(model: Path, shape: Shape, output: str, threads: int, folder: Path) 
     content = (folder / "stack.tif").read_bytes()
     with server(model, threads, folder) as (process, port):
         estimate = json.loads(ask(port, f"/inspect?output={output}", content))["estimate"]
-        peak = peak_during(process.pid, lambda: ask(port, f"/segment?output={output}", content))
+        peak = peak_during(process.pid, lambda: ask(port, f"/segment?output={output}&diameter=none", content))
     stack = int(np.prod(shape)) * 2
     return {"model": model.name, "shape": shape, "output": output, "stack": stack, "estimate": estimate, **peak}
 

@@ -49,7 +49,7 @@ class Client:
     def post(self, stack: bytes) -> str:
         """The labels' fingerprint."""
         headers = {"Content-Type": "image/tiff"}
-        self._connection.request("POST", f"/segment?overlap={OVERLAP}", stack, headers)
+        self._connection.request("POST", f"/segment?overlap={OVERLAP}&diameter=none", stack, headers)
         response = self._connection.getresponse()
         content = response.read()
         if response.status != 200:

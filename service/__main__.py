@@ -92,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run_serve(options: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal ends it. Raises ConfigError for an address or a folder that cannot be used."""
+    # Read when torch is imported. The network's threads otherwise wait for each other by turning in circles, on cores
+    # on which other requests are decoded meanwhile.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from service.app import serve  # noqa: PLC0415
 
     chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}

@@ -65,7 +65,7 @@ class _Lane:
 
 
 class Device:
-    """Owns the thread, named `name`. Until `start` was called, and after `close`, nothing is computed.
+    """Owns the thread, named `name`, which calls `begin` first. Before `start` and after `close` nothing is computed.
 
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
     for ever, and gets at least half of the device. The other takes the one with the fewest windows left, so that a
@@ -73,7 +73,8 @@ class Device:
     next ones by the same rule get, as far as they run through the same network.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._lanes: list[_Lane] = []
@@ -182,6 +183,7 @@ class Device:
             return slab
 
     def _loop(self) -> None:
+        self._begin()
         while (work := self._wait()) is not None:
             if isinstance(work, list):
                 self._compute(work)

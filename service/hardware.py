@@ -131,6 +131,13 @@ def works(device: torch.device) -> bool:
         return False
 
 
+def use_threads(count: int) -> None:
+    """Let the calling thread compute with so many threads on a CPU; 0: with one for each usable core."""
+    torch.set_num_threads(count or usable_cores())
+    # A thread that has not asked yet takes the number that any thread has set last.
+    torch.get_num_threads()
+
+
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may keep busy: those of its affinity, or fewer where a container's share is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -139,7 +139,7 @@ class Segmenter:
         self._device = hardware.choose_device(settings.device.name)
         self._allocate = allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
-            torch.set_num_threads(settings.device.threads or hardware.usable_cores())
+            hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             compiled.use_cache(settings.engine.cache_folder)
         network = load(spec)

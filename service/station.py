@@ -65,8 +65,10 @@ class Station:
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
-        self._device = Device("device")
-        self._worker = Worker("request", self.queue.take, at_once)
+        self._device = Device("device", partial(hardware.use_threads, settings.device.threads))
+        # With more, each of many requests would have threads of its own, which wait for their next work by turning in
+        # circles, on cores that the network needs.
+        self._worker = Worker("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(
             lambda: self._device.pulse,
             lambda: self._device.alive,

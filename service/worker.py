@@ -22,10 +22,19 @@ class Task(Protocol):
 
 
 class Worker:
-    """Runs what `take` returns, in so many threads of its own, each until `take` returns None."""
+    """Runs what `take` returns, in so many threads of its own, each until `take` returns None.
 
-    def __init__(self, name: str, take: Callable[[], Task | None], threads: int = 1) -> None:
-        self._take = take
+    Each thread calls `begin` first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        take: Callable[[], Task | None],
+        threads: int = 1,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._take, self._begin = take, begin
         self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(threads)]
 
     @property
@@ -46,6 +55,7 @@ class Worker:
         return not self.alive
 
     def _loop(self) -> None:
+        self._begin()
         while (task := self._take()) is not None:
             _run(task)
             del task  # holds the volume and the labels, and the next task may be hours away

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,3 +192,15 @@ def test_memory_that_was_freed_is_returned() -> None:
     hardware.return_freed(torch.device("cpu"))
     assert before - resident() > 50_000_000
     assert len(last) == 2000
+
+
+def test_a_thread_keeps_its_number_of_threads_whatever_others_set_later():
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(hardware.use_threads, 2).result()
+        other.submit(hardware.use_threads, 1).result()
+        assert one.submit(torch.get_num_threads).result() == 2
+        assert other.submit(torch.get_num_threads).result() == 1
+        one.submit(hardware.use_threads, 0).result()
+        assert one.submit(torch.get_num_threads).result() == hardware.usable_cores()
+        one.submit(hardware.use_threads, before).result()

@@ -84,3 +84,12 @@ def test_finished_task_is_not_kept_alive() -> None:
 
 def test_worker_that_never_started_has_ended() -> None:
     assert Worker("idle", lambda: None).join(0)
+
+
+def test_each_thread_begins_before_it_takes_a_task() -> None:
+    told = list[str]()
+    worker = Worker("request", lambda: told.append("take"), 3, lambda: told.append("begin"))
+    worker.start()
+    assert worker.join(10)
+    assert told.count("begin") == told.count("take") == 3
+    assert told[0] == "begin"

@@ -116,7 +116,7 @@ def trainers(
     device = hardware.choose_device(settings.device.name)
     plan = Plan(**settings.training.model_dump(exclude={"validation"}))
     if device.type == "cpu":
-        torch.set_num_threads(settings.device.threads or hardware.usable_cores())
+        hardware.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
     training, validation = split(read_pairs(*paths), settings.training.validation)
