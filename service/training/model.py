@@ -24,11 +24,9 @@ from service.preprocess import normalise
 from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
 from service.segmenter import Segmenter
 from service.training import throughput
-from service.training.evaluate import mean_diameter
-from service.training.examples import Pair
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
-from service.training.train import read_pairs, save
-from service.volume import Options, Segmentation, Volume
+from service.training.train import LIMIT_BYTES, read_pairs, save
+from service.volume import Options, Segmentation, Selection, Volume
 
 FRESH: dict[str, Any] = {
     "licence": "Not stated.",
@@ -55,15 +53,9 @@ def check_trainable(spec: ModelSpec) -> None:
         raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")
 
 
-def content_of(base: ModelSpec | None, name: str, trained_on: Sequence[str], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The keys of a new model file but `weights`: those of `base`, or `FRESH`.
-
-    Stacks are learned from as they are sampled, so that is how the model is best at them, and what it is told of a
-    `diameter` is meant against the objects of these. It estimates nothing by itself.
-    """
+def content_of(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
+    """The keys of a new model file but `weights`: those of `base`, or `FRESH`."""
     content = FRESH if base is None else base.model_dump(mode="json", exclude={"weights", "sample", "format"})
-    wide = float(np.mean([mean_diameter(labels) for _, labels in pairs]))
-    content = content | {"input": content["input"] | {"diameter": round(wide, 1), "estimate_diameter": False}}
     start = "" if base is None else f"{base.training_data} Then: "
     return {
         "format": 1,
@@ -113,9 +105,9 @@ class Normaliser:
 
 
 def trainers(
-    pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
+    paths: tuple[Sequence[Path], Sequence[Path]], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """A maker of trainers on stacks and their labels, by folder and dtype.
+    """A maker of trainers on stacks and their labels (paths, in one order), by folder and dtype.
 
     The device and its threads are those of the settings. Raises BadParameter, BadFile, BrokenModel, ConfigError.
     """
@@ -127,7 +119,7 @@ def trainers(
         hardware.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    training, validation = split(pairs, settings.training.validation)
+    training, validation = split(read_pairs(*paths), settings.training.validation)
 
     def make(folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(plan.seed)
@@ -154,9 +146,8 @@ def train_model(
     """
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
         raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
-    pairs = read_pairs(*paths)
-    content = content_of(base, out.name, [path.name for path in paths[0]], pairs)
-    make = trainers(pairs, settings, content, base)
+    content = content_of(base, out.name, [path.name for path in paths[0]])
+    make = trainers(paths, settings, content, base)
     device = hardware.choose_device(settings.device.name)
     chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
     out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +155,8 @@ def train_model(
     if resume:
         trainer.resume()
     trained = trainer.run()
-    spec = write_model(trained, content, out, pairs[0][0], settings)
+    image = tiff.read(paths[0][0], Selection(), LIMIT_BYTES).array()[0]
+    spec = write_model(trained, content, out, image, settings)
     (out / CHECKPOINT).unlink(missing_ok=True)
     return spec, trainer.state
 
@@ -175,6 +167,4 @@ def benchmark(
     """What steps of such a training take, in FP32 and in mixed precision; writes nothing. Raises as `train_model`."""
     device = hardware.choose_device(settings.device.name)
     names = throughput.precisions(settings.engine.precision, hardware.native_precisions(device))
-    pairs = read_pairs(*paths)
-    make = trainers(pairs, settings, content_of(base, "mine", [], pairs), base)
-    return throughput.compare(make, names, device, steps)
+    return throughput.compare(trainers(paths, settings, content_of(base, "mine", []), base), names, device, steps)
