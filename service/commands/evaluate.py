@@ -7,10 +7,16 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from service.config import Settings
 from service.errors import BadParameter
 from service.repository import FILE_NAME, ModelSpec, choose, read_repository, read_spec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from service.volume import Volume
 
 
 def add_arguments(evaluate: argparse.ArgumentParser) -> None:
@@ -33,10 +39,8 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table, a line as soon as it is known. Needs the extra `train`."""
-    from service.formats import tiff  # noqa: PLC0415
     from service.segmenter import Segmenter  # noqa: PLC0415
-    from service.training.evaluate import HEADER, classical_line, model_line, row  # noqa: PLC0415
-    from service.volume import Selection  # noqa: PLC0415
+    from service.training.evaluate import HEADER, classical_line, model_line, row, stack_name  # noqa: PLC0415
 
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
@@ -48,15 +52,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     segmenter.warm_up()
     if not options.json:
         sys.stdout.write(HEADER + "\n")
-    channel = int(options.channel) if (options.channel or "").isdecimal() else options.channel
     results = []
     for path, truth_path in zip(images, labels, strict=True):
-        volume = tiff.read(path, Selection(channel=channel), settings.limits.decoded_bytes)
-        truth = tiff.read(truth_path, Selection(), settings.limits.decoded_bytes)
-        if truth.shape != (1, *volume.shape[1:]):
-            raise BadParameter(f"{path} and {truth_path} differ in shape: {volume.shape[1:]} and {truth.shape}.")
-        stack = path.parent.name if path.stem == "image" else path.stem
-        pixels = truth.array()[0]
+        volume, pixels = _read(path, truth_path, options.channel, settings)
+        stack = stack_name(path)
         works = [partial(model_line, segmenter, volume, pixels, said) for said in options.diameter or [None]]
         if not options.no_floor:
             works.append(partial(classical_line, volume, pixels))
@@ -69,6 +68,19 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     return 0
+
+
+def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
+    """One channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
+    from service.formats import tiff  # noqa: PLC0415
+    from service.volume import Selection  # noqa: PLC0415
+
+    number = int(channel) if channel and channel.isdecimal() else channel
+    limit = settings.limits.decoded_bytes
+    volume, truth = tiff.read(image, Selection(channel=number), limit), tiff.read(labels, Selection(), limit)
+    if truth.shape != (1, *volume.shape[1:]):
+        raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
+    return volume, truth.array()[0]
 
 
 def _chosen(model: str | None, settings: Settings) -> ModelSpec:

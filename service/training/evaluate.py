@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,11 @@ def _overlaps(truth: Labels, labels: Labels) -> NDArray[np.int64]:
 
 def _f1(matches: int, objects: int) -> float:
     return 2 * matches / objects if objects else 1.0
+
+
+def stack_name(image: Path) -> str:
+    """What a table calls a stack: by its folder where that holds `image.tif`, else by the file."""
+    return image.parent.name if image.stem == "image" else image.stem
 
 
 def told(text: str, truth: Labels) -> ObjectSize:

@@ -20,6 +20,7 @@ from service.config import read_settings
 from service.repository import read_spec
 from service.segmenter import Segmenter
 from service.training.classes import CLASSES, classes_of, dice
+from service.training.evaluate import stack_name
 from service.training.train import read_pairs
 from service.volume import Diameter, Options, Volume
 
@@ -50,11 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path, (image, labels) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
         truth = classes_of(labels)
         found = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
-        stack = path.parent.name if path.stem == "image" else path.stem
         for method, classes in ((segmenter.spec.identifier, found), ("classical", classical(image))):
             scores = dice(truth, classes)
             cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
-            print(f"| {stack} | {method} | {cells} |", flush=True)
+            print(f"| {stack_name(path)} | {method} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

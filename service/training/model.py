@@ -24,9 +24,10 @@ from service.preprocess import normalise
 from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
 from service.segmenter import Segmenter
 from service.training import throughput
+from service.training.examples import Pair
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
-from service.training.train import LIMIT_BYTES, read_pairs, save
-from service.volume import Options, Segmentation, Selection, Volume
+from service.training.train import read_pairs, save
+from service.volume import Options, Segmentation, Volume
 
 FRESH: dict[str, Any] = {
     "licence": "Not stated.",
@@ -105,9 +106,9 @@ class Normaliser:
 
 
 def trainers(
-    paths: tuple[Sequence[Path], Sequence[Path]], settings: Settings, content: dict[str, Any], base: ModelSpec | None
+    pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """A maker of trainers on stacks and their labels (paths, in one order), by folder and dtype.
+    """A maker of trainers on stacks and their labels, by folder and dtype.
 
     The device and its threads are those of the settings. Raises BadParameter, BadFile, BrokenModel, ConfigError.
     """
@@ -119,7 +120,7 @@ def trainers(
         hardware.use_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    training, validation = split(read_pairs(*paths), settings.training.validation)
+    training, validation = split(pairs, settings.training.validation)
 
     def make(folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(plan.seed)
@@ -147,7 +148,8 @@ def train_model(
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
         raise BadParameter(f"{out} holds something already; choose another folder, or --resume an unfinished training.")
     content = content_of(base, out.name, [path.name for path in paths[0]])
-    make = trainers(paths, settings, content, base)
+    pairs = read_pairs(*paths)
+    make = trainers(pairs, settings, content, base)
     device = hardware.choose_device(settings.device.name)
     chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
     out.mkdir(parents=True, exist_ok=True)
@@ -155,8 +157,7 @@ def train_model(
     if resume:
         trainer.resume()
     trained = trainer.run()
-    image = tiff.read(paths[0][0], Selection(), LIMIT_BYTES).array()[0]
-    spec = write_model(trained, content, out, image, settings)
+    spec = write_model(trained, content, out, pairs[0][0], settings)
     (out / CHECKPOINT).unlink(missing_ok=True)
     return spec, trainer.state
 
@@ -167,4 +168,6 @@ def benchmark(
     """What steps of such a training take, in FP32 and in mixed precision; writes nothing. Raises as `train_model`."""
     device = hardware.choose_device(settings.device.name)
     names = throughput.precisions(settings.engine.precision, hardware.native_precisions(device))
-    return throughput.compare(trainers(paths, settings, content_of(base, "mine", []), base), names, device, steps)
+    return throughput.compare(
+        trainers(read_pairs(*paths), settings, content_of(base, "mine", []), base), names, device, steps
+    )
