@@ -27,6 +27,9 @@ Box = tuple[int, slice, slice, slice, slice]
 
 LEAST_WEIGHT = 1e-3
 
+# Scores of windows that are not computed become final all at once: no more bytes of them than these at a time.
+SKIPPED_BYTES = 2**26
+
 
 class Image(Protocol):
     """What windows are cut from: a float32 tensor [1, C, Z, Y, X], or what can be indexed like one."""
@@ -45,6 +48,28 @@ class Writer(Protocol):
 
     def write(self, box: Box, out: Tensor, /) -> None:
         """What indexing with `box` gives, into `out`, [C, z, y, x] of any floating dtype."""
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """An image of which some windows are not computed: every voxel of these gets the same scores, [K].
+
+    skipped  the first voxels of these windows, as `Grid.positions` gives them; at least one is computed
+    scores   float32, where the other scores are
+    """
+
+    image: Image
+    skipped: frozenset[Size]
+    scores: Tensor
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """(1, C, Z, Y, X)."""
+        return self.image.shape
+
+    def __getitem__(self, box: Box, /) -> Tensor:
+        """The voxels of the image."""
+        return self.image[box]
 
 
 class Slab(NamedTuple):
@@ -91,6 +116,11 @@ class Grid:
         """Most planes that two layers of windows, one z start after the other, have in common."""
         steps = (after - start for start, after in itertools.pairwise(self.starts[0]))
         return max((self.roi[0] - step for step in steps), default=0)
+
+    def rows_to_skip(self, outputs: int, batch_size: int) -> int:
+        """Most rows without a window that is computed between two that are: their slabs leave with one batch."""
+        row = 4 * outputs * self.roi[0] * self.roi[1] * self.padded[2]
+        return max(SKIPPED_BYTES // (row * batch_size), 1)
 
     def positions(self) -> Iterator[Size]:
         """First voxels of the windows, z slowest."""
@@ -211,13 +241,19 @@ class Passage:
     """
 
     def __init__(self, image: Image, grid: Grid, blending: Blending, device: torch.device) -> None:
+        skipped, self._elsewhere = frozenset[Size](), torch.empty(0)
+        if isinstance(image, Sparse):
+            skipped, self._elsewhere = image.skipped, image.scores[:, None, None, None]
+            image = image.image
         self._image, self._grid, self._blending, self._device = image, grid, blending, device
-        self._positions = grid.positions()
+        self._positions = (place for place in grid.positions() if place not in skipped)
+        self._to_blend = grid.positions()
         self._blender: _Blender | None = None
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
         # An axis that is shorter than the window lies in its middle.
         self._inside = tuple(slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
-        self.total = self.left = grid.count
+        # Windows that are computed.
+        self.total = self.left = grid.count - len(skipped)
         self.done = 0
 
     def take(self, most: int) -> Part:
@@ -244,20 +280,28 @@ class Passage:
 
         Raises NonFiniteScores.
         """
-        if self.total == 1:
+        if self._grid.count == 1:
             # Alone in its place, a window has a weight that cancels.
             self.done = 1
             return [Slab(0, 0, _finite(scores.float())[(slice(None), slice(None), *self._inside)].clone())]
         if self._blender is None:
             self._blender = _Blender(self._grid, scores.shape[1], self._blending, self._device)
-        slabs = []
+        slabs = list[Slab | None]()
         for place, window in zip(places, scores, strict=True):
-            if (slab := self._blender.add(place, window)) is not None:
-                slabs.append(slab)
+            slabs += self._skip(self._blender, place)
+            slabs.append(self._blender.add(place, window))
         self.done += len(places)
         if self.done == self.total:
+            slabs += self._skip(self._blender, None)
             slabs.append(self._blender.finish())
-        return slabs
+        return [slab for slab in slabs if slab is not None]
+
+    def _skip(self, blender: _Blender, until: Size | None) -> Iterator[Slab | None]:
+        """Take in the windows that are not computed before the next one that is, or None: all that are left."""
+        for place in self._to_blend:
+            if place == until:
+                return
+            yield blender.add(place, self._elsewhere.expand(-1, *self._grid.roi))
 
 
 class _Blender:

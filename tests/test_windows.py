@@ -6,7 +6,7 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from service.errors import Cancelled, NonFiniteScores
-from service.windows import Blending, Grid, SlidingWindow
+from service.windows import SKIPPED_BYTES, Blending, Grid, SlidingWindow, Sparse, importance_map
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending("gaussian", 0.125)
@@ -166,3 +166,53 @@ def test_another_network_runs_through_the_same_batch_buffer():
     assert doubled.batch is window.batch
     torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)
     torch.testing.assert_close(whole(window.run(image, 0.25)), image)
+
+
+def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
+    """What windows of an identity network add up to, with `scores` [K] in those that are skipped; [1, K, Z, Y, X]."""
+    importance = importance_map(grid.roi, blending, CPU)
+    edges = zip(grid.before, grid.padded, grid.size, strict=True)
+    padding = [(before, edge - length - before) for before, edge, length in edges]
+    padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
+    sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded)
+    for place in grid.positions():
+        box = tuple(slice(start, start + edge) for start, edge in zip(place, grid.roi, strict=True))
+        here = (slice(None), *box)
+        sums[here] += importance * (scores[:, None, None, None] if place in skipped else padded[here])
+        weights[box] += importance
+    inside = (slice(before, before + length) for before, length in zip(grid.before, grid.size, strict=True))
+    return (sums / weights)[(None, slice(None), *inside)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, rois, overlaps, st.integers(1, 4), blendings, st.randoms(use_true_random=False))
+def test_windows_that_are_skipped_have_their_scores_and_their_weight(size, roi, overlap, batch_size, blending, random):
+    grid = Grid.cover(size, roi, overlap)
+    computed = random.sample(list(grid.positions()), random.randint(1, grid.count))
+    skipped = frozenset(grid.positions()) - set(computed)
+    image, scores, calls = torch.rand(1, 2, *size), torch.tensor([0.25, -3.0]), []
+
+    def network(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x
+
+    window = make(network, roi, batch_size, blending, channels=2)
+    got = whole(window.run(Sparse(image, skipped, scores), overlap))
+    torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
+    assert len(calls) == -(-len(computed) // batch_size)
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes, rois, overlaps, st.integers(1, 4))
+def test_nothing_skipped_is_bit_equal(size, roi, overlap, batch_size):
+    image, window = torch.rand(1, 1, *size), make(lambda x: x, roi, batch_size)
+    sparse = Sparse(image, frozenset(), torch.zeros(1))
+    assert torch.equal(whole(window.run(sparse, overlap)), whole(window.run(image, overlap)))
+
+
+def test_slabs_of_skipped_rows_leave_in_portions():
+    roi, batch_size = (32, 64, 64), 2
+    rows = Grid.cover((32, 4096, 512), roi, 0.25).rows_to_skip(3, batch_size)
+    assert rows > 1
+    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= SKIPPED_BYTES
+    assert Grid.cover((32, 512, 30_000), roi, 0.25).rows_to_skip(3, batch_size) == 1
