@@ -1,10 +1,10 @@
-// 3x3x3 convolution, stride 1, padding 1, float32, channels last: Winograd's F(4x4, 3x3) within the planes (Lavin and
-// Gray, "Fast Algorithms for Convolutional Neural Networks", 2016), the three taps along z summed directly.
+// 3x3x3 convolution, stride 1, padding 1, float32, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast
+// Algorithms for Convolutional Neural Networks", 2016).
 //
-// A 4x4 patch of outputs takes 36 products for each pair of channels instead of 144, so a quarter of the
-// multiplications is left. Transforming along z too would save more of them but read and write more than it saves.
-// Patches are worked on in blocks whose transformed inputs and products fit into a core's second-level cache; the
-// products of one block are 36 small matrix products, with the three planes of z side by side as one long sum.
+// A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, an eighth. The sampling points
+// are 0, +-sqrt(1/2), +-sqrt(2) and infinity: with the usual 0, +-1, +-2 rounding errors would be ten times as large.
+// Tiles are worked on in blocks whose sampled inputs fit into a core's second-level cache; the products of one block are
+// 216 small matrix products, for as many outputs at a time as a register tile is wide.
 
 #include <algorithm>
 #include <cstddef>
@@ -15,8 +15,9 @@
 
 namespace {
 
-constexpr int POINTS = 36; // 6 x 6 sampling points of a patch
-constexpr int EDGE = 4;    // outputs along each edge of a patch
+constexpr int EDGE = 4;  // outputs along each edge of a tile
+constexpr int REACH = 6; // inputs that they depend on, and sampling points, along each edge
+constexpr int POINTS = REACH * REACH * REACH;
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -39,14 +40,21 @@ typedef float Group __attribute__((vector_size(GROUP * sizeof(float)), aligned(4
 inline Group load(const float *p) { return *reinterpret_cast<const Group *>(p); }
 inline void store(float *p, Group v) { *reinterpret_cast<Group *>(p) = v; }
 
+inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
+
 struct Shape {
   int64_t batch, depth, height, width, inputs, outputs;
+  int64_t tiles() const { return batch * tiles_along(depth) * tiles_along(height) * tiles_along(width); }
 };
 
-// How the work is cut: a block is `planes` outputs deep and `tile_rows` patches high, and as wide as the volume.
-struct Blocking {
-  int64_t planes, tile_rows, tile_columns;
-  int64_t tiles() const { return tile_rows * tile_columns; }
+// Where a tile's outputs begin. Tiles are numbered along x first, then y, z and the batch.
+struct Place {
+  int64_t window, z, y, x;
+  Place(const Shape &s, int64_t tile) {
+    x = tile % tiles_along(s.width) * EDGE, tile /= tiles_along(s.width);
+    y = tile % tiles_along(s.height) * EDGE, tile /= tiles_along(s.height);
+    z = tile % tiles_along(s.depth) * EDGE, window = tile / tiles_along(s.depth);
+  }
 };
 
 // One thread's scratch memory, kept between calls.
@@ -68,191 +76,222 @@ private:
   size_t size_ = 0;
 };
 
-// The 36 points of a patch are written side by side. Were they a multiple of 4 KiB apart, they would share one set of the
-// first-level cache, which holds eight lines: hence an odd number of lines.
+// Rows of the matrix products are read and written side by side. Were they a multiple of 4 KiB apart, they would share
+// one set of the first-level cache, which holds eight lines: hence an odd number of lines.
 inline int64_t spread(int64_t count) {
   constexpr int64_t line = 64 / sizeof(float);
   return ((count + line - 1) / line | 1) * line;
 }
 
-// B^T d: six inputs in a row -> their values at the six sampling points (0, 1, -1, 2, -2, infinity).
-inline void sample(const Group d[6], Group t[6]) {
-  const Group even = d[4] - 4 * d[2], odd = d[3] - 4 * d[1];
-  const Group even2 = d[4] - d[2], odd2 = 2 * (d[3] - d[1]);
-  t[0] = 4 * d[0] - 5 * d[2] + d[4];
-  t[1] = even + odd;
-  t[2] = even - odd;
-  t[3] = even2 + odd2;
-  t[4] = even2 - odd2;
-  t[5] = 4 * d[1] - 5 * d[3] + d[5];
+constexpr float ROOT_2 = 1.41421356237309504880f, ROOT_HALF = ROOT_2 / 2;
+
+// B^T d: six inputs in a row -> their values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
+inline void sample(const Group d[REACH], Group t[REACH]) {
+  const Group even = d[4] - 0.5f * d[2], odd = d[3] - 0.5f * d[1];
+  const Group even2 = d[4] - 2 * d[2], odd2 = d[3] - 2 * d[1];
+  t[0] = d[0] - 2.5f * d[2] + d[4];
+  t[1] = even + ROOT_2 * odd;
+  t[2] = even - ROOT_2 * odd;
+  t[3] = even2 + ROOT_HALF * odd2;
+  t[4] = even2 - ROOT_HALF * odd2;
+  t[5] = d[1] - 2.5f * d[3] + d[5];
 }
 
 // A^T m: six products -> four outputs in a row.
-inline void interpolate(const Group m[6], Group s[4]) {
-  const Group even = m[1] + m[2], odd = m[1] - m[2], even2 = m[3] + m[4], odd2 = m[3] - m[4];
+inline void interpolate(const Group m[REACH], Group s[EDGE]) {
+  const Group even = m[1] + m[2], odd = ROOT_2 * (m[1] - m[2]), even2 = m[3] + m[4], odd2 = ROOT_HALF * (m[3] - m[4]);
   s[0] = m[0] + even + even2;
-  s[1] = odd + 2 * odd2;
-  s[2] = even + 4 * even2;
-  s[3] = odd + 8 * odd2 + m[5];
+  s[1] = odd + odd2;
+  s[2] = 2 * even + 0.5f * even2;
+  s[3] = 2 * odd + 0.5f * odd2 + m[5];
 }
 
-// Rows of patches of one input plane -> sampled[36][stride ...][tile_rows, tile_columns, inputs]; `plane` null: zeros.
-void sample_plane(const float *plane, const Shape &s, const Blocking &b, int64_t first_row, float *rows, float *sampled,
-                  int64_t stride) {
-  const int64_t tile_bytes = b.tiles() * s.inputs * sizeof(float);
-  if (!plane) {
-    for (int p = 0; p < POINTS; ++p) std::memset(sampled + p * stride, 0, tile_bytes);
-    return;
-  }
-  const int64_t columns = b.tile_columns * EDGE + 2, line = s.width * s.inputs;
-  for (int64_t tile_row = 0; tile_row < b.tile_rows; ++tile_row) {
-    const int64_t top = (first_row + tile_row) * EDGE - 1;
-    for (int64_t column = 0; column < columns; ++column) {
-      const int64_t x = column - 1;
-      float *out = rows + column * s.inputs;
-      if (x < 0 || x >= s.width) {
-        for (int i = 0; i < 6; ++i) std::memset(out + i * columns * s.inputs, 0, s.inputs * sizeof(float));
-        continue;
+// Where the 6x6 lines along x begin that a row of tiles depends on; `zeros` stands for those outside the image.
+struct Lines {
+  const float *start[REACH][REACH];
+  Lines(const float *image, const float *zeros, const Shape &s, const Place &at) {
+    for (int i = 0; i < REACH; ++i)
+      for (int j = 0; j < REACH; ++j) {
+        const int64_t z = at.z - 1 + i, y = at.y - 1 + j;
+        const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
+        start[i][j] = inside ? image + ((at.window * s.depth + z) * s.height + y) * s.width * s.inputs : zeros;
       }
-      for (int64_t c = 0; c < s.inputs; c += GROUP) {
-        Group d[6], t[6];
-        for (int i = 0; i < 6; ++i) {
-          const int64_t y = top + i;
-          d[i] = y < 0 || y >= s.height ? Group{} : load(plane + y * line + x * s.inputs + c);
-        }
+  }
+};
+
+// G groups of channels at `offset` in the lines, sampled along z and y. The groups are taken in turn line by line: lines
+// are often a multiple of 4 KiB apart, so that few stay in the first-level cache.
+template <int G> void sample_column(const Lines &lines, int64_t offset, Group out[REACH * REACH][G]) {
+  alignas(64) Group part[REACH][REACH][G];
+  for (int j = 0; j < REACH; ++j)
+    for (int g = 0; g < G; ++g) {
+      Group d[REACH], t[REACH];
+      for (int i = 0; i < REACH; ++i) d[i] = load(lines.start[i][j] + offset + g * GROUP);
+      sample(d, t);
+      for (int i = 0; i < REACH; ++i) part[i][j][g] = t[i];
+    }
+  for (int i = 0; i < REACH; ++i)
+    for (int g = 0; g < G; ++g) {
+      Group d[REACH], t[REACH];
+      for (int j = 0; j < REACH; ++j) d[j] = part[i][j][g];
+      sample(d, t);
+      for (int j = 0; j < REACH; ++j) out[i * REACH + j][g] = t[j];
+    }
+}
+
+// Tiles beside each other along x -> sampled[count, stride ...][POINTS, inputs], for G groups of channels.
+template <int G>
+void sample_row(const Lines &lines, const Shape &s, int64_t left, int64_t count, int64_t channel, float *sampled,
+                int64_t stride) {
+  // The last six columns, in turn: two of them are those of the next tile too.
+  alignas(64) Group columns[REACH][REACH * REACH][G];
+  for (int64_t tile = 0; tile < count; ++tile, sampled += stride) {
+    const int64_t first = tile * EDGE;
+    for (int64_t column = first + (tile ? REACH - EDGE : 0); column < first + REACH; ++column) {
+      const int64_t x = left - 1 + column;
+      Group(*out)[G] = columns[column % REACH];
+      if (x >= 0 && x < s.width)
+        sample_column<G>(lines, x * s.inputs + channel, out);
+      else
+        std::memset(static_cast<void *>(out), 0, sizeof(columns[0]));
+    }
+    const Group(*taps[REACH])[G];
+    for (int k = 0; k < REACH; ++k) taps[k] = columns[(first + k) % REACH];
+    for (int p = 0; p < REACH * REACH; ++p)
+      for (int g = 0; g < G; ++g) {
+        Group d[REACH], t[REACH];
+        for (int k = 0; k < REACH; ++k) d[k] = taps[k][p][g];
         sample(d, t);
-        for (int i = 0; i < 6; ++i) store(out + i * columns * s.inputs + c, t[i]);
-      }
-    }
-    for (int i = 0; i < 6; ++i)
-      for (int64_t tile = 0; tile < b.tile_columns; ++tile) {
-        const float *in = rows + (i * columns + tile * EDGE) * s.inputs;
-        float *out = sampled + i * 6 * stride + (tile_row * b.tile_columns + tile) * s.inputs;
-        for (int64_t c = 0; c < s.inputs; c += GROUP) {
-          Group d[6], t[6];
-          for (int j = 0; j < 6; ++j) d[j] = load(in + j * s.inputs + c);
-          sample(d, t);
-          for (int j = 0; j < 6; ++j) store(out + j * stride + c, t[j]);
-        }
+        for (int k = 0; k < REACH; ++k) store(sampled + (p * REACH + k) * s.inputs + channel + g * GROUP, t[k]);
       }
   }
 }
 
-// products[row, column] = sum over taps and channels of sampled[row + tap, channel] * weights[tap, channel, column]
+void sample_tiles(const float *image, const float *zeros, const Shape &s, int64_t first, int64_t count, float *sampled,
+                  int64_t stride) {
+  const int64_t across = tiles_along(s.width);
+  for (int64_t done = 0; done < count;) {
+    const Place at(s, first + done);
+    const int64_t run = std::min(count - done, across - at.x / EDGE);
+    const Lines lines(image, zeros, s, at);
+    int64_t channel = 0;
+    for (; channel + 2 * GROUP <= s.inputs; channel += 2 * GROUP) // whole lines of the cache
+      sample_row<2>(lines, s, at.x, run, channel, sampled + done * stride, stride);
+    if (channel < s.inputs) sample_row<1>(lines, s, at.x, run, channel, sampled + done * stride, stride);
+    done += run;
+  }
+}
+
+// out[row, column] = sum over channels of a[row, channel] * weights[channel, column]
 template <int R, int V>
-inline void multiply_tile(const float *a, int64_t inputs, int64_t tap_stride, const float *weights, float *out,
-                          int64_t outputs) {
+inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
+                          int64_t out_stride) {
   Lanes sum[R][V] = {};
-  for (int tap = 0; tap < 3; ++tap) {
-    const float *row = a + tap * tap_stride;
-    for (int64_t c = 0; c < inputs; ++c) {
-      const Lanes *w = reinterpret_cast<const Lanes *>(weights);
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] += row[r * inputs + c] * w[v];
-      weights += V * LANES;
-    }
+  for (int64_t c = 0; c < inputs; ++c) {
+    const Lanes *w = reinterpret_cast<const Lanes *>(weights);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] += a[r * stride + c] * w[v];
+    weights += V * LANES;
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) *reinterpret_cast<Lanes *>(out + r * outputs + v * LANES) = sum[r][v];
+    for (int v = 0; v < V; ++v) *reinterpret_cast<Lanes *>(out + r * out_stride + v * LANES) = sum[r][v];
 }
 
 template <int R, int V>
-void multiply_rest(int64_t count, const float *a, int64_t inputs, int64_t tap_stride, const float *weights, float *out,
-                   int64_t outputs) {
+void multiply_rest(int64_t count, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
+                   int64_t out_stride) {
   if constexpr (R > 0) {
     if (count == R)
-      multiply_tile<R, V>(a, inputs, tap_stride, weights, out, outputs);
+      multiply_tile<R, V>(a, stride, inputs, weights, out, out_stride);
     else
-      multiply_rest<R - 1, V>(count, a, inputs, tap_stride, weights, out, outputs);
+      multiply_rest<R - 1, V>(count, a, stride, inputs, weights, out, out_stride);
   }
 }
 
+// One sampling point: sampled[rows, inputs] x weights[inputs, V vectors] -> [rows, V vectors].
 template <int V>
-void multiply_columns(int64_t rows, const float *a, int64_t inputs, int64_t tap_stride, const float *weights,
-                      float *out, int64_t outputs) {
+void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
+              int64_t out_stride) {
   int64_t row = 0;
   for (; row + ROWS <= rows; row += ROWS)
-    multiply_tile<ROWS, V>(a + row * inputs, inputs, tap_stride, weights, out + row * outputs, outputs);
-  multiply_rest<ROWS - 1, V>(rows - row, a + row * inputs, inputs, tap_stride, weights, out + row * outputs, outputs);
+    multiply_tile<ROWS, V>(a + row * stride, stride, inputs, weights, out + row * out_stride, out_stride);
+  multiply_rest<ROWS - 1, V>(rows - row, a + row * stride, stride, inputs, weights, out + row * out_stride, out_stride);
 }
 
-// One sampling point: sampled[rows + taps, inputs] x weights[columns / vectors, 3 * inputs, vectors] -> [rows, outputs].
-void multiply(int64_t rows, const float *a, const Shape &s, int64_t tap_stride, const float *weights, float *out) {
-  constexpr int64_t wide = COLUMNS * LANES;
-  int64_t column = 0;
-  for (; column + wide <= s.outputs; column += wide, weights += 3 * s.inputs * wide)
-    multiply_columns<COLUMNS>(rows, a, s.inputs, tap_stride, weights, out + column, s.outputs);
-  for (; column < s.outputs; column += LANES, weights += 3 * s.inputs * LANES)
-    multiply_columns<1>(rows, a, s.inputs, tap_stride, weights, out + column, s.outputs);
-}
-
-// products[36][stride ...][tiles, outputs] -> one output plane, with bias and rectifier.
-void interpolate_plane(const float *products, int64_t stride, const float *bias, bool rectify, const Shape &s,
-                       const Blocking &b, int64_t first_row, float *plane) {
-  const Group floor = Group{} + (rectify ? 0.0f : -__builtin_inff());
-  for (int64_t tile = 0; tile < b.tiles(); ++tile) {
-    const int64_t top = (first_row + tile / b.tile_columns) * EDGE, left = tile % b.tile_columns * EDGE;
-    const int64_t high = std::min<int64_t>(EDGE, s.height - top), wide = std::min<int64_t>(EDGE, s.width - left);
-    for (int64_t k = 0; k < s.outputs; k += GROUP) {
-      Group half[EDGE][6];
-      for (int j = 0; j < 6; ++j) {
-        Group m[6], column[EDGE];
-        for (int i = 0; i < 6; ++i) m[i] = load(products + (i * 6 + j) * stride + tile * s.outputs + k);
-        interpolate(m, column);
-        for (int i = 0; i < EDGE; ++i) half[i][j] = column[i];
-      }
-      const Group offset = bias ? load(bias + k) : Group{};
-      for (int64_t y = 0; y < high; ++y) {
-        Group row[EDGE];
-        interpolate(half[y], row);
-        float *out = plane + ((top + y) * s.width + left) * s.outputs + k;
-        for (int64_t x = 0; x < wide; ++x) {
-          const Group value = row[x] + offset;
-          // Written so that NaN stays NaN: it must reach whoever looks for it.
-          store(out + x * s.outputs, value < floor ? floor : value);
-        }
+// One group of channels of one tile, products[POINTS][stride ...] -> its outputs, with bias and rectifier.
+void interpolate_tile(const float *products, int64_t stride, const Group &offset, const Group &floor, const Shape &s,
+                      const Place &at, float *result) {
+  alignas(64) Group along_x[REACH][REACH][EDGE], along_y[EDGE][EDGE][REACH];
+  for (int i = 0; i < REACH; ++i)
+    for (int j = 0; j < REACH; ++j) {
+      Group m[REACH];
+      for (int k = 0; k < REACH; ++k) m[k] = load(products + ((i * REACH + j) * REACH + k) * stride);
+      interpolate(m, along_x[i][j]);
+    }
+  for (int i = 0; i < REACH; ++i)
+    for (int x = 0; x < EDGE; ++x) {
+      Group m[REACH], line[EDGE];
+      for (int j = 0; j < REACH; ++j) m[j] = along_x[i][j][x];
+      interpolate(m, line);
+      for (int y = 0; y < EDGE; ++y) along_y[y][x][i] = line[y];
+    }
+  const int64_t deep = std::min<int64_t>(EDGE, s.depth - at.z), high = std::min<int64_t>(EDGE, s.height - at.y),
+                wide = std::min<int64_t>(EDGE, s.width - at.x);
+  const int64_t step = s.outputs, line_step = s.width * step, plane_step = s.height * line_step;
+  result += (at.window * s.depth + at.z) * plane_step + at.y * line_step + at.x * step;
+  for (int64_t y = 0; y < high; ++y)
+    for (int64_t x = 0; x < wide; ++x) {
+      Group line[EDGE];
+      interpolate(along_y[y][x], line);
+      float *out = result + y * line_step + x * step;
+      for (int64_t z = 0; z < deep; ++z, out += plane_step) {
+        const Group value = line[z] + offset;
+        // Written so that NaN stays NaN: it must reach whoever looks for it.
+        store(out, value < floor ? floor : value);
       }
     }
+}
+
+struct Work {
+  Shape shape;
+  const float *image, *weights, *bias;
+  float *result;
+  bool rectify;
+};
+
+// V vectors of outputs from `column` on, of a block of tiles that are sampled.
+template <int V>
+void convolve_columns(const Work &work, int64_t first, int64_t count, int64_t column, const float *sampled,
+                      int64_t sampled_stride, float *products, int64_t product_stride) {
+  const Shape &s = work.shape;
+  const float *weights = work.weights + POINTS * s.inputs * column;
+  const Group floor = Group{} + (work.rectify ? 0.0f : -__builtin_inff());
+  for (int p = 0; p < POINTS; ++p)
+    multiply<V>(count, sampled + p * s.inputs, sampled_stride, s.inputs, weights + p * s.inputs * V * LANES,
+                products + p * V * LANES, product_stride);
+  for (int64_t tile = 0; tile < count; ++tile) {
+    const Place at(s, first + tile);
+    for (int64_t k = 0; k < V * LANES; k += GROUP)
+      interpolate_tile(products + tile * product_stride + k, V * LANES,
+                       work.bias ? load(work.bias + column + k) : Group{}, floor, s, at, work.result + column + k);
   }
 }
 
-// Blocks of planes of one column of patches: outputs first_plane .. last_plane of rows of patches from first_row on.
-bool run_column(const float *image, const float *weights, const float *bias, bool rectify, const Shape &s, Blocking b,
-                int64_t first_row, int64_t first_plane, int64_t last_plane, float *result) {
+bool convolve_block(const Work &work, int64_t first, int64_t count) {
   thread_local Scratch scratch;
-  b.tile_rows = std::min(b.tile_rows, (s.height + EDGE - 1) / EDGE - first_row);
-  const int64_t tap_stride = b.tiles() * s.inputs;
-  const int64_t sampled_stride = spread((b.planes + 2) * tap_stride);
-  const int64_t product_stride = spread(b.planes * b.tiles() * s.outputs);
-  const int64_t rows_size = 6 * (b.tile_columns * EDGE + 2) * s.inputs;
-  float *sampled = scratch.take(POINTS * (sampled_stride + product_stride) + rows_size);
+  const Shape &s = work.shape;
+  constexpr int64_t wide = COLUMNS * LANES;
+  const int64_t sampled_stride = spread(POINTS * s.inputs), product_stride = spread(POINTS * wide);
+  float *sampled = scratch.take(count * (sampled_stride + product_stride) + s.width * s.inputs);
   if (!sampled) return false;
-  float *products = sampled + POINTS * sampled_stride, *rows = products + POINTS * product_stride;
-  const int64_t in_plane = s.height * s.width * s.inputs, out_plane = s.height * s.width * s.outputs;
-
-  for (int64_t z = first_plane; z < last_plane; z += b.planes) {
-    const int64_t planes = std::min(b.planes, last_plane - z);
-    int64_t known = 0;
-    if (z > first_plane) { // the last two planes of the block before
-      for (int p = 0; p < POINTS; ++p) {
-        float *at = sampled + p * sampled_stride;
-        std::memmove(at, at + b.planes * tap_stride, 2 * tap_stride * sizeof(float));
-      }
-      known = 2;
-    }
-    for (int64_t i = known; i < planes + 2; ++i) {
-      const int64_t source = z - 1 + i;
-      const bool inside = source >= 0 && source < s.depth;
-      sample_plane(inside ? image + source * in_plane : nullptr, s, b, first_row, rows, sampled + i * tap_stride,
-                   sampled_stride);
-    }
-    for (int p = 0; p < POINTS; ++p)
-      multiply(planes * b.tiles(), sampled + p * sampled_stride, s, tap_stride, weights + p * 3 * s.inputs * s.outputs,
-               products + p * product_stride);
-    for (int64_t i = 0; i < planes; ++i)
-      interpolate_plane(products + i * b.tiles() * s.outputs, product_stride, bias, rectify, s, b, first_row,
-                        result + (z + i) * out_plane);
-  }
+  float *products = sampled + count * sampled_stride, *zeros = products + count * product_stride;
+  std::memset(zeros, 0, s.width * s.inputs * sizeof(float));
+  sample_tiles(work.image, zeros, s, first, count, sampled, sampled_stride);
+  int64_t column = 0;
+  for (; column + wide <= s.outputs; column += wide)
+    convolve_columns<COLUMNS>(work, first, count, column, sampled, sampled_stride, products, product_stride);
+  for (; column < s.outputs; column += LANES)
+    convolve_columns<1>(work, first, count, column, sampled, sampled_stride, products, product_stride);
   return true;
 }
 
@@ -264,27 +303,17 @@ extern "C" {
 int stackseg_columns() { return COLUMNS * LANES; }
 int stackseg_vector() { return LANES; }
 
-// image [batch, depth, height, width, inputs], weights [36][column block][3, inputs, columns], bias [outputs] or null
-// -> result [batch, depth, height, width, outputs]. Returns 0, or 1 where memory ran out.
+// image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or null
+// -> result [batch, depth, height, width, outputs], `tiles` at a time. Returns 0, or 1 where memory ran out.
 int stackseg_convolve(const float *image, const float *weights, const float *bias, float *result, int64_t batch,
-                      int64_t depth, int64_t height, int64_t width, int64_t inputs, int64_t outputs, int64_t planes,
-                      int64_t tile_rows, int rectify, int threads) {
-  const Shape s{batch, depth, height, width, inputs, outputs};
-  const Blocking b{planes, tile_rows, (width + EDGE - 1) / EDGE};
-  const int64_t tile_rows_all = (height + EDGE - 1) / EDGE;
-  const int64_t columns = (tile_rows_all + tile_rows - 1) / tile_rows, blocks = (depth + planes - 1) / planes;
-  // Cutting along z repeats two planes per cut, so only as often as the threads need.
-  const int64_t wanted = threads > 1 ? (2 * threads + batch * columns - 1) / (batch * columns) : 1;
-  const int64_t cuts = std::clamp<int64_t>(wanted, 1, blocks);
+                      int64_t depth, int64_t height, int64_t width, int64_t inputs, int64_t outputs, int64_t tiles,
+                      int rectify, int threads) {
+  const Work work{{batch, depth, height, width, inputs, outputs}, image, weights, bias, result, rectify != 0};
+  const int64_t all = work.shape.tiles();
   int failed = 0;
-#pragma omp parallel for collapse(3) schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
-  for (int64_t n = 0; n < batch; ++n)
-    for (int64_t cut = 0; cut < cuts; ++cut)
-      for (int64_t column = 0; column < columns; ++column) {
-        const int64_t first = blocks * cut / cuts * planes, last = std::min(blocks * (cut + 1) / cuts * planes, depth);
-        failed |= !run_column(image + n * depth * height * width * inputs, weights, bias, rectify != 0, s, b,
-                              column * tile_rows, first, last, result + n * depth * height * width * outputs);
-      }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
+  for (int64_t first = 0; first < all; first += tiles)
+    failed |= !convolve_block(work, first, std::min(tiles, all - first));
   return failed;
 }
 }
