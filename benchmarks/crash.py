@@ -79,12 +79,7 @@ class Stack:
     """A TIFF to post, and the classes that come back if nothing goes wrong."""
 
     def __init__(self, shape: tuple[int, int, int], seed: int, segmenter: Segmenter) -> None:
-        rng = np.random.default_rng(seed)
-        coarse = rng.integers(200, 3000, [-(-edge // 8) for edge in shape], dtype=np.uint16)
-        pixels = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2)[: shape[0], : shape[1], : shape[2]]
-        file = io.BytesIO()
-        tifffile.imwrite(file, pixels, imagej=True, metadata={"axes": "ZYX"})
-        self.content = file.getvalue()
+        self.content, pixels = make_tiff(shape, seed)
         self.expected: NDArray[Any] = segmenter.segment(Volume.from_array(pixels[None]), Options()).segmentation.pixels
 
     def slowly(self, seconds: float) -> Iterator[bytes]:
@@ -309,6 +304,16 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
         "jobs_whose_answer_was_cut_off": len(known.keys() - client.jobs.keys()),
         "results_compared": client.compared,
     }
+
+
+def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np.uint16]]:
+    """An ImageJ stack of random blocks, and its pixels [Z, Y, X]."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(200, 3000, [-(-edge // 8) for edge in shape], dtype=np.uint16)
+    pixels = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2)[: shape[0], : shape[1], : shape[2]]
+    file = io.BytesIO()
+    tifffile.imwrite(file, pixels, imagej=True, metadata={"axes": "ZYX"})
+    return file.getvalue(), pixels
 
 
 def make_stacks(models: Path) -> list[Stack]:

@@ -1,0 +1,162 @@
+"""How long a start with a warm plan takes, and how much processor time until the service is ready.
+
+python benchmarks/start.py [--starts 5] [--case eager] [--case auto] [--tree FOLDER] [--cache FOLDER] [--json FILE]
+
+Cases: `eager` is the tiny model and the configuration of benchmarks/crash.py, `auto` the bundled models with
+configs/default.yaml. Every start is that of a real server, which then is killed; the first of each case makes the plan
+and fills the caches (in `--cache`, if it is to be kept), and is not counted. With `--tree` the checkouts named, this
+one included only if it is, start in turn. Seconds from the beginning of the process to: the line that tells the
+address, the first answer, the answer that the service is ready; those of all threads and child processes on a processor
+until the line and until ready; and from ready to the result of a first small stack. `--log` prints what was logged,
+and when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import yaml
+from crash import ROOT, SMALL, make_model, make_tiff
+from processes import cpu_seconds
+
+START_SECONDS = 600
+
+
+def settings_of(case: str, models: Path, cache: Path) -> dict[str, Any]:
+    """The configuration of a case; caches and scratch files live below `cache`."""
+    folder = cache / case
+    (folder / "scratch").mkdir(parents=True, exist_ok=True)
+    common = {
+        "jobs": {"folder": str(folder / "jobs")},
+        "server": {"scratch_folder": str(folder / "scratch"), "port": 0},
+        "logging": {"format": "json"},
+    }
+    if case == "auto":
+        defaults: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "default.yaml").read_text(encoding="utf-8"))
+        own = {"models": {"folder": str(ROOT / "models")}, "engine": {"cache_folder": str(folder / "engine")}}
+    else:
+        defaults = {}
+        own = {
+            "models": {"folder": str(models)},
+            "engine": {"kind": case},
+            "device": {"name": "cpu", "threads": 1},
+            "limits": {"cache_bytes": 0},
+        }
+    return {name: {**defaults.get(name, {}), **keys} for name, keys in {**defaults, **own, **common}.items()}
+
+
+def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
+    """One start of the service in a checkout, and its end by SIGKILL."""
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "service", "serve", "--config", str(config)]
+    began, clock = time.monotonic(), time.time()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
+    assert process.stdout is not None
+    figures: dict[str, Any] = {}
+    try:
+        address = process.stdout.readline().split()[-1]
+        figures["address"], figures["address_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
+        with httpx2.Client(base_url=address, timeout=START_SECONDS) as client:
+            client.get("/health/live").raise_for_status()
+            figures["answer"] = time.monotonic() - began
+            until(lambda: client.get("/health/ready").status_code == 200)
+            figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
+            client.post("/segment", content=stack, headers={"Content-Type": "image/tiff"}).raise_for_status()
+            figures["first_result"] = time.monotonic() - began - figures["ready"]
+            figures["memory_mb"] = resident(process.pid)
+            figures["recompilations"] = recompilations(client)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        process.stdout.close()
+    figures["log"] = list(lines_of(log, clock))
+    return figures
+
+
+def resident(pid: int) -> int:
+    """MiB of the service's own process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def recompilations(client: httpx2.Client) -> int:
+    """Graphs that were compiled after the start."""
+    lines = client.get("/metrics").text.splitlines()
+    return int(float(next(line for line in lines if line.startswith("stackseg_recompilations ")).split()[1]))
+
+
+def lines_of(log: Path, began: float) -> list[str]:
+    """What was logged, each with its seconds since `began` on the clock of time.time."""
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    return [f"{datetime.fromisoformat(one['time']).timestamp() - began:8.2f} s  {one['message']}" for one in records]
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, f"not ready within {START_SECONDS} s"
+        time.sleep(0.02)
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median and the most of each figure."""
+    names = [name for name in runs[0] if name != "log"]
+    return {
+        name: {"median": round(statistics.median(run[name] for run in runs), 2), "most": max(run[name] for run in runs)}
+        for name in names
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument(
+        "--case", action="append", choices=["eager", "compiled", "winograd", "auto"], help="default: eager and auto"
+    )
+    parser.add_argument("--tree", action="append", type=Path, help="a checkout of this repository; default: this one")
+    parser.add_argument("--cache", type=Path, help="keep plans and caches in this folder, for the next run")
+    parser.add_argument("--log", action="store_true", help="print what the last start of each logged, and when")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    trees = options.tree or [ROOT]
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-start-") as name:
+        folder = Path(name)
+        make_model(folder / "models")
+        stack = make_tiff(SMALL, 0)[0]
+        for case in options.case or ["eager", "auto"]:
+            runs: dict[str, list[dict[str, Any]]] = {str(tree): [] for tree in trees}
+            for turn in range(options.starts + 1):
+                for number, tree in enumerate(trees):
+                    cache = (options.cache or folder / "cache") / str(number)
+                    config = folder / f"{case}-{number}.yaml"
+                    config.write_text(yaml.safe_dump(settings_of(case, folder / "models", cache)), encoding="utf-8")
+                    found = start(tree.resolve(), config, folder / "log", stack)
+                    if turn:
+                        runs[str(tree)].append(found)
+                    shown = {key: round(value, 2) for key, value in found.items() if key != "log"}
+                    print(f"{case} {tree} {'warm' if turn else 'first'}: {shown}", file=sys.stderr)
+                    if options.log and turn in {0, options.starts}:
+                        print("\n".join(found["log"]), file=sys.stderr)
+            figures[case] = {tree: summary(found) for tree, found in runs.items()}
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
