@@ -1,17 +1,54 @@
-"""MONAI's networks, where they are needed; `service.networks` imports this module with the first of them."""
+"""MONAI's networks, where they are needed; `service.networks` imports this module with the first of them.
+
+`import monai` imports every part of it, and with that what plots, filters and reads files: seconds of each start, and a
+hundred MiB. Networks need none of it, MONAI does without what is not installed, and so it is told that nothing is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
-from monai.networks.nets.basic_unet import BasicUNet, UpCat
-from monai.networks.nets.dynunet import DynUNet
-from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.unet import UNet
 from torch import Tensor, nn
 from torch.nn import functional
+
+# Imported by MONAI where they are installed, by `monai.utils.optional_import`.
+SPARED = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
+
+
+class _Absent(MetaPathFinder):
+    """Finds that packages are not installed, for one thread: others may need them just now."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names, self._thread = names, threading.get_ident()
+
+    def find_spec(self, fullname: str, _path: Sequence[str] | None, _target: object = None, /) -> None:
+        """None: let others look. Raises ModuleNotFoundError for what is spared."""
+        if fullname.partition(".")[0] in self._names and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"{fullname} is spared", name=fullname)
+
+
+@contextmanager
+def sparing(names: frozenset[str]) -> Iterator[None]:
+    """While this lasts, packages of these names are not found by this thread, unless they were imported before."""
+    finder = _Absent(names)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+with sparing(SPARED):
+    from monai.networks.nets.basic_unet import BasicUNet, UpCat
+    from monai.networks.nets.dynunet import DynUNet
+    from monai.networks.nets.segresnet import SegResNet
+    from monai.networks.nets.unet import UNet
 
 
 class _UpCat(UpCat):

@@ -190,3 +190,13 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> No
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "argparse" in imported
     assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})
+
+
+def test_service_that_compiles_nothing_waits_neither_for_the_compiler_nor_for_what_networks_of_monai_do_without() -> (
+    None
+):
+    modules = "import service.app, service.monai_networks, sys; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = set(imported.stdout.split())
+    assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names
+    assert names.isdisjoint({"torch._dynamo", "torch._inductor", "sympy", "scipy", "skimage", "matplotlib", "openvino"})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from monai.networks.nets.basic_unet import BasicUNet
 from safetensors.torch import save_file
 from torch import nn
 
+from service import monai_networks
 from service.errors import BrokenModel
 from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, load, space_to_depth
 from service.repository import Architecture, ModelSpec, Weights
@@ -180,3 +185,15 @@ def test_basic_unet_is_monais_and_becomes_one_graph(edges):
     graph = torch.compile(ours, backend="eager", fullgraph=True)
     with torch.inference_mode():
         assert torch.equal(graph(x), theirs(x))
+
+
+def test_what_monai_does_without_is_hidden_from_its_own_import_alone(tmp_path, monkeypatch):
+    (tmp_path / "plotter_of_nothing.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monai_networks.sparing(frozenset(["plotter_of_nothing"])):
+        with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
+            import_module("plotter_of_nothing.colours")
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(import_module, "plotter_of_nothing").result().__name__ == "plotter_of_nothing"
+    assert find_spec("plotter_of_nothing") is not None
+    del sys.modules["plotter_of_nothing"]
