@@ -7,7 +7,7 @@ Micro-Manager writes its files so, too.
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import BinaryIO
 
 from service.formats import structure
 from service.volume import Segmentation
@@ -29,27 +29,26 @@ def for_imagej(segmentation: Segmentation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def append(path: Path, text: str) -> None:
+def append(stream: BinaryIO, text: str) -> None:
     """Give the first page of a TIFF a further ImageDescription, after the one that it has; the rest stays in place."""
     data = text.encode("ascii") + b"\0"
-    with path.open("r+b") as stream:
-        flavour, offset = structure.header(stream)
-        stream.seek(offset)
-        count = flavour.count.unpack(stream.read(flavour.count.size))[0]
-        entries = [stream.read(flavour.entry.size) for _ in range(count)]
-        following = stream.read(flavour.offset.size)
-        place = _aligned_end(stream.seek(0, os.SEEK_END))
-        stream.seek(place)
-        stream.write(data)
-        value = flavour.offset.pack(place)
-        entry = flavour.entry.pack(IMAGE_DESCRIPTION, _ASCII, len(data), value)
-        before = sum(flavour.entry.unpack(known)[0] <= IMAGE_DESCRIPTION for known in entries)
-        entries.insert(before, entry)
-        directory = _aligned_end(stream.tell())
-        stream.seek(directory)
-        stream.write(flavour.count.pack(count + 1) + b"".join(entries) + following)
-        stream.seek(flavour.offset.size)
-        stream.write(flavour.offset.pack(directory))
+    flavour, offset = structure.header(stream)
+    stream.seek(offset)
+    count = flavour.count.unpack(stream.read(flavour.count.size))[0]
+    entries = [stream.read(flavour.entry.size) for _ in range(count)]
+    following = stream.read(flavour.offset.size)
+    place = _aligned_end(stream.seek(0, os.SEEK_END))
+    stream.seek(place)
+    stream.write(data)
+    value = flavour.offset.pack(place)
+    entry = flavour.entry.pack(IMAGE_DESCRIPTION, _ASCII, len(data), value)
+    before = sum(flavour.entry.unpack(known)[0] <= IMAGE_DESCRIPTION for known in entries)
+    entries.insert(before, entry)
+    directory = _aligned_end(stream.tell())
+    stream.seek(directory)
+    stream.write(flavour.count.pack(count + 1) + b"".join(entries) + following)
+    stream.seek(flavour.offset.size)
+    stream.write(flavour.offset.pack(directory))
 
 
 def _aligned_end(position: int) -> int:

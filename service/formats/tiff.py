@@ -7,6 +7,7 @@ pixel is decoded. What cannot be trusted is to be read through `service.formats.
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import uuid
@@ -210,26 +211,32 @@ def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None
         for axis, edge in zip("ZYX", segmentation.voxel_size, strict=True):
             metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
         resolution = (1e4 / segmentation.voxel_size.x, 1e4 / segmentation.voxel_size.y)
-    partial = path.with_name(f".{path.name}.part")
+    small = segmentation.pixels.nbytes <= _SMALL_BYTES
     if bigtiff is None:
         bigtiff = segmentation.pixels.nbytes > _CLASSIC_BYTES
+    partial = path.with_name(f".{path.name}.part")
     try:
-        with TiffWriter(partial, ome=True, bigtiff=bigtiff) as writer:
-            writer.write(
-                _pages(segmentation.pixels),
-                shape=segmentation.pixels.shape,
-                dtype=segmentation.pixels.dtype,
-                photometric="minisblack",
-                compression="adobe_deflate",
-                compressionargs={"level": 1},
-                resolution=resolution,
-                resolutionunit="CENTIMETER" if resolution else None,
-                metadata=metadata,
-                software="StackSeg",
-                # Starting threads would take longer than compressing so little.
-                maxworkers=1 if segmentation.pixels.nbytes <= _SMALL_BYTES else len(os.sched_getaffinity(0)),
-            )
-        description.append(partial, description.for_imagej(segmentation))
+        with partial.open("w+b") as file:
+            # The writer goes back and forth six times for every page, each time into the system if that is a file.
+            stream = io.BytesIO() if small else file
+            with TiffWriter(stream, ome=True, bigtiff=bigtiff) as writer:
+                writer.write(
+                    _pages(segmentation.pixels),
+                    shape=segmentation.pixels.shape,
+                    dtype=segmentation.pixels.dtype,
+                    photometric="minisblack",
+                    compression="adobe_deflate",
+                    compressionargs={"level": 1},
+                    resolution=resolution,
+                    resolutionunit="CENTIMETER" if resolution else None,
+                    metadata=metadata,
+                    software="StackSeg",
+                    # Starting threads would take longer than compressing so little.
+                    maxworkers=1 if small else len(os.sched_getaffinity(0)),
+                )
+            description.append(stream, description.for_imagej(segmentation))
+            if isinstance(stream, io.BytesIO):
+                file.write(stream.getbuffer())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
