@@ -249,7 +249,8 @@ class JobQueue:
             job.on_advance = self._look
             self._waiting.append(job)
             self._waiting.sort(key=lambda one: one.due)
-            self._changed.notify()
+            if job.ready:
+                self._changed.notify()
         job.when_over(self._forget)
 
     def release(self, job: Job[Any]) -> None:
@@ -372,7 +373,11 @@ class JobQueue:
         with self._changed:
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
-            self._changed.notify_all()
+            # One is enough: who takes a job wakes the next. The end concerns all.
+            if self._closed:
+                self._changed.notify_all()
+            else:
+                self._changed.notify()
             if job.state == "done" and job.progress.total:
                 self._time(job)
 

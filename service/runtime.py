@@ -89,6 +89,8 @@ class Runtime:
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
         self.readers = ThreadPoolExecutor(READERS, "read")
+        # Looked up in files, which takes a millisecond.
+        self._version = version("stackseg")
         self._started = time.monotonic()
         self._reader: Reader
         # What was found in the repository; whether it is loaded the station knows.
@@ -256,7 +258,7 @@ class Runtime:
         """
         engines = {station.manners[model] for station in self.stations if model in station.manners}
         windows = self.settings.windows.model_dump(mode="json")
-        return {"version": version("stackseg"), "windows": windows, "engines": sorted(engines)}
+        return {"version": self._version, "windows": windows, "engines": sorted(engines)}
 
     def seat(self, model: str) -> Seat:
         """Where a request for this model should be worked on, as things are."""

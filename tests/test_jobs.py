@@ -417,3 +417,26 @@ def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
     assert running.cancelled()
     assert waiting.state == "cancelled"
     assert queue.waiting == 0
+
+
+def test_every_thread_learns_of_the_end_and_one_of_work() -> None:
+    queue, taken = JobQueue(limit=30), list[object]()
+    threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(5)]
+    first, second, last = sized(20), sized(20), sized(1)
+    last.ready = False
+    queue.offer(last)
+    queue.offer(first)
+    assert queue.take() is first
+    for thread in threads:
+        thread.start()
+    queue.put(second)
+    assert taken == []
+    first.run()
+    for thread in threads:
+        thread.join(0.05)
+    assert taken == [second]
+    queue.close()
+    last.cancel()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(map(str, taken)) == sorted(map(str, [second, None, None, None, None]))

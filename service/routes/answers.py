@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -14,6 +15,9 @@ from service.store import Outcome
 from service.volume import VoxelSize
 
 NOTE_LETTERS = 2000
+
+# Up to so many bytes an answer is in memory while it is sent.
+SMALL_BYTES = 2**20
 
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
@@ -64,25 +68,47 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Found(NamedTuple):
+    """What was found of a file in a thread: its status, and its bytes where they are few."""
+
+    status: os.stat_result
+    content: bytes | None
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """Raises OSError."""
+        status = path.stat()
+        return cls(status, path.read_bytes() if status.st_size <= SMALL_BYTES else None)
+
+
 class LabelResponse(FileResponse):
-    """Streams the result and then, however that ended, lets go of everything the request held."""
+    """Streams the result and then, however that ended, lets go of everything the request held.
+
+    With its bytes at hand they are sent at once, which spares a small answer four ways to a thread and back. That is
+    for answers to POST, of which nobody can ask for a range.
+    """
 
     chunk_size = 2**20
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, **options)
+    def __init__(self, path: Path, found: Found | None = None, **options: Any) -> None:
+        super().__init__(path, stat_result=found and found.status, **options)
+        self._content = found and found.content
         self.held = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.held:
-            await super().__call__(scope, receive, send)
+            if self._content is None:
+                await super().__call__(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._content})
 
 
-def respond(path: Path, outcome: Outcome, **headers: str) -> LabelResponse:
-    """The file with all that is told beside it."""
+def respond(path: Path, outcome: Outcome, found: Found | None = None, **headers: str) -> LabelResponse:
+    """The file with all that is told beside it; `found` for answers to POST."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return LabelResponse(
-        path, media_type=outcome.media_type, headers=headers_of(outcome) | named, filename=outcome.file_name
+        path, found, media_type=outcome.media_type, headers=headers_of(outcome) | named, filename=outcome.file_name
     )
 
 

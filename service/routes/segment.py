@@ -14,7 +14,7 @@ from service.answers import Answer, answer_name, fingerprint, outcome_of, settle
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.routes.answers import ANSWER, LabelResponse, opened, respond
+from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
     BODY,
@@ -66,7 +66,9 @@ async def segment(
                 return None
             return fingerprint(caller_of(request), arrived.digest, spec, query, runtime.manner(spec.name))
 
-        answer = await _again(runtime, arrived.name, key_now(), stages)
+        answer = None
+        if runtime.cache.enabled:
+            answer = await _again(runtime, arrived.name, key_now(), stages)
         if answer is None:
             answer = await while_connected(request, _answer(runtime, arrived, key_now, stages))
             answer.held = arrived.keep()
@@ -75,7 +77,7 @@ async def segment(
 
 async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -> LabelResponse | None:
     """The result of an earlier request for the same, if it is kept."""
-    if key is None or not runtime.cache.enabled:
+    if key is None:
         return None
     kept = await in_thread(partial(runtime.cache.get, key))
     runtime.metrics.count_cache("miss" if kept is None else "hit")
@@ -101,24 +103,24 @@ async def _answer(runtime: Runtime, posted: Posted, key_now: Callable[[], str | 
         volume = await in_thread(read, runtime.readers)
     result = await _finished(runtime.submit(spec, volume, query.options), stages)
 
-    def write() -> Answer:
+    def write() -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
         written = write_answer(runtime, arrival, volume, result, spec.identifier)
         settle(runtime, arrival)
-        return written
+        return written, Found.at(written.path)
 
-    answer = await in_thread(write)
+    answer, found = await in_thread(write)
     stages.update(answer.seconds)
     count = result.segmentation.count
     runtime.metrics.count_segmentation(spec.name, volume.voxels, count, stages.seconds)
     seconds = {**stages.seconds, "total": stages.total}
     outcome = outcome_of(spec.identifier, posted.name, answer, result, seconds)
     if (key := key_now()) is None:
-        return respond(answer.path, outcome)
+        return respond(answer.path, outcome, found)
     if not runtime.cache.enabled:
-        return respond(answer.path, outcome, ETag=etag(key))
+        return respond(answer.path, outcome, found, ETag=etag(key))
     await in_thread(partial(runtime.cache.put, key, answer.path, (outcome, answer.suffix)))
-    return respond(answer.path, outcome, ETag=etag(key), X_Cache="miss")
+    return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
 
 
 def etag(key: str) -> str:
