@@ -118,6 +118,11 @@ def cpu() -> CpuStatus:
     )
 
 
+def processor() -> str:
+    """What the processor is and can do: the same text where code that was compiled for one runs on the other."""
+    return f"{cpu().name} {' '.join(sorted(_cpu_field('flags').split()))}"
+
+
 def device_name(device: torch.device) -> str:
     """What the maker calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name

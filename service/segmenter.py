@@ -17,7 +17,8 @@ from torch import Tensor
 from service import hardware
 from service.arrays import allocator
 from service.config import Settings
-from service.engine import compiled, select
+from service.engine import compiled, plans, select
+from service.engine.kernels import shelf
 from service.engine.plans import Trial
 from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.metrics import Stages
@@ -142,6 +143,7 @@ class Segmenter:
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             compiled.use_cache(settings.engine.cache_folder)
+        shelf.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
         network = load(spec)
         self._window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
         self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)

@@ -2,7 +2,7 @@
 
 The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016); `winograd.cpp` says how. Its rounding errors are
 several times those of a direct convolution, some 1e-5 of the scores' scale.
-The C++ file is compiled for the processor at hand when it is first needed, which takes a second or two.
+The C++ file is compiled for the processor at hand when it is first needed, which takes a second or two, and kept.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import copy
 import ctypes
 import itertools
 import math
-import os
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -21,9 +18,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from service.engine.kernels import shelf
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-COMPILER_SECONDS = 120
 
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
@@ -161,22 +159,7 @@ def blocking(tiles: int, threads: int) -> int:
 @cache
 def _library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError where there is no compiler, or it fails."""
-    compiler = os.environ.get("CXX") or "g++"
-    with tempfile.TemporaryDirectory(prefix="stackseg-kernel-") as folder:
-        target = Path(folder) / "winograd.so"
-        try:
-            subprocess.run(  # noqa: S603
-                [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(target)],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=COMPILER_SECONDS,
-            )
-        except subprocess.SubprocessError as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip()
-            raise OSError(f"{compiler} could not compile {SOURCE.name}: {said[:500]}") from error
-        # Once it is mapped it needs its file no more.
-        library = ctypes.CDLL(str(target))
+    library = shelf.load(SOURCE, FLAGS)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.stackseg_convolve.argtypes = [pointer] * 4 + [size] * 7 + [ctypes.c_int] * 2
     return library

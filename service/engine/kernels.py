@@ -1,0 +1,142 @@
+"""Kernels in C++ that come as source: compiled for the processor at hand, and kept for the next start."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from service import hardware
+
+COMPILER_SECONDS = 120
+WRITABLE_BY_OTHERS = 0o002
+WRITABLE_BY_GROUP = 0o020
+STICKY = 0o1000
+
+log = logging.getLogger(__name__)
+
+
+class _CompilerFailed(OSError):
+    """It said no; asking it again, elsewhere, is no use."""
+
+
+class Shelf:
+    """Where compiled kernels are kept; nowhere until `use` has named a folder."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def use(self, folder: Path) -> None:
+        """Keep what is compiled from now on in `folder`, and take it from there."""
+        self._folder = folder.resolve()
+
+    def load(self, source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+        """The library that the compiler (CXX, else g++) makes of `source`, at this start or at an earlier one.
+
+        What was kept counts for the same source, flags, compiler and processor, and is loaded only from where nobody
+        else can write: it is code. Raises OSError where there is no compiler, or it fails.
+        """
+        compiler = (os.environ.get("CXX") or "g++").split()
+        folder = self._own_folder()
+        if folder is None:
+            return _compiled(compiler, source, flags)
+        kept = folder / f"{source.stem}-{_digest(compiler, source, flags)}.so"
+        if not _is_ours(kept):
+            try:
+                _keep(compiler, source, flags, kept)
+            except _CompilerFailed:
+                raise
+            except OSError as error:
+                log.warning("Compiled kernels cannot be kept, every start compiles them: %s", error)
+                return _compiled(compiler, source, flags)
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError as error:
+            log.warning("%s cannot be loaded, compiling it again: %s", kept, error)
+            return _compiled(compiler, source, flags)
+
+    def _own_folder(self) -> Path | None:
+        """The folder, if it can be had and nobody else may write to it."""
+        if self._folder is None:
+            return None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            open_to = next((one for one in (self._folder, *self._folder.parents) if _is_open(one, self._folder)), None)
+        except OSError as error:
+            log.warning("Compiled kernels cannot be kept, every start compiles them: %s", error)
+            return None
+        if open_to is not None:
+            log.warning("Others may write to %s, so compiled kernels are not kept there", open_to)
+            return None
+        return self._folder
+
+
+shelf = Shelf()
+"""The one of this process: libraries are loaded once, whoever asks for them."""
+
+
+def _is_open(folder: Path, own: Path) -> bool:
+    """Whether somebody else could put a file, or another folder, in place of what lies in `own`."""
+    state = folder.stat()
+    if state.st_uid not in {0, os.geteuid()}:
+        return True
+    if folder == own:
+        return bool(state.st_mode & (WRITABLE_BY_GROUP | WRITABLE_BY_OTHERS))
+    return bool(state.st_mode & WRITABLE_BY_OTHERS) and not state.st_mode & STICKY
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        state = file.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return state.st_uid == os.geteuid() and not state.st_mode & (WRITABLE_BY_GROUP | WRITABLE_BY_OTHERS)
+
+
+def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
+    """Of everything that decides what comes out."""
+    said = subprocess.run(  # noqa: S603
+        [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
+    ).stdout
+    processor = f"{platform.machine()} {hardware.processor()}"
+    parts = (source.read_bytes(), " ".join(flags).encode(), " ".join(compiler).encode(), said, processor.encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _keep(compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
+    """Compile to where the next start looks for it, at once or not at all, also if the power fails."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
+        part = Path(folder) / target.name
+        _compile(compiler, source, flags, part)
+        part.chmod(0o700)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(target)
+
+
+def _compiled(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="stackseg-kernel-") as folder:
+        target = Path(folder) / f"{source.stem}.so"
+        _compile(compiler, source, flags, target)
+        # Once it is mapped it needs its file no more.
+        return ctypes.CDLL(str(target))
+
+
+def _compile(compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
+    try:
+        subprocess.run(  # noqa: S603
+            [*compiler, *flags, str(source), "-o", str(target)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=COMPILER_SECONDS,
+        )
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise _CompilerFailed(f"{compiler[0]} could not compile {source.name}: {said[:500]}") from error

@@ -1,0 +1,116 @@
+"""Compiled kernels are kept for the next start, where nobody else could have put them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from service.engine.kernels import Shelf
+
+FLAGS = ("-shared", "-fPIC")
+
+Compilations = Callable[[], int]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "answer.cpp"
+    file.write_text('extern "C" int answer() { return 42; }\n')
+    return file
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    """How often the compiler has made something."""
+    log, compiler = tmp_path / "compilations", tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo once >> {log}\nexec g++ "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def shelf_in(folder: Path) -> Shelf:
+    shelf = Shelf()
+    shelf.use(folder)
+    return shelf
+
+
+def answer(library: ctypes.CDLL) -> int:
+    found: int = library.answer()
+    return found
+
+
+def test_next_start_compiles_only_what_has_changed(source: Path, compilations: Compilations, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 42
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 42
+    assert compilations() == 1
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert answer(shelf_in(folder).load(source, (*FLAGS, "-O2"))) == 42
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 43
+    assert compilations() == 3
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_without_a_folder_nothing_is_kept(source: Path, compilations: Compilations) -> None:
+    assert [answer(Shelf().load(source, FLAGS)) for _ in range(2)] == [42, 42]
+    assert compilations() == 2
+
+
+@pytest.mark.parametrize(("open_to", "mode"), [("kernels", 0o777), ("kernels", 0o770), (".", 0o777)])
+def test_folder_that_others_may_write_to_is_not_used(
+    source: Path, compilations: Compilations, tmp_path: Path, open_to: str, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    (tmp_path / "cache" / open_to).chmod(mode)
+    assert [answer(shelf_in(folder).load(source, FLAGS)) for _ in range(2)] == [42, 42]
+    assert compilations() == 2
+    assert not list(folder.iterdir())
+    assert "Others may write to" in caplog.text
+
+
+def test_file_that_others_may_write_to_is_not_loaded(source: Path, compilations: Compilations, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    shelf_in(folder).load(source, FLAGS)
+    (kept,) = folder.iterdir()
+    kept.chmod(0o722)
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 42
+    assert compilations() == 2
+    assert kept.stat().st_mode & 0o777 == 0o700
+
+
+def test_damaged_file_is_not_the_end(source: Path, compilations: Compilations, tmp_path: Path) -> None:
+    shelf_in(tmp_path / "kernels").load(source, FLAGS)
+    # What is loaded already is known to the system by its path.
+    (kept,) = (tmp_path / "kernels").rename(tmp_path / "moved").iterdir()
+    content = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(content[:100])
+    kept.chmod(0o700)
+    assert answer(shelf_in(tmp_path / "moved").load(source, FLAGS)) == 42
+    assert compilations() == 2
+
+
+def test_place_where_no_folder_can_be_made_is_not_the_end(
+    source: Path, compilations: Compilations, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").write_text("")
+    assert answer(shelf_in(tmp_path / "taken" / "kernels").load(source, FLAGS)) == 42
+    assert compilations() == 1
+    assert "cannot be kept" in caplog.text
+
+
+def test_compiler_that_fails_or_is_not_there_is_an_os_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(OSError, match="could not compile answer"):
+        shelf_in(tmp_path / "kernels").load(source, FLAGS)
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(OSError, match="nowhere"):
+        shelf_in(tmp_path / "kernels").load(source, FLAGS)
