@@ -32,7 +32,18 @@ from service.repository import choose, read_repository
 log = logging.getLogger("service")
 
 # Parameters that `segment` shares with the HTTP interface, and how they are called there.
-PARAMETERS = ("model", "channel", "time", "axes", "voxel_size", "diameter", "output", "sw_batch_size", "overlap")
+PARAMETERS = (
+    "model",
+    "channel",
+    "time",
+    "axes",
+    "voxel_size",
+    "diameter",
+    "skip_below",
+    "output",
+    "sw_batch_size",
+    "overlap",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,6 +156,8 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     found = "" if result.segmentation.count is None else f"{result.segmentation.count} objects, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
     sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({times})\n")
+    if result.skipped is not None:
+        sys.stdout.write(f"skipped: {result.skipped}\n")
     for note in result.notes:
         sys.stdout.write(f"note: {note}\n")
     return 0

@@ -134,6 +134,7 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
         objects=result.segmentation.count,
         voxel_size=result.segmentation.voxel_size,
         diameter=result.width,
+        skipped=None if result.skipped is None else str(result.skipped),
     )
 
 

@@ -26,6 +26,7 @@ PREFIX = "STACKSEG_"
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
+GreyValue = Annotated[float, Field(allow_inf_nan=False)]
 # Names are shown in logs and metrics.
 KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
@@ -108,12 +109,14 @@ class Windows(_Section):
     overlap        share of a window that it has in common with the next one
     blending       weight of a voxel inside its window
     sigma          width of the Gaussian, as a share of the window's edge
+    skip_below     windows without a voxel above this grey value are not computed; auto: above the stack's background
     """
 
     sw_batch_size: PositiveInt | Literal["auto"] = "auto"
     overlap: Overlap = 0.25
     blending: Literal["constant", "gaussian"] = "gaussian"
     sigma: PositiveFloat = 0.125
+    skip_below: GreyValue | Literal["auto", "none"] = "none"
 
 
 class Limits(_Section):

@@ -94,6 +94,12 @@ class Metrics:
             ["model"],
             registry=self._registry,
         )
+        self._skipped = Counter(
+            "stackseg_skipped_windows",
+            "Windows not computed because nothing is in them.",
+            ["model"],
+            registry=self._registry,
+        )
         self._recomputed = Counter(
             "stackseg_recomputed",
             "Volumes whose scores were not finite, and were computed again in float32.",
@@ -144,6 +150,9 @@ class Metrics:
         self._windows.labels(model).inc(windows)
         self._device_windows.labels(device).inc(windows)
         self._slots.labels(model).inc(slots)
+
+    def count_skipped(self, model: str, windows: int) -> None:
+        self._skipped.labels(model).inc(windows)
 
     def count_recomputed(self, model: str, times: int) -> None:
         self._recomputed.labels(model).inc(times)

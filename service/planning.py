@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ UNTUNED_BATCH = 2
 class Plan(NamedTuple):
     """A request's options after the operator's defaults and limits.
 
-    diameter   of the objects, where the volume is resampled by it
-    estimated  whether it is still to be estimated from the stack; until then the stack counts as it is sampled
+    diameter    of the objects, where the volume is resampled by it
+    estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
+    skip_below  grey value of windows that are not computed; None: all are
     """
 
     output: OutputKind
@@ -34,6 +35,7 @@ class Plan(NamedTuple):
     overlap: float
     diameter: Diameter | None = None
     estimated: bool = False
+    skip_below: float | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     if not 0 <= overlap <= limits.overlap:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
     diameter = None if isinstance(options.diameter, str) else options.diameter
-    return Plan(_output(spec, options.output), batch_size, overlap, diameter, _estimated(spec, options))
+    below = windows.skip_below if options.skip_below is None else options.skip_below
+    skip_below = None if below == "none" else below
+    return Plan(_output(spec, options.output), batch_size, overlap, diameter, _estimated(spec, options), skip_below)
 
 
 def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
@@ -85,6 +89,8 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
     # service.windows. One slab is decoded while those of the next batch wait.
     (depth, height, _), (_, across, along) = grid.roi, grid.padded
     slabs = 2 + -(-plan.sw_batch_size // len(grid.starts[2]))
+    if plan.skip_below is not None:
+        slabs += min(plan.sw_batch_size * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
     rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from service.errors import BadParameter
 from service.hardware import CpuStatus, GpuStatus
@@ -14,7 +14,7 @@ from service.planning import Estimate
 from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
-from service.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_size
+from service.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
 
 
 class Problem(BaseModel):
@@ -77,6 +77,16 @@ class Query(BaseModel):
             examples=["15px", "7,15,15px", "6.5um", "auto"],
         ),
     ] = None
+    skip_below: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Windows without any voxel above this grey value of the stack are not computed, and count as "
+            "background. auto: above the stack's background; none: all windows are computed. What the operator has set "
+            "if not given.",
+            examples=["120", "auto"],
+        ),
+    ] = None
     output: Annotated[
         OutputKind | None,
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
@@ -121,12 +131,12 @@ class Query(BaseModel):
             _voxel_size(text)
         return text
 
-    @field_validator("diameter")
+    @field_validator("diameter", "skip_below")
     @classmethod
-    def _lengths_with_unit(cls, text: str | None) -> str | None:
+    def _understood(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
             try:
-                parse_size(text)
+                (parse_size if field.field_name == "diameter" else parse_grey)(text)
             except BadParameter as error:
                 raise ValueError(str(error)) from None
         return text
@@ -140,7 +150,8 @@ class Query(BaseModel):
     @property
     def options(self) -> Options:
         diameter = None if self.diameter is None else parse_size(self.diameter)
-        return Options(self.output, self.sw_batch_size, self.overlap, diameter)
+        skip_below = None if self.skip_below is None else parse_grey(self.skip_below)
+        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)
 
 
 def explain(faults: Iterable[Mapping[str, Any]]) -> str:
@@ -216,6 +227,7 @@ class JobReport(BaseModel):
     seconds       by stage, as far as the job has come
     warnings      what a user should know about the result
     diameter      of the objects, and whether it was stated or estimated
+    skipped       windows that were not computed because nothing is in them, where such were looked for
     expires       when the job and its result are deleted
     """
 
@@ -237,6 +249,7 @@ class JobReport(BaseModel):
                 "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
                 "warnings": [],
                 "diameter": None,
+                "skipped": None,
                 "objects": None,
                 "result": None,
                 "problem": None,
@@ -259,6 +272,7 @@ class JobReport(BaseModel):
     seconds: dict[str, float]
     warnings: list[str]
     diameter: str | None
+    skipped: str | None
     objects: int | None
     result: str | None
     problem: JobProblem | None

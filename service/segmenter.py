@@ -29,9 +29,10 @@ from service.preprocess import Image as Normalised
 from service.preprocess import Size, normalised, on_grid, resample, working_size
 from service.repository import ModelSpec
 from service.sizing import Collector, Sizer, in_a_stack, stretch_of
+from service.skipping import Skipped, Skipper, Skipping
 from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.warmup import Warm, WarmUp
-from service.windows import Image, Slab, SlidingWindow
+from service.windows import Grid, Image, Slab, SlidingWindow
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +63,14 @@ class Run(Protocol):
 class Result(NamedTuple):
     """What came out.
 
-    seconds     by stage, in order: prepare, size where the width of objects was estimated, windows, decode
+    seconds     by stage, in order: prepare, size where the width of objects was estimated, skip where windows without
+                anything in them were looked for, windows, decode
     notes       what a user should know about this result
     diameter    of the objects, where that was stated or estimated
     estimated   which of the two
     fallbacks   how often memory did not hold the batch, and a smaller one was taken
     recomputed  whether the scores had to be computed a second time, in float32
+    skipped     windows that were not computed; None where all had to be
     """
 
     segmentation: Segmentation
@@ -77,6 +80,7 @@ class Result(NamedTuple):
     recomputed: bool = False
     diameter: Diameter | None = None
     estimated: bool = False
+    skipped: Skipped | None = None
 
     @property
     def width(self) -> str | None:
@@ -213,12 +217,13 @@ class Segmenter:
                 image, more = resample(source, volume, self.spec, plan.diameter)
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
+            shown = self._sparse(image, volume, plan, stages, quiet)
+            skipped, more = shown.skipped, more + shown.notes
             progress(0, needed.windows)
             slabs = partial(run, cancelled=cancelled, progress=progress)
-            size = (image.shape[2], image.shape[3], image.shape[4])
-            decoder = partial(make_decoder, self.spec, size, plan.output, volume.voxel_size, self._allocate)
-            made = self._scores(image, plan, decoder, stages, slabs)
-            del image, source
+            decoder = partial(make_decoder, self.spec, _size(image), plan.output, volume.voxel_size, self._allocate)
+            made = self._scores(shown.image, plan, decoder, stages, slabs)
+            del image, shown, source
             with stages.measure("decode"):
                 segmentation = on_grid(made.decoder.finish(), volume.shape[1:])
         remarks = (*notes, *more, *made.fallbacks, *made.remarks)
@@ -230,6 +235,7 @@ class Segmenter:
             made.recomputed,
             diameter,
             estimated=plan.estimated and diameter is not None,
+            skipped=skipped,
         )
 
     def report(self) -> EngineReport:
@@ -271,11 +277,8 @@ class Segmenter:
         """Estimate the width of the objects, and plan anew with it where that brings something."""
         plan = self._outlook.plan(options)
 
-        def look(stack: Tensor) -> Tensor:
-            return self._scores(stack, plan._replace(overlap=0.0), Collector, Stages(), run).decoder.scores()
-
         base = _ratios(working_size(volume, self.spec), volume)
-        found = Sizer(image, base, self.spec, in_a_stack(look)).estimate(stretch_of(volume, base))
+        found = Sizer(image, base, self.spec, self._look(plan, run)).estimate(stretch_of(volume, base))
         if found.diameter is None or found.fits:
             return _Sized(plan, needed, found.diameter, (found.note,))
         sized = replace(options, diameter=found.diameter)
@@ -286,6 +289,23 @@ class Segmenter:
             note = f"Objects seem to be {found.diameter} wide, yet the stack is used as it is sampled: {error}"
             return _Sized(plan, needed, found.diameter, (note,))
         return _Sized(plan._replace(diameter=found.diameter), more, found.diameter, (found.note,))
+
+    def _sparse(self, image: Image, volume: Volume, plan: Plan, stages: Stages, run: Slabs) -> Skipping:
+        """Leave out windows without anything in them, where the plan says so."""
+        if plan.skip_below is None:
+            return Skipping(image, None)
+        with stages.measure("skip"):
+            grid = Grid.cover(_size(image), self.spec.input.roi_size, plan.overlap)
+            skipper = Skipper(image, grid, plan.sw_batch_size, self.spec, self._look(plan, run))
+            return skipper.skip(volume, plan.skip_below)
+
+    def _look(self, plan: Plan, run: Slabs) -> Callable[[Tensor], Tensor]:
+        """Scores [N, K, *roi] of a few windows [N, C, *roi], whichever way they have to be computed."""
+
+        def look(stack: Tensor) -> Tensor:
+            return self._scores(stack, plan._replace(overlap=0.0), Collector, Stages(), run).decoder.scores()
+
+        return in_a_stack(look)
 
     def _scores(self, image: Image, plan: Plan, make: Callable[[], D], stages: Stages, run: Slabs) -> _Made[D]:
         """Where memory runs out, half as many windows are tried; where scores are not finite, the FP32 network."""
@@ -333,6 +353,12 @@ class Segmenter:
         if warm is None or self._choice.engine == "eager" or used is warm.window:
             return []
         return [f"Ran eagerly: only sw_batch_size {self._choice.sw_batch_size} is compiled."]
+
+
+def _size(image: Image) -> Size:
+    """(Z, Y, X)."""
+    z, y, x = image.shape[2:]
+    return z, y, x
 
 
 def _ratios(size: Size, volume: Volume) -> tuple[float, float, float]:

@@ -146,6 +146,9 @@ class Station:
             raise
         self._metrics.count_fallbacks(name, result.fallbacks)
         self._metrics.count_recomputed(name, int(result.recomputed))
+        if result.skipped is not None:
+            self._metrics.count_skipped(name, result.skipped.windows)
+            log.info("%s skipped %s", name, result.skipped)
         return result
 
     def _free(self) -> Free:

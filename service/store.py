@@ -77,6 +77,7 @@ class Outcome:
     """What is told about a result beside its file. `model` has the version; `seconds` are those of the stages.
 
     diameter  of the objects and whether it was stated or estimated; None where it was neither
+    skipped   how many windows were not computed because nothing is in them; None where such were not looked for
     """
 
     model: str
@@ -88,6 +89,7 @@ class Outcome:
     objects: int | None = None
     voxel_size: VoxelSize | None = None
     diameter: str | None = None
+    skipped: str | None = None
 
 
 @dataclass(frozen=True)

@@ -220,14 +220,38 @@ def parse_size(text: str) -> ObjectSize:
             return Diameter.parse(given)
 
 
+# Grey value up to which voxels hold nothing, so that windows of such voxels are not computed: stated, told from the
+# stack, or none: every window is computed.
+SkipBelow = float | Literal["auto", "none"]
+
+
+def parse_grey(text: str) -> SkipBelow:
+    """From auto, none, or a finite number. Raises BadParameter."""
+    match text.strip().lower():
+        case "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case given:
+            try:
+                value = float(given)
+            except ValueError:
+                value = math.nan
+            if not math.isfinite(value):
+                raise BadParameter(f"A grey value of the stack, auto or none are expected, as in 120, not {text!r}")
+            return value
+
+
 @dataclass(frozen=True)
 class Options:
     """What the caller may choose for one request; None leaves the operator's choice, or the model's.
 
     diameter    of the objects; the volume is resampled to that at which the model works best
+    skip_below  windows of voxels up to this grey value are not computed
     """
 
     output: OutputKind | None = None
     sw_batch_size: int | None = None
     overlap: float | None = None
     diameter: ObjectSize | None = None
+    skip_below: SkipBelow | None = None

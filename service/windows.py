@@ -112,6 +112,11 @@ class Grid:
         return len(z) * len(y) * len(x)
 
     @property
+    def rows(self) -> int:
+        """Number of rows of windows along x."""
+        return len(self.starts[0]) * len(self.starts[1])
+
+    @property
     def shared_planes(self) -> int:
         """Most planes that two layers of windows, one z start after the other, have in common."""
         steps = (after - start for start, after in itertools.pairwise(self.starts[0]))

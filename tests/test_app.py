@@ -226,6 +226,7 @@ def test_documented_headers_are_those_that_come(service: Service) -> None:
     assert {name for name in documented if name not in response.headers} == {
         "X-StackSeg-Objects",
         "X-StackSeg-Diameter",
+        "X-StackSeg-Skipped",
         "X-Cache",
     }
 

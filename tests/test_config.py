@@ -104,6 +104,8 @@ def test_unknown_sections_and_keys_that_are_no_words_are_refused(content: Any, t
         ("windows.overlap", "-0.1"),
         ("windows.overlap", ".nan"),
         ("windows.sigma", "0"),
+        ("windows.skip_below", "dark"),
+        ("windows.skip_below", ".inf"),
         ("windows.sw_batch_size", "0"),
         ("windows.sw_batch_size", "2.5"),
         ("windows.blending", "triangle"),

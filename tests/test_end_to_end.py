@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -102,6 +103,7 @@ def test_channel_time_and_stated_voxel_size(live: Live, phantom: Any) -> None:
         ({"output": "labels"}, "output=classes"),
         ({"output": "cells"}, "output"),
         ({"time": -1}, "time"),
+        ({"skip_below": "dark"}, "skip_below"),
         ({"channel": 7}, "channel"),
         ({"overlop": 0.5}, "overlop"),
     ],
@@ -112,6 +114,20 @@ def test_bad_parameter_is_named(live: Live, phantom: Any, parameters: dict[str, 
     problem = response.json()
     assert word in problem["detail"]
     assert problem["type"].startswith("urn:stackseg:problem:")
+
+
+def test_answer_job_and_metrics_say_how_many_windows_were_skipped(live: Live, phantom: Any) -> None:
+    sparse = np.pad(phantom.image, ((0, 0), (0, 90), (0, 60)), constant_values=400)
+    answered = live.segment(as_tiff(sparse), skip_below=700)
+    told = answered.headers["x-stackseg-skipped"]
+    skipped, total = (int(number) for number in re.match(r"(\d+) of (\d+) windows; up to 700$", told).groups())
+    assert 0 < skipped < total
+    assert np.mean(Answer(answered.content).pixels[:, :70, :80] == phantom.classes) > 0.97
+    headers, parameters = {"Content-Type": "image/tiff"}, {"skip_below": "700"}
+    job = live.client.post("/jobs", content=as_tiff(sparse), headers=headers, params=parameters)
+    until(lambda: live.client.get(job.headers["location"]).json()["state"] == "done", 60)
+    assert live.client.get(job.headers["location"]).json()["skipped"] == told
+    assert f'stackseg_skipped_windows_total{{model="bands"}} {2.0 * skipped}' in live.client.get("/metrics").text
 
 
 def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:

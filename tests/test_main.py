@@ -55,9 +55,10 @@ def test_file_is_segmented_without_a_service(
     config: Path, stack: Path, phantom: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "classes.tif"
-    assert run("segment", stack, result, "--config", config, "--overlap", "0.5", "--sw-batch-size", "1") == 0
+    options = ("--config", config, "--overlap", "0.5", "--sw-batch-size", "1", "--skip-below", "0")
+    assert run("segment", stack, result, *options) == 0
     told = capsys.readouterr().out
-    for word in ("bands/1", "read", "windows", "write"):
+    for word in ("bands/1", "read", "windows", "write", "skipped: 0 of "):
         assert word in told
     assert np.mean(tifffile.imread(result) == phantom.classes) > 0.97
 

@@ -11,6 +11,7 @@ from service.config import Limits, Settings, Windows
 from service.errors import BadParameter
 from service.planning import Plan, activation_bytes, estimate, make_plan
 from service.volume import Description, Options, Volume, VoxelSize
+from service.windows import SKIPPED_BYTES
 
 MEASURE = """
 import sys
@@ -64,6 +65,20 @@ def test_what_is_asked_for_is_taken_up_to_the_limits(random_nuclei):
     options = Options(output="probabilities", sw_batch_size=8, overlap=0.5)
     assert make_plan(random_nuclei, SETTINGS, options) == Plan("probabilities", 8, 0.5)
     assert make_plan(random_nuclei, SETTINGS, Options(sw_batch_size=1, overlap=0.0)).overlap == 0
+
+
+def test_windows_are_skipped_as_the_operator_says_unless_a_request_does(bands):
+    skipping = Settings(windows=Windows(skip_below="auto"))
+    assert make_plan(bands, SETTINGS, Options()).skip_below is None
+    assert make_plan(bands, SETTINGS, Options(skip_below=7)).skip_below == 7
+    assert make_plan(bands, skipping, Options()).skip_below == "auto"
+    assert make_plan(bands, skipping, Options(skip_below="none")).skip_below is None
+
+
+def test_slabs_that_leave_together_are_in_the_estimate(bands):
+    volume, plans = volume_of(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
+    usual, skipping = (estimate(bands, volume, plan, 2**20, on_host=True).host_bytes for plan in plans)
+    assert 0 < skipping - usual <= SKIPPED_BYTES
 
 
 @pytest.mark.parametrize(

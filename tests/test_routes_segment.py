@@ -212,7 +212,8 @@ def test_whatever_decides_about_labels_is_in_the_validator(bands: ModelSpec) -> 
     keys = {key(None, spec, Query()) for spec in (bands, later, whole)}
     keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
     keys |= {key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
-    assert len(keys) == 8
+    keys |= {key(None, bands, Query(skip_below=text)) for text in ("auto", "none", "15")}
+    assert len(keys) == 11
 
 
 def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_runs(
@@ -401,6 +402,7 @@ def test_headers_say_only_what_is_known() -> None:
     known = headers_of(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
     assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
     assert headers_of(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
+    assert headers_of(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
 
 
 def test_server_timing_is_in_milliseconds() -> None:

@@ -69,6 +69,20 @@ def test_diameter_may_be_left_to_the_stack(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "meaning"), [("auto", "auto"), (" None", "none"), ("120", 120), ("-3.5", -3.5), ("1e3", 1000)]
+)
+def test_dark_windows_are_skipped_below_a_grey_value(text: str, meaning: Any) -> None:
+    assert Query(skip_below=text).options.skip_below == meaning
+
+
+@pytest.mark.parametrize("text", ["dark", "nan", "inf", "-inf", "12px", "1,2"])
+def test_a_grey_value_is_a_finite_number(text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query(skip_below=text)
+    assert "skip_below: Value error, A grey value" in explain(caught.value.errors())
+
+
+@pytest.mark.parametrize(
     "text",
     ["15", "px", "automatic", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"],
 )

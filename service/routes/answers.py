@@ -47,6 +47,10 @@ ANSWER: dict[int | str, dict[str, Any]] = {
                 "description": "Width of the objects, and whether it was stated or estimated; only where there is one",
                 "schema": {"type": "string", "example": "7,15,15px; estimated"},
             },
+            "X-StackSeg-Skipped": {
+                "description": "Windows not computed as no voxel in them exceeds a grey value; only with skip_below",
+                "schema": {"type": "string", "example": "312 of 480 windows; up to 120"},
+            },
             "X-StackSeg-Note": {
                 "description": "What a user should know about this result",
                 "schema": {"type": "string"},
@@ -130,6 +134,8 @@ def headers_of(outcome: Outcome) -> dict[str, str]:
         headers["X-StackSeg-Voxel-Size"] = written(outcome.voxel_size)
     if outcome.diameter is not None:
         headers["X-StackSeg-Diameter"] = outcome.diameter
+    if outcome.skipped is not None:
+        headers["X-StackSeg-Skipped"] = outcome.skipped
     if outcome.notes:
         headers["X-StackSeg-Note"] = in_ascii(" ".join(outcome.notes))[:NOTE_LETTERS]
     return headers

@@ -148,6 +148,7 @@ def report(spool: Spool, view: View) -> JobReport:
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
         warnings=list(record.outcome.notes) if record.outcome else [],
         diameter=record.outcome.diameter if record.outcome else None,
+        skipped=record.outcome.skipped if record.outcome else None,
         objects=record.outcome.objects if record.outcome else None,
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
         problem=None
