@@ -28,7 +28,7 @@ from service.postprocess import make_decoder
 from service.preprocess import Image as Normalised
 from service.preprocess import Size, normalised, on_grid, resample, working_size
 from service.repository import ModelSpec
-from service.sizing import Collector, Sizer, in_a_stack, stretch_of
+from service.sizing import Collector, Memory, Sizer, in_a_stack, stretch_of
 from service.skipping import Skipped, Skipper, Skipping
 from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.warmup import Warm, WarmUp
@@ -155,6 +155,7 @@ class Segmenter:
         self._module = self._warm_up.module(self._choice)
         self._warm: Warm | None = None
         self._lock = threading.Lock()
+        self._sizes = Memory()
         self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
 
     def warm_up(self, *, tune: bool = True) -> None:
@@ -278,7 +279,8 @@ class Segmenter:
         plan = self._outlook.plan(options)
 
         base = _ratios(working_size(volume, self.spec), volume)
-        found = Sizer(image, base, self.spec, self._look(plan, run)).estimate(stretch_of(volume, base))
+        sizer = Sizer(image, base, self.spec, self._look(plan, run))
+        found = self._sizes.recall(volume, lambda: sizer.estimate(stretch_of(volume, base)))
         if found.diameter is None or found.fits:
             return _Sized(plan, needed, found.diameter, (found.note,))
         sized = replace(options, diameter=found.diameter)

@@ -8,8 +8,11 @@ for a first guess, and refines it likewise by a first segmentation.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from service.arrays import LARGE_BYTES
 from service.postprocess import InstanceDecoder
+from service.preprocess import Blocks
 from service.repository import Instances, ModelSpec
-from service.volume import Diameter, Extent
+from service.volume import Diameter, Extent, Volume
 from service.windows import Image
 
 Size = tuple[int, int, int]
@@ -55,6 +60,9 @@ FARTHEST = 4.0
 
 # Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
 MOST_STRETCH = 6.0
+
+# Of so many stacks what was found out is remembered.
+REMEMBERED = 1024
 
 # Windows are chosen from so many planes, and so many places along y and x.
 PLANES, PLACES = 8, 16
@@ -231,6 +239,43 @@ class Sizer:
             least = max(usual / FARTHEST, min(edge / length, usual))
             allowed.append(min(max(factor, least), usual * FARTHEST))
         return allowed[0], allowed[1], allowed[2]
+
+
+class Memory:
+    """What was found out of earlier stacks by one network. Safe to use from several threads.
+
+    People come back with the same stack for another output or for measurements, and a stack of a single window takes
+    less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Sizing] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def recall(self, volume: Volume, find_out: Callable[[], Sizing]) -> Sizing:
+        """What was found out of the same pixels and voxel size, or what `find_out` finds now."""
+        if volume.nbytes > LARGE_BYTES:
+            return find_out()
+        key = _digest(volume)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        found = find_out()
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+
+def _digest(volume: Volume) -> bytes:
+    size = None if volume.voxel_size is None else tuple(volume.voxel_size)
+    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
+    for index in range(volume.shape[0]):
+        for block in Blocks(volume, index):
+            digest.update(block.tobytes())
+    return digest.digest()
 
 
 class Collector:

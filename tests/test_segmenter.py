@@ -1,11 +1,14 @@
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from service import device as device_module
 from service.config import Device, Engine, Limits, Settings, Windows
 from service.engine.compiled import graphs
 from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
@@ -331,6 +334,48 @@ def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones
     assert sizes == ["auto", "none", "auto", auto.diameter]
 
 
+def test_a_width_is_estimated_once_for_a_stack(measuring, cones):
+    segmenter, calls = measuring(), []
+
+    def counted(windows):
+        calls.append(len(windows))
+        return see(windows)
+
+    segmenter._module.network.forward = counted
+    first = segmenter.segment(cones, Options())
+    before = len(calls)
+    again = segmenter.segment(Volume.from_array(cones.array().copy()), Options(output="classes"))
+    assert (again.width, again.notes) == (first.width, first.notes)
+    # Batches of two for the windows of the stack itself, and none beside them.
+    assert len(calls) - before == -(-segmenter.estimate(cones, Options(diameter=first.diameter)).windows // 2) < before
+    for other in (Volume.from_array(cones.array()[..., 1:]), Volume.from_array(cones.array(), VoxelSize(3, 1, 1))):
+        before = len(calls)
+        needed = segmenter.estimate(other, Options(diameter=segmenter.segment(other, Options()).diameter)).windows
+        assert len(calls) - before > -(-needed // 2)
+
+
+def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
+    """Looks of several requests, each with windows of its own, fill batches together."""
+    pixels = cones.array()
+    stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
+    alone = [measuring().segment(stack, Options()) for stack in stacks]
+    segmenter, device, shares = measuring(), device_module.Device("device"), []
+    device.start()
+
+    def segment(stack):
+        return segmenter.segment(stack, Options(), run=partial(device.run, share=shares.append))
+
+    with ThreadPoolExecutor(len(stacks)) as pool:
+        together = list(pool.map(segment, stacks))
+    device.close()
+    assert device.join(10)
+    # A batch of which a request had one window was not its own alone.
+    assert any(share.slots < 2 for share in shares)
+    for one, other in zip(alone, together, strict=True):
+        assert (one.width, one.notes) == (other.width, other.notes)
+        assert np.array_equal(one.segmentation.pixels, other.segmentation.pixels)
+
+
 def test_a_stack_whose_objects_cannot_be_measured_is_used_as_it_is_sampled(measuring):
     result = measuring().segment(Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
     assert (result.segmentation.count, result.width, result.estimated) == (0, None, False)
@@ -357,8 +402,8 @@ def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, c
             raise MemoryError
         return see(windows)
 
+    expected = measuring().segment(cones, Options()).segmentation.pixels
     segmenter = measuring()
-    expected = segmenter.segment(cones, Options()).segmentation.pixels
     segmenter._module.network.forward = crowded
     result = segmenter.segment(cones, Options())
     assert result.fallbacks == 1
