@@ -49,7 +49,8 @@ def test_folding_keeps_the_scores_and_leaves_no_norm(shuffle_unet):
     [
         nn.Sequential(nn.Conv3d(1, 2, 1), nn.ReLU(), nn.BatchNorm3d(2)),
         nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2, track_running_stats=False)),
-        nn.Sequential(nn.ConvTranspose3d(1, 2, 1), nn.BatchNorm3d(2)),
+        nn.Sequential(nn.ConvTranspose3d(2, 2, 1, groups=2), nn.BatchNorm3d(2)),
+        nn.Sequential(nn.Conv3d(1, 2, 1), nn.Sequential(nn.ReLU(), nn.BatchNorm3d(2))),
         nn.ModuleDict({"conv": nn.Conv3d(1, 2, 1), "norm": nn.BatchNorm3d(2)}),
     ],
 )
@@ -63,6 +64,17 @@ def test_norms_without_weights_are_folded():
     x = torch.rand(1, 1, 4, 4, 4)
     expected = network(x)
     torch.testing.assert_close(fold_batch_norms(network)(x), expected, atol=1e-5, rtol=1e-5)
+    assert norms(network) == 0
+
+
+@torch.inference_mode()
+def test_norms_in_sequences_of_sequences_are_folded_into_either_kind_of_convolution():
+    network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 6), strides=(2,), norm="BATCH")
+    with_statistics(network)
+    x = torch.rand(1, 1, 8, 8, 8)
+    expected = network(x)
+    assert any(isinstance(module, nn.ConvTranspose3d) for module in network.modules())
+    torch.testing.assert_close(fold_batch_norms(network)(x), expected, atol=1e-4, rtol=1e-4)
     assert norms(network) == 0
 
 

@@ -108,10 +108,10 @@ def test_what_it_cannot_compute_is_left_alone(layer):
 
 def test_rectifiers_that_follow_are_taken_in_and_others_are_not():
     module = nn.Sequential(
-        *(convolution(8, 16), nn.Identity(), nn.ReLU()),
+        *(convolution(8, 16), nn.Sequential(nn.Identity(), nn.Dropout(), nn.ReLU())),
         *(convolution(16, 16), nn.LeakyReLU()),
         nn.ModuleDict({"a": convolution(16, 16)})["a"],
-    )
+    ).eval()
     fast = winograd.accelerate(module)
     layers = [child for child in fast if isinstance(child, winograd.Convolution)]
     assert [layer.rectify for layer in layers] == [True, False, False]

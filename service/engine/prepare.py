@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from service.engine import norms
+from service.engine.sequences import steps
 
 
 class Float32Scores(nn.Module):
@@ -33,10 +37,13 @@ def prepare(
 ) -> nn.Module:
     """A copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
-    Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only.
+    Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only. With
+    channels last, other norms become those that keep them so.
     """
     own = copy.deepcopy(network).eval()
-    moved = (fold_batch_norms(own) if fold else own).to(device=device, dtype=dtype)
+    folded = fold_batch_norms(own) if fold else own
+    laid_out = norms.lay_out(folded) if memory_format == torch.channels_last_3d else folded
+    moved = laid_out.to(device=device, dtype=dtype)
     # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
     for parameter in moved.parameters():
         if parameter.dim() == 5:
@@ -47,17 +54,21 @@ def prepare(
 def fold_batch_norms(module: nn.Module) -> nn.Module:
     """Fold every batch norm that directly follows a convolution in an `nn.Sequential` into that convolution, in place.
 
-    Only sequences tell the order of calls without tracing; other modules are left as they are.
+    Only sequences tell the order of calls without tracing, those within others included; other modules are left as
+    they are.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module
     for child in module.children():
         fold_batch_norms(child)
-    if type(module).forward is nn.Sequential.forward:
-        names = list(module._modules)
-        for first, second in itertools.pairwise(names):
-            convolution, norm = module._modules[first], module._modules[second]
-            if isinstance(convolution, nn.Conv3d) and isinstance(norm, nn.BatchNorm3d) and norm.track_running_stats:
-                module._modules[first] = fuse_conv_bn_eval(convolution, norm)
-                module._modules[second] = nn.Identity()
+    for first, second in itertools.pairwise(list(steps(module))):
+        convolution, norm = first.module, second.module
+        if _foldable(convolution) and isinstance(norm, nn.BatchNorm3d) and norm.track_running_stats:
+            transposed = isinstance(convolution, nn.ConvTranspose3d)
+            first.put(fuse_conv_bn_eval(convolution, norm, transpose=transposed))
+            second.put(nn.Identity())
     return module
+
+
+def _foldable(module: nn.Module) -> TypeGuard[nn.Conv3d | nn.ConvTranspose3d]:
+    return isinstance(module, nn.Conv3d) or (isinstance(module, nn.ConvTranspose3d) and module.groups == 1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.kernels import shelf
+from service.engine.sequences import steps
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
@@ -96,12 +97,10 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 
 def _replace(module: nn.Module) -> nn.Module:
     # In a sequence whatever follows the convolution is known, in other modules only that it is called.
-    if type(module).forward is nn.Sequential.forward:
-        children = [(name, child) for name, child in module.named_children() if not isinstance(child, nn.Identity)]
-        for (name, child), (next_name, following) in itertools.pairwise(children):
-            if suits(child) and isinstance(following, nn.ReLU):
-                module._modules[name] = Convolution(child, rectify=True)
-                module._modules[next_name] = nn.Identity()
+    for step, following in itertools.pairwise(list(steps(module))):
+        if suits(step.module) and isinstance(following.module, nn.ReLU):
+            step.put(Convolution(step.module, rectify=True))
+            following.put(nn.Identity())
     for name, child in module.named_children():
         if suits(child):
             module._modules[name] = Convolution(child, rectify=False)
