@@ -138,8 +138,16 @@ def build(architecture: Architecture) -> nn.Module:
         raise BrokenModel(f"{architecture.name} does not take the arguments in the model file: {error}") from error
 
 
-def load(spec: ModelSpec) -> nn.Module:
+def run(network: nn.Module, x: Tensor) -> Tensor:
+    """The scores of `network` for `x`."""
+    scores: Tensor = network(x)
+    return scores
+
+
+def load(spec: ModelSpec, first: Callable[[nn.Module, Tensor], Tensor] = run) -> nn.Module:
     """The network of a model with its weights, float32 on the CPU, in evaluation mode, gradients off.
+
+    first  computes the scores of a first window, which are checked; it may look at how that is done
 
     Raises BrokenModel where the weights do not fit, and where scores do not have the shape that the model file states.
     """
@@ -148,7 +156,7 @@ def load(spec: ModelSpec) -> nn.Module:
     else:
         network = _OWN[spec.weights.kind](spec.weights_path)
     network = network.eval().requires_grad_(requires_grad=False).float()
-    _check_shapes(network, spec)
+    _check_shapes(network, spec, first)
     return network
 
 
@@ -177,11 +185,11 @@ def _first_faults(error: Exception) -> str:
 
 
 @torch.inference_mode()
-def _check_shapes(network: nn.Module, spec: ModelSpec) -> None:
+def _check_shapes(network: nn.Module, spec: ModelSpec, first: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected = (1, len(spec.outputs), *spec.input.roi_size)
     try:
-        scores = network(torch.zeros(shape))
+        scores = first(network, torch.zeros(shape))
     except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
     if tuple(scores.shape) != expected:

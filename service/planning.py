@@ -169,6 +169,12 @@ class Outlook:
 
 def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
     """Bytes of float32 that layers take for one input of `shape`: about five of the largest outputs live at once."""
+    with torch.inference_mode():
+        return watched(network, torch.zeros(shape))[1]
+
+
+def watched(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The scores of `network` for `x`, and what `activation_bytes` says of that."""
     sizes: list[int] = []
 
     def note(_module: nn.Module, _inputs: object, output: object) -> None:
@@ -177,16 +183,13 @@ def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
 
     modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
     leaves = [module for module in modules if not list(module.children())]
-    if not leaves:
-        return usual_bytes(shape)
     hooks = [leaf.register_forward_hook(note) for leaf in leaves]
     try:
-        with torch.inference_mode():
-            network(torch.zeros(shape))
+        scores: torch.Tensor = network(x)
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(sorted(sizes)[-5:])
+    return scores, sum(sorted(sizes)[-5:]) if leaves else usual_bytes(tuple(x.shape))
 
 
 def usual_bytes(shape: tuple[int, ...]) -> int:

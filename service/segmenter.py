@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from service import hardware
 from service.arrays import allocator
@@ -23,7 +23,7 @@ from service.engine.plans import Trial
 from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.metrics import Stages
 from service.networks import Network, load, weight_bytes
-from service.planning import Estimate, Outlook, Plan, activation_bytes
+from service.planning import Estimate, Outlook, Plan, watched
 from service.postprocess import make_decoder
 from service.preprocess import Image as Normalised
 from service.preprocess import Size, normalised, on_grid, resample, working_size
@@ -148,11 +148,9 @@ class Segmenter:
         if settings.engine.cache_folder is not None:
             compiled.use_cache(settings.engine.cache_folder)
         shelf.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
-        network = load(spec)
-        self._window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
+        network = load(spec, self._watched)
         self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
-        self._module = self._warm_up.module(self._choice)
         self._warm: Warm | None = None
         self._lock = threading.Lock()
         self._sizes = Memory()
@@ -167,6 +165,16 @@ class Segmenter:
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
+
+    def _watched(self, network: nn.Module, window: Tensor) -> Tensor:
+        """The network's first forward, which takes long: it tells at once what a window takes."""
+        scores, self._window_bytes = watched(network, window)
+        return scores
+
+    @cached_property
+    def _module(self) -> nn.Module:
+        """What runs eagerly where the warm network does not fit; that of `preliminary` until `warm_up` sets another."""
+        return self._warm_up.module(self._choice)
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,8 @@ from torch import nn
 
 from service import monai_networks
 from service.errors import BrokenModel
-from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, load, space_to_depth
+from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, load, run, space_to_depth
+from service.planning import activation_bytes, watched
 from service.repository import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
@@ -165,6 +166,20 @@ def test_window_that_the_network_cannot_take_is_refused(
     odd = random_nuclei_content["input"] | {"roi_size": [16, 15, 16]}
     with pytest.raises(BrokenModel, match=r"does not take a window of shape \(1, 1, 16, 15, 16\)"):
         load(write_model(random_nuclei_content | {"input": odd}))
+
+
+def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuclei: ModelSpec) -> None:
+    seen = []
+
+    def first(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
+        scores, nbytes = watched(network, x)
+        assert nbytes == seen[-1][1]
+        assert torch.equal(scores, run(network, x))
+        return scores
+
+    load(random_nuclei, first)
+    assert [shape for shape, _ in seen] == [(1, 1, 16, 16, 16)]
 
 
 def test_more_stated_outputs_than_scores_are_refused(
