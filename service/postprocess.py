@@ -148,25 +148,26 @@ class InstanceDecoder:
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
         planes, rows = scores.shape[2:4]
-        if y0 == 0:
-            shape = (planes, *self._size[1:])
-            self._distances = torch.empty(shape, device=scores.device)
-            self._inside = torch.empty(shape, dtype=torch.bool, device=scores.device)
-        self._distances[:, y0 : y0 + rows] = scores[0, self._distance]
-        torch.gt(scores[0, self._foreground], self._threshold, out=self._inside[:, y0 : y0 + rows])
+        distances, inside = scores[0, self._distance], scores[0, self._foreground] > self._threshold
+        if rows < self._size[1]:
+            if y0 == 0:
+                shape = (planes, *self._size[1:])
+                self._distances, self._inside = distances.new_empty(shape), inside.new_empty(shape)
+            self._distances[:, y0 : y0 + rows], self._inside[:, y0 : y0 + rows] = distances, inside
+            distances, inside = self._distances, self._inside
         if y0 + rows == self._size[1]:
-            self._climb(self._smoother.add(self._distances, self._inside), scores.device)
+            self._climb(self._smoother.add(distances, inside))
 
-    def _climb(self, planes: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> None:
-        if self._watershed is None:
-            self._watershed = Watershed(self._size, self._relief.floor, device)
+    def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
         for heights, inside in planes:
+            if self._watershed is None:
+                self._watershed = Watershed(self._size, self._relief.floor, heights.device)
             self._watershed.add(heights, inside)
 
     def finish(self) -> Segmentation:
+        self._climb(self._smoother.finish())
         if self._watershed is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
-        self._climb(self._smoother.finish(), self._distances.device)
         labels, count = label_basins(self._watershed.finish(), self._relief, self._decoding)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
 

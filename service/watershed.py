@@ -114,12 +114,16 @@ class Watershed:
         self._plane = self._rows[0] * self._rows[1]
         self._most = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
-        self._codes = _codes(self._most + 2, self._rows, device)
+        digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (self._most + 2, *self._rows))
+        z, y, x = digits
+        # Together the place of each voxel, modulo 3 along each axis.
+        self._plane_codes, self._codes = 9 * z[:, None, None], 3 * y[1:-1, None] + x[1:-1]
         offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]
         self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
         self._steps = _steps(self._plane, self._rows[1], device)
+        self._background = torch.tensor(BACKGROUND, dtype=torch.int32, device=device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
-        self._waiting = self._empty()
+        self._waiting = self._empty(1)
         # The first plane of the next block, counted with the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -131,14 +135,16 @@ class Watershed:
         """The next planes, float32 and bool [planes, Y, X]; what is not inside is background."""
         for low in range(0, len(heights), self._most):
             part = slice(low, low + self._most)
-            above = (self._z - 1 + len(self._waiting)) % 3
-            keys = _keys(heights[part])
-            keys |= self._codes[above : above + len(keys), 1:-1, 1:-1]
-            padded = torch.full((len(keys), *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
-            padded[:, 1:-1, 1:-1] = torch.where(inside[part], keys, BACKGROUND)
-            last = self._z + len(self._waiting) - 2 + len(keys) == self._depth
-            # A small volume is done in one go then.
-            self._advance(torch.cat((padded, self._empty())) if last else padded)
+            keys, before = _keys(heights[part]), len(self._waiting)
+            above = (self._z - 1 + before) % 3
+            keys += self._plane_codes[above : above + len(keys)]
+            keys += self._codes
+            last = self._z + before - 2 + len(keys) == self._depth
+            # With the plane of background at the end, a small volume is done in one go.
+            block = self._empty(before + len(keys) + last)
+            block[:before] = self._waiting
+            torch.where(inside[part], keys, self._background, out=block[before : before + len(keys), 1:-1, 1:-1])
+            self._advance(block)
 
     def finish(self) -> Basins:
         """Once all planes were added."""
@@ -165,12 +171,11 @@ class Watershed:
         here, place, key = (torch.cat(column) for column in zip(*self._found, strict=True))
         return Passes(basin_of[here.long()], basin_of[self._pieces.view(-1)[place].long()], _heights(key))
 
-    def _empty(self) -> Tensor:
-        return torch.full((1, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
+    def _empty(self, planes: int) -> Tensor:
+        return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
 
-    def _advance(self, keys: Tensor) -> None:
-        """Work on the planes whose upper neighbours have come now."""
-        block = torch.cat((self._waiting, keys))
+    def _advance(self, block: Tensor) -> None:
+        """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
         if len(block) > 2:
             climb = self._climb(block.view(-1))
             if climb is not None:
@@ -181,19 +186,16 @@ class Watershed:
 
     def _climb(self, keys: Tensor) -> _Climb | None:
         """Where the voxels between the first and the last plane climb to; None without any foreground."""
-        highest, rim = _highest(keys, self._plane, self._rows[1])
-        inside = keys > BACKGROUND
-        # Rows count from 1 in the order of their places; row 0 stands for everything outside of the block.
-        inside[: self._plane] = inside[-self._plane :] = False
-        row_of = inside.cumsum(0, dtype=torch.int32)
-        count = int(row_of[-1])
-        if not count:
+        place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
+        if not len(place):
             return None
-        row_of *= inside
-        place = inside.nonzero().squeeze(1).int()
+        # Rows count from 1 in the order of their places; row 0 stands for everything outside of the block.
+        rows = torch.arange(1, len(place) + 1, dtype=torch.int32, device=self._device)
+        row_of = torch.zeros_like(keys).index_copy_(0, place, rows)
+        place = place.int()
+        highest, rim = _highest(keys, self._plane, self._rows[1])
         own, highest = keys.index_select(0, place), highest.index_select(0, place - rim)
         target = place + self._steps.index_select(0, ((own & PLACE_BITS) << 5) | (highest & PLACE_BITS))
-        rows = torch.arange(1, count + 1, dtype=torch.int32, device=self._device)
         parent = row_of.index_select(0, target)
         parent = torch.where(parent == 0, rows, parent) - 1
         while not torch.equal(further := parent.index_select(0, parent), parent):
@@ -245,26 +247,26 @@ def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
     Rows lie one behind the other in flat memory, where the rim keeps them apart: one filter per axis, each contiguous.
     """
     for step in (1, row, plane):
-        keys = torch.maximum(torch.maximum(keys[: -2 * step], keys[step:-step]), keys[2 * step :])
+        two = torch.maximum(keys[: -2 * step], keys[step:-step])
+        keys = torch.maximum(two, keys[2 * step :], out=two)
     return keys, 1 + row + plane
 
 
 def _keys(heights: Tensor) -> Tensor:
     """float32 -> int32 in the same order, the bits of the place being zero."""
     bits = heights.view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & ~PLACE_BITS
+    # In place, as each further array of a large block would leave the cache.
+    keys = bits >> 31
+    keys &= 0x7FFFFFFF
+    keys ^= bits
+    keys &= ~PLACE_BITS
+    return keys
 
 
 def _heights(keys: Tensor) -> Tensor:
     """The inverse of `_keys`, but for the bits that were dropped."""
     ordered = keys & ~PLACE_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def _codes(planes: int, rows: tuple[int, int], device: torch.device) -> Tensor:
-    """int32 [planes, *rows]: 9 z + 3 y + x, each modulo 3."""
-    z, y, x = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes, *rows))
-    return 9 * z[:, None, None] + 3 * y[:, None] + x
 
 
 @lru_cache(maxsize=16)
