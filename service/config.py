@@ -33,6 +33,9 @@ KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 # The first part of a place such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+# Batches at the same time, at most: more callers than that take turns at the interpreter.
+MOST_STREAMS = 8
+
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
@@ -87,6 +90,8 @@ class Engine(_Section):
     channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed
     compile_mode    auto: reduce-overhead on CUDA, default elsewhere
     freeze          CPU only: weights become constants of the compiled graph
+    streams         CPU only: batches that are computed at the same time, with a part of the cores each; auto: the
+                    fastest number that is found with kind auto, else two
     tune_seconds    after which nothing new is tried
     tolerance       share of the sample's labels that what is tried may change
     cache_folder    where plans and compiled artefacts are kept between starts
@@ -97,6 +102,7 @@ class Engine(_Section):
     channels_last: bool | Literal["auto"] = "auto"
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
     freeze: bool = True
+    streams: Annotated[int, Field(ge=1, le=MOST_STREAMS)] | Literal["auto"] = "auto"
     tune_seconds: PositiveFloat = 180.0
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     cache_folder: Path | None = None

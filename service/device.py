@@ -1,7 +1,9 @@
-"""The one thread that may touch a device: it computes batches of windows, of several requests at once where it can.
+"""The threads that may touch a device: each is a stream of batches of windows, of several requests where it can.
 
 Preparing, decoding and writing happen in the threads of the requests; what these wait for here is the network. A batch
-has one shape whatever is in it, so windows of requests that run through the same network share its room.
+has one shape whatever is in it, so windows of requests that run through the same network share its room. A GPU has one
+stream. On a CPU several batches at once, with a part of the cores each, keep these busier than one after the other with
+all of them: nobody waits at the end of every layer for the thread that was slowest.
 """
 
 from __future__ import annotations
@@ -25,15 +27,24 @@ LOOK_SECONDS = 0.2
 
 
 class Share(NamedTuple):
-    """What one batch was for one request: its windows, and its part of the batch's slots and seconds."""
+    """What one batch was for one request: its windows, its part of the batch's slots and of the device's seconds."""
 
     windows: int
     slots: float
     seconds: float
 
 
+class _Flight:
+    """Windows of one request on their way through the network, and what came of them once that is known."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.outcome: Tensor | Exception | None = None
+        self.share = Share(0, 0.0, 0.0)
+
+
 class _Lane:
-    """The windows of one request, between its own thread and the device's; `lock` guards what both change."""
+    """The windows of one request, between its own thread and the device's; `lock` guards what several change."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -49,67 +60,98 @@ class _Lane:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
         self.passage = window.passage(image, overlap)
+        # In the order in which they are blended, whatever the order in which they arrive.
+        self.flights: deque[_Flight] = deque()
+        self.blending = False
         self.slabs: deque[Slab] = deque()
         self.error: Exception | None = None
-        self.over = False
+        self.failed = self.over = False
         self.changed = threading.Condition(lock)
 
     @property
     def wants(self) -> bool:
-        """Whether it can use a place in the next batch: windows are left, and what came of earlier ones was taken."""
-        return self.passage.left > 0 and self.error is None and not self.slabs
+        """Whether it can use a place in the next batch.
+
+        Windows are left, what came of earlier ones was taken, and not too much waits for a batch that is slow.
+        """
+        in_step = not self.slabs and len(self.flights) <= self.window.streams
+        return self.passage.left > 0 and not self.failed and in_step
 
     @property
     def answers(self) -> bool:
         return bool(self.slabs) or self.error is not None or self.over
 
+    def fail(self, error: Exception) -> None:
+        """Nothing more is computed or blended; the first error is the one that is told."""
+        if not self.failed:
+            self.failed, self.error = True, error
+            self.changed.notify_all()
+
+
+class _Batch(NamedTuple):
+    """What a stream computes next: windows of these requests, while so many streams share the device."""
+
+    flights: list[tuple[_Lane, _Flight]]
+    among: int
+
 
 class Device:
-    """Owns the thread, named `name`, which calls `begin` first. Before `start` and after `close` nothing is computed.
+    """Owns the threads, named `name`. Before `start` and after `close` nothing is computed.
+
+    streams  batches that are computed at the same time, at most, of models that want so many
+    divide   called in a stream's thread before it computes, with the number of streams that share the device then
 
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
     for ever, and gets at least half of the device. The other takes the one with the fewest windows left, so that a
     small stack waits for a batch or two however large those are that came before it. What room a batch then has, the
-    next ones by the same rule get, as far as they run through the same network.
+    next ones by the same rule get, as far as they run through the same network. A batch that would not be full waits
+    for those that are being computed: something may come, and alone it has the whole device.
     """
 
-    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        self._begin = begin
+    def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _among: None) -> None:
+        self._divide = divide
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._lanes: list[_Lane] = []
         self._calls: deque[Callable[[], None]] = deque()
-        self._closed = False
+        self._calling = self._closed = False
         self._batches = 0
-        self._computing = False
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        # What each stream computes: the number of the batch, and through which windows.
+        self._busy: dict[int, tuple[int, SlidingWindow]] = {}
+        self._threads = [
+            threading.Thread(target=self._loop, args=(stream,), name=name, daemon=True) for stream in range(streams)
+        ]
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return all(thread.is_alive() for thread in self._threads)
 
     @property
     def pulse(self) -> int | None:
-        """What changes with every batch of windows; None while none is computed."""
-        return self._batches if self._computing else None
+        """The oldest batch that is being computed, which changes while none is stuck; None if there is none."""
+        with self._lock:
+            return min((number for number, _ in self._busy.values()), default=None)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Give up what is left and end the thread; whoever waits gets Cancelled."""
+        """Give up what is left and end the threads; whoever waits gets Cancelled."""
         with self._lock:
             self._closed = True
             self._work.notify_all()
 
     def join(self, seconds: float) -> bool:
-        """Wait until the thread has ended; False if it has not after `seconds`."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
+        """Wait until every thread has ended; False if one has not after `seconds`."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, run in the device's thread between two batches. Raises Cancelled."""
+        """What `work` returns or raises, run in a thread of the device while no batch is computed. Raises Cancelled."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -143,9 +185,9 @@ class Device:
         share: Callable[[Share], None] = lambda _share: None,
         due: float = 0.0,
     ) -> Iterator[Slab]:
-        """Scores of `image` as `SlidingWindow.run` gives and refuses them, computed in the device's thread.
+        """Scores of `image` as `SlidingWindow.run` gives and refuses them, computed in the device's threads.
 
-        `share` is told there of each batch with windows of this image. Raises Cancelled.
+        `share` is told there, by one at a time, of each batch with windows of this image. Raises Cancelled.
         """
         lane = _Lane(window, image, overlap, due, cancelled, progress, share, self._lock)
         with self._lock:
@@ -157,6 +199,7 @@ class Device:
                 yield slab
         finally:
             with self._lock:
+                lane.failed = True
                 self._lanes.remove(lane)
 
     def _check(self) -> None:
@@ -182,34 +225,57 @@ class Device:
             self._work.notify_all()
             return slab
 
-    def _loop(self) -> None:
-        self._begin()
-        while (work := self._wait()) is not None:
-            if isinstance(work, list):
-                self._compute(work)
+    def _loop(self, stream: int) -> None:
+        shared_by = 0
+        while (work := self._wait(stream)) is not None:
+            among = work.among if isinstance(work, _Batch) else 1
+            if among != shared_by:
+                # Only then: torch forgets what it has prepared for another number of threads.
+                self._divide(among)
+                shared_by = among
+            if isinstance(work, _Batch):
+                self._compute(work, stream)
             else:
                 work()
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self) -> Callable[[], None] | list[_Lane] | None:
-        """What to do next: a call, or a batch of these lanes, in this order. None at the end."""
+    def _wait(self, stream: int) -> Callable[[], None] | _Batch | None:
+        """What to do next: a call, or a batch. None at the end."""
         with self._lock:
-            self._computing = False
+            if self._busy.pop(stream, None) is None:
+                self._calling = False
+            self._work.notify_all()
             while not self._closed:
                 self._drop_cancelled()
-                if self._calls:
+                if self._calls and not self._calling and not self._busy:
+                    self._calling = True
                     return self._calls.popleft()
-                if lanes := self._chosen():
-                    self._computing = True
-                    return lanes
+                if not self._calls and not self._calling and (batch := self._next_batch(stream)) is not None:
+                    return batch
                 self._work.wait()
             return None
 
     def _drop_cancelled(self) -> None:
         for lane in self._lanes:
-            if lane.error is None and not lane.over and lane.cancelled():
-                lane.error = Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows")
-                lane.changed.notify_all()
+            if not lane.failed and not lane.over and lane.cancelled():
+                lane.fail(Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows"))
+
+    def _next_batch(self, stream: int) -> _Batch | None:
+        """Windows of those that are chosen; None where there is nothing to compute, or not yet."""
+        lanes = self._chosen()
+        if not lanes:
+            return None
+        window, busy = lanes[0].window, len(self._busy)
+        if busy >= min(window.streams, *(other.streams for _, other in self._busy.values()), len(self._threads)):
+            return None
+        if busy and sum(lane.passage.left for lane in lanes) < window.room:
+            return None
+        # Those that have to take slabs first count too: they will be back in a moment.
+        left = sum(lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed)
+        among = min(window.streams, len(self._threads), busy + -(-left // window.room))
+        self._batches += 1
+        self._busy[stream] = self._batches, window
+        return _Batch(_boarded(lanes, window.room), among)
 
     def _chosen(self) -> list[_Lane]:
         """Those with windows in the next batch, the one that must have some first."""
@@ -220,55 +286,83 @@ class Device:
             lanes.sort(key=lambda lane: lane.due)
         return [lane for lane in lanes if lane.window is lanes[0].window]
 
-    def _compute(self, lanes: Sequence[_Lane]) -> None:
-        self._batches += 1
-        room = lanes[0].window.room
-        parts = list[tuple[_Lane, Part]]()
-        for lane in lanes:
-            if not room:
-                break
-            parts.append((lane, lane.passage.take(room)))
-            room -= len(parts[-1][1].places)
-        if not self._forward(parts) and len(parts) > 1:
+    def _compute(self, batch: _Batch, stream: int) -> None:
+        if not self._forward(batch, stream) and len(batch.flights) > 1:
             # Whose fault it was does not show; alone, each gets what it deserves.
-            for part in parts:
-                self._forward([part])
+            for flight in batch.flights:
+                self._forward(_Batch([flight], batch.among), stream)
 
-    def _forward(self, parts: list[tuple[_Lane, Part]]) -> bool:
+    def _forward(self, batch: _Batch, stream: int) -> bool:
         """Compute and blend; False where nothing was computed, which is told to a request that is on its own."""
         began = time.monotonic()
-        window = parts[0][0].window
+        flights = batch.flights
+        window = flights[0][0].window
         try:
-            scores = window.forward([part for _, part in parts])
+            scores = window.forward([flight.part for _, flight in flights], stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
-            if len(parts) == 1:
-                self._deliver(parts[0][0], error)
+            if len(flights) == 1:
+                self._arrive(*flights[0], error)
             return False
-        outcomes = [_blended(part, own) for (_, part), own in zip(parts, scores, strict=True)]
-        taken = sum(len(part.places) for _, part in parts)
-        # Only now has a GPU computed what it was told to.
-        each = (time.monotonic() - began) / taken
-        for (lane, part), outcome in zip(parts, outcomes, strict=True):
-            mine, passage = len(part.places), part.passage
-            if not isinstance(outcome, Exception):
-                lane.share(Share(mine, mine * window.room / taken, mine * each))
-                lane.progress(passage.done, passage.total)
-            self._deliver(lane, outcome)
+        taken = sum(len(flight.part.places) for _, flight in flights)
+        each = (time.monotonic() - began) / batch.among / taken
+        for (lane, flight), own in zip(flights, scores, strict=True):
+            mine = len(flight.part.places)
+            flight.share = Share(mine, mine * window.room / taken, mine * each)
+            self._arrive(lane, flight, own)
         return True
 
-    def _deliver(self, lane: _Lane, what: list[Slab] | Exception) -> None:
+    def _arrive(self, lane: _Lane, flight: _Flight, outcome: Tensor | Exception) -> None:
+        """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
+        if isinstance(outcome, Tensor) and (lane.blending or lane.flights[0] is not flight):
+            # Where it lies, this stream's next batch may lie before it is blended.
+            outcome = outcome.clone()
         with self._lock:
-            if isinstance(what, Exception):
-                lane.error = lane.error or what
-            else:
-                lane.slabs.extend(what)
+            flight.outcome = outcome
+            if lane.blending or lane.flights[0] is not flight:
+                return
+            lane.blending = True
+        landing: _Flight | None = flight
+        while landing is not None:
+            landing = self._land(lane, landing)
+
+    def _land(self, lane: _Lane, flight: _Flight) -> _Flight | None:
+        """Blend one; gives the next, if that has arrived."""
+        outcome = [] if lane.failed else _blended(flight)
+        if not isinstance(outcome, Exception) and not lane.failed:
+            lane.share(flight.share)
+            lane.progress(lane.passage.done, lane.passage.total)
+        with self._lock:
+            if isinstance(outcome, Exception):
+                lane.fail(outcome)
+            elif not lane.failed:
+                lane.slabs.extend(outcome)
                 lane.over = lane.passage.done == lane.passage.total
-            lane.changed.notify_all()
+                lane.changed.notify_all()
+            lane.flights.popleft()
+            if lane.flights and lane.flights[0].outcome is not None:
+                return lane.flights[0]
+            lane.blending = False
+            return None
 
 
-def _blended(part: Part, scores: Tensor) -> list[Slab] | Exception:
+def _boarded(lanes: Sequence[_Lane], room: int) -> list[tuple[_Lane, _Flight]]:
+    """As many of their windows as there is room for."""
+    boarded = []
+    for lane in lanes:
+        if not room:
+            break
+        flight = _Flight(lane.passage.take(room))
+        lane.flights.append(flight)
+        boarded.append((lane, flight))
+        room -= len(flight.part.places)
+    return boarded
+
+
+def _blended(flight: _Flight) -> list[Slab] | Exception:
     """The slabs that became final, or what was wrong with these scores."""
+    if not isinstance(flight.outcome, Tensor):
+        return flight.outcome or RuntimeError("not computed")
     try:
-        return part.passage.blend(part.places, scores)
+        return flight.part.passage.blend(flight.part.places, flight.outcome)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error

@@ -73,10 +73,13 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     return Plan(_output(spec, options.output), batch_size, overlap, diameter, _estimated(spec, options), skip_below)
 
 
-def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool) -> Estimate:
+def estimate(  # noqa: PLR0913
+    spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool, streams: int = 1
+) -> Estimate:
     """What a volume of this shape and voxel size will take.
 
     window_bytes  what the network's layers take for one window
+    streams       batches that are computed at the same time, if there are so many
     on_host       the device's memory is the host's
     """
     size = working_size(volume, spec, plan.diameter)
@@ -93,7 +96,8 @@ def estimate(spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, 
         slabs += min(plan.sw_batch_size * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
     rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
-    running = 4 * (rows + layer) + plan.sw_batch_size * window_bytes
+    at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    running = 4 * (rows + layer) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size)
     # Objects are told apart where the scores are; all other results are gathered on the host.
     on_device = image + running + (decoding if plan.output == "labels" else 0)
@@ -117,6 +121,7 @@ class Outlook:
     sw_batch_size  windows per call where the operator leaves that open
     window_bytes   that the network's layers take for one window; None: as usual
     on_host        the device's memory is the host's
+    streams        batches of so many windows that are computed at the same time
     """
 
     spec: ModelSpec
@@ -124,6 +129,7 @@ class Outlook:
     sw_batch_size: int = UNTUNED_BATCH
     window_bytes: int | None = None
     on_host: bool = True
+    streams: int = 1
 
     def plan(self, options: Options) -> Plan:
         """See `make_plan`."""
@@ -147,7 +153,8 @@ class Outlook:
         self._check_channels(volume)
         shape = (1, self.spec.input.channels, *self.spec.input.roi_size)
         window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
-        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host)
+        streams = self.streams if plan.sw_batch_size >= self.sw_batch_size else 1
+        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host, streams=streams)
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"

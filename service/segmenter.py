@@ -101,6 +101,7 @@ class _Sized(NamedTuple):
 class EngineReport:
     """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
 
+    streams  batches that are computed at the same time
     planned  fixed by the configuration, tuned at this start, or cached by an earlier one
     trials   what was considered where it was tuned, and why it was not taken
     """
@@ -117,6 +118,7 @@ class EngineReport:
     blending: str
     warm_up_seconds: float
     warnings: tuple[str, ...]
+    streams: int = 1
     planned: str = "fixed"
     trials: tuple[Trial, ...] = ()
 
@@ -133,8 +135,9 @@ class _Made(NamedTuple, Generic[D]):
 class Segmenter:
     """Loads a model once and segments volumes with it. Several threads may call `segment` once `warm_up` has returned.
 
-    The network is run by one thread at a time: that of `warm_up`, and whichever runs `SlidingWindow`s.
-    On CUDA that must always be the same thread, to which inductor ties the graphs that it records.
+    The network is run by the thread of `warm_up`, and by those that run `SlidingWindow`s, of which there may be as many
+    at a time as these have streams. On CUDA that must always be the same thread, to which inductor ties the graphs that
+    it records.
     Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
     """
 
@@ -178,13 +181,13 @@ class Segmenter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory for the weights, in every form that is kept, and for one batch of windows."""
+        """Bytes of the device's memory for the weights, in every form that is kept, and for batches of windows."""
         if self._warm is None:
             return 0
-        batch = self._warm.window.batch.untyped_storage().nbytes()
+        batches = sum(batch.untyped_storage().nbytes() for batch in self._warm.window.batches)
         # As they were loaded they stay on the host, for whenever scores have to be computed in float32.
         loaded = self._warm_up.weight_bytes if self._device.type == "cpu" else 0
-        return loaded + weight_bytes(self._module) + self._warm.nbytes + batch
+        return loaded + weight_bytes(self._module) + self._warm.nbytes + batches
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
@@ -264,6 +267,7 @@ class Segmenter:
             blending=windows.blending,
             warm_up_seconds=warm.seconds if warm else 0.0,
             warnings=warm.warnings if warm else (),
+            streams=choice.streams,
             planned=planned,
             trials=warm.plan.trials if warm and warm.plan else (),
         )
@@ -280,7 +284,8 @@ class Segmenter:
     def _outlook(self) -> Outlook:
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"
-        return Outlook(self.spec, self._settings, self._choice.sw_batch_size, window_bytes, on_host)
+        choice = self._choice
+        return Outlook(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams)
 
     def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
         """Estimate the width of the objects, and plan anew with it where that brings something."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from service import hardware
-from service.config import Settings
+from service.config import MOST_STREAMS, Settings
 from service.device import Device, Share
 from service.engine import compiled
 from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
@@ -65,7 +65,8 @@ class Station:
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
-        self._device = Device("device", partial(hardware.use_threads, settings.device.threads))
+        streams, divide = _division(settings, on_host=self._on_host)
+        self._device = Device("device", streams, divide)
         # With more, each of many requests would have threads of its own, which wait for their next work by turning in
         # circles, on cores that the network needs.
         self._worker = Worker("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
@@ -281,6 +282,14 @@ def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
         device = settings.device.model_copy(update={"name": name, "threads": threads})
         found.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
     return found
+
+
+def _division(settings: Settings, *, on_host: bool) -> tuple[int, Callable[[int], None]]:
+    """Streams that a device may have at most, and what gives one of several its part of the cores."""
+    cores = settings.device.threads or hardware.usable_cores()
+    wanted = settings.engine.streams
+    most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
+    return most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1))
 
 
 def _needs(needed: Estimate) -> Needs:

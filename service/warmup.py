@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from service import hardware
-from service.config import Settings
+from service.config import MOST_STREAMS, Settings
 from service.engine import plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
@@ -25,6 +27,8 @@ from service.windows import Blending, SlidingWindow
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
 # where ATen has a slow path for small batches; a GPU needs several to be busy at all.
 CPU_BATCH, CUDA_BATCH = 2, 8
+# Batches at the same time, likewise: on a CPU two teams of half the cores each wait less than one of all.
+CPU_STREAMS = 2
 # Share of the free memory that the layers of one batch may take while engines are compared.
 MEMORY_SHARE = 0.5
 # What a foreign engine raises where it cannot run a network.
@@ -128,7 +132,7 @@ class WarmUp:
         return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:
-        """Windows through `network` in the layout and dtype of `choice`."""
+        """Windows through `network` in the layout and dtype of `choice`, and in its streams unless memory was short."""
         windows = self._settings.windows
         return SlidingWindow(
             network,
@@ -139,6 +143,7 @@ class WarmUp:
             device=self._device,
             dtype=select.batch_dtype(choice),
             memory_format=select.FORMATS[choice.memory_format],
+            streams=choice.streams if batch_size >= choice.sw_batch_size else 1,
         )
 
     def circumstances(self) -> dict[str, str]:
@@ -172,7 +177,7 @@ class WarmUp:
             unfit = f"The {settings.kind} engine needs {where}; running eagerly."
             return self._warned(self._eager(name), *warnings, unfit)
         mode = select.compile_modes(settings, self._device)[0] if settings.kind == "compiled" else None
-        choice = Choice(settings.kind, name, formats[0], self._batch_size, mode)
+        choice = Choice(settings.kind, name, formats[0], self._batch_size, mode, self._streams)
         try:
             return self._warned(choice, *warnings)
         except FAILURES as error:
@@ -188,28 +193,44 @@ class WarmUp:
         # A precision that the operator chose is the operator's responsibility; one that we choose is ours.
         rules = tune.Rules(settings.tune_seconds, settings.tolerance if settings.precision == "auto" else 1.0)
 
+        alone: dict[Choice, Warm] = {}
+        crews: dict[int, ThreadPoolExecutor] = {}
+
         def enter(choice: Choice) -> tune.Entrant[Warm]:
-            warm = self.build(choice)
-            batch = warm.window.batch
-            parity.fill(batch)
-            return tune.Entrant(
-                lambda: self._call(warm.window.network, batch), lambda: parity.difference(warm.window), warm
-            )
+            found = alone.get(replace(choice, streams=1))
+            if found is None or select.KINDS[choice.engine].divides:
+                warm = alone[choice] = self.build(choice)
+            else:
+                warm = replace(found, choice=choice, window=found.window.with_streams(choice.streams))
+            for batch in warm.window.batches:
+                parity.fill(batch)
+            run = partial(self._call, warm.window, crews)
+            return tune.Entrant(run, lambda: parity.difference(warm.window), warm)
 
         tuner = tune.Tuner(enter, rules, fits=self._fits)
         names = precision.candidates(settings.precision, self._native)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
-            won = tuner.run(select.choices(settings, self._device, names, self._batch_size), self._batch_sizes)
+            candidates = select.choices(settings, self._device, names, self._batch_size)
+            won = tuner.run(candidates, self._batch_sizes, self._more_streams)
         except tune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)
             return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
+        finally:
+            for crew in crews.values():
+                crew.shutdown()
         plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
         return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=_failures(plan))
 
-    def _call(self, network: Network, batch: Tensor) -> None:
-        with torch.inference_mode():
-            network(batch)
+    def _call(self, window: SlidingWindow, crews: dict[int, ThreadPoolExecutor]) -> None:
+        """One batch in each stream; `crews` are the threads of several streams, by their number."""
+        if window.streams == 1:
+            _forward(window.network, window.batch)
+        else:
+            if window.streams not in crews:
+                share = partial(hardware.use_threads, max(torch.get_num_threads() // window.streams, 1))
+                crews[window.streams] = ThreadPoolExecutor(window.streams, "stream", share)
+            list(crews[window.streams].map(partial(_forward, window.network), window.batches))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -220,7 +241,8 @@ class WarmUp:
             return missing
         if not kind.suits(self._network):
             return "it changes nothing in this network"
-        needed = self._window_bytes * select.batch_dtype(choice).itemsize // 4 * choice.sw_batch_size
+        windows = choice.sw_batch_size * choice.streams
+        needed = self._window_bytes * select.batch_dtype(choice).itemsize // 4 * windows
         free = hardware.free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
@@ -238,9 +260,23 @@ class WarmUp:
         most = self._settings.limits.sw_batch_size
         return tune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
 
+    @property
+    def _streams(self) -> int:
+        """What is taken where nothing is tuned."""
+        return streams(self._settings, self._device)
+
+    @property
+    def _more_streams(self) -> tuple[int, ...]:
+        """What to try besides a single one, or instead of it."""
+        if self._device.type != "cpu":
+            return ()
+        wanted = self._settings.engine.streams
+        cores = torch.get_num_threads()
+        return tune.stream_counts(cores, MOST_STREAMS) if wanted == "auto" else (wanted,) if wanted > 1 else ()
+
     def _eager(self, name: str) -> Choice:
         memory_format = select.memory_formats(self._settings.engine, select.KINDS["eager"], self._device)[0]
-        return Choice("eager", name, memory_format, self._batch_size)
+        return Choice("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def _warned(self, choice: Choice, *warnings: str) -> Warm:
         return replace(self.build(choice), warnings=warnings)
@@ -251,6 +287,19 @@ def batch_size(settings: Settings, device: torch.device) -> int:
     if settings.windows.sw_batch_size != "auto":
         return settings.windows.sw_batch_size
     return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
+
+
+def streams(settings: Settings, device: torch.device) -> int:
+    """Batches at the same time where nothing else is known: what is configured, else what suits the device."""
+    if device.type != "cpu":
+        return 1
+    wanted = settings.engine.streams
+    return min(CPU_STREAMS, settings.device.threads or hardware.usable_cores()) if wanted == "auto" else wanted
+
+
+def _forward(network: Network, batch: Tensor) -> None:
+    with torch.inference_mode():
+        network(batch)
 
 
 def _failures(plan: EnginePlan) -> tuple[str, ...]:

@@ -146,6 +146,7 @@ class SlidingWindow:
     network     [B, C, *roi] -> [B, K, *roi], any floating dtype out; in: `dtype`
     batch_size  B
     device      where batches, weights and scores live
+    streams     threads that may call it at the same time, each with a batch of its own
     """
 
     def __init__(  # noqa: PLR0913
@@ -159,18 +160,30 @@ class SlidingWindow:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
+        streams: int = 1,
     ) -> None:
         self._network = network
         self._roi = roi
         self._blending = blending
-        self._batch = torch.zeros((batch_size, channels, *roi), dtype=dtype, device=device).to(
-            memory_format=memory_format
+        shape = (batch_size, channels, *roi)
+        self._batches = tuple(
+            torch.zeros(shape, dtype=dtype, device=device).to(memory_format=memory_format) for _ in range(streams)
         )
 
     @property
     def batch(self) -> Tensor:
-        """The one batch buffer, [B, C, *roi]: its shape, dtype and strides are those the network always sees."""
-        return self._batch
+        """The batch buffer of the first stream, [B, C, *roi]: in shape, dtype and strides the network sees no other."""
+        return self._batches[0]
+
+    @property
+    def batches(self) -> tuple[Tensor, ...]:
+        """The batch buffers of all streams."""
+        return self._batches
+
+    @property
+    def streams(self) -> int:
+        """Threads that may call it at the same time."""
+        return len(self._batches)
 
     @property
     def network(self) -> Network:
@@ -178,15 +191,21 @@ class SlidingWindow:
         return self._network
 
     def with_network(self, network: Network) -> SlidingWindow:
-        """The same windows in the same batch buffer through another network."""
+        """The same windows in the same batch buffers through another network."""
         other = copy.copy(self)
         other._network = network
+        return other
+
+    def with_streams(self, streams: int) -> SlidingWindow:
+        """The same windows through the same network in so many streams, with batch buffers of their own."""
+        other = copy.copy(self)
+        other._batches = tuple(torch.zeros_like(self.batch) for _ in range(streams))
         return other
 
     @property
     def room(self) -> int:
         """Windows per call of the network."""
-        return len(self._batch)
+        return len(self.batch)
 
     def run(
         self,
@@ -212,22 +231,24 @@ class SlidingWindow:
     def passage(self, image: Image, overlap: float) -> Passage:
         """The way of `image` through these windows, from the first on."""
         grid = Grid.cover(_triple(image.shape[2:]), self._roi, overlap)
-        return Passage(image, grid, self._blending, self._batch.device)
+        return Passage(image, grid, self._blending, self.batch.device)
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part]) -> list[Tensor]:
+    def forward(self, parts: Sequence[Part], stream: int = 0) -> list[Tensor]:
         """Call the network once, on windows of one image or of several, no more than there is `room` for.
 
-        Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until the next call.
+        Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
+        call.
         """
-        slots = iter(self._batch)
+        batch = self._batches[stream]
+        slots = iter(batch)
         for passage, places in parts:
             for place in places:
                 passage.fill(next(slots), place)
         for slot in slots:
             # What an earlier batch left there may be what made it fail.
             slot.zero_()
-        scores = self._network(self._batch)
+        scores = self._network(batch)
         lengths = [len(part.places) for part in parts]
         return list(torch.split(scores[: sum(lengths)], lengths))
 
@@ -242,7 +263,7 @@ class Part(NamedTuple):
 class Passage:
     """One image on its way through windows: taken from it in order, computed anywhere, and blended in order.
 
-    Made by `SlidingWindow.passage`; one thread at a time may use it.
+    Made by `SlidingWindow.passage`. One thread at a time may take and one at a time may blend; filling is anybody's.
     """
 
     def __init__(self, image: Image, grid: Grid, blending: Blending, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,8 +44,9 @@ class Counted:
 class Requests:
     """Requests that stand before a device, each in a thread of its own."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.device = Device("device")
+    def __init__(self, pool: ThreadPoolExecutor, streams: int = 1) -> None:
+        self.divisions: list[int] = []
+        self.device = Device("device", streams, self.divisions.append)
         self._pool = pool
         self.shares: list[Share] = []
 
@@ -73,16 +75,27 @@ class Requests:
 
 @pytest.fixture
 def requests() -> Iterator[Requests]:
+    yield from before_a_device(1)
+
+
+@pytest.fixture
+def streaming() -> Iterator[Requests]:
+    """Before a device of three streams."""
+    yield from before_a_device(3)
+
+
+def before_a_device(streams: int) -> Iterator[Requests]:
     with ThreadPoolExecutor(12) as pool:
-        standing = Requests(pool)
+        standing = Requests(pool, streams)
         yield standing
         standing.device.close()
     assert standing.device.join(10)
     assert standing.device._lanes == []
 
 
-def windows(network: Network, room: int = 4) -> SlidingWindow:
-    return SlidingWindow(network, 1, ROI, room, blending=Blending("constant"), device=torch.device("cpu"))
+def windows(network: Network, room: int = 4, streams: int = 1) -> SlidingWindow:
+    blending, device = Blending("constant"), torch.device("cpu")
+    return SlidingWindow(network, 1, ROI, room, blending=blending, device=device, streams=streams)
 
 
 def whole(slabs: Iterator[Slab]) -> Tensor:
@@ -271,3 +284,129 @@ def test_closing_gives_up_what_waits(requests: Requests) -> None:
         requests.device.call(lambda: 1)
     with pytest.raises(Cancelled):
         requests.post(windows(Counted()), image(4)).result(10)
+
+
+class Reused:
+    """The identity, whose answers lie where the thread's next one will, and which takes now shorter, now longer."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Tensor] = {}
+        self._calls = itertools.count()
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        time.sleep(0.002 * (next(self._calls) * 7 % 5))
+        answer = self._answers.setdefault(str(threading.get_ident()), torch.empty_like(batch))
+        return answer.copy_(batch)
+
+
+def test_streams_give_everyone_the_same_as_one_does(streaming: Requests) -> None:
+    window = windows(Reused(), 2, streams=3)
+    streaming.device.start()
+    sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
+    images = [torch.rand(1, 1, *size) for size in sizes]
+    together = list(streaming._pool.map(lambda one: alone(streaming.device, window, one), images))
+    for one, got in zip(images, together, strict=True):
+        assert torch.equal(got, one)
+
+
+def test_streams_compute_windows_of_one_image_at_the_same_time(streaming: Requests) -> None:
+    meeting = threading.Barrier(3)
+
+    def network(batch: Tensor) -> Tensor:
+        meeting.wait(10)
+        return batch
+
+    request = streaming.post(windows(network, 2, streams=3), image(12))
+    streaming.device.start()
+    assert torch.equal(request.result(10), image(12))
+    assert set(streaming.divisions) == {3}
+
+
+def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) -> None:
+    computing = list[str]()
+    beside = set[tuple[str, ...]]()
+
+    def network(name: str) -> Network:
+        def run(batch: Tensor) -> Tensor:
+            computing.append(name)
+            time.sleep(0.005)
+            beside.add(tuple(computing))
+            computing.remove(name)
+            return batch
+
+        return run
+
+    shy, bold = windows(network("shy"), 1), windows(network("bold"), 1, streams=3)
+    futures = [streaming.post(window, image(4)) for window in (shy, bold, shy, bold)]
+    streaming.device.start()
+    for future in futures:
+        future.result(10)
+    assert {"shy", "bold"} == {name for names in beside for name in names}
+    assert ("shy",) in beside
+    assert all(names == ("shy",) for names in beside if "shy" in names)
+    assert any(len(names) > 1 for names in beside)
+
+
+def test_a_batch_that_is_not_full_waits_for_those_that_are_computed(streaming: Requests) -> None:
+    network = Counted(0.05)
+    window = windows(network, 2, streams=3)
+    streaming.device.start()
+    streaming.post(window, image(1, 1))
+    until(lambda: streaming.device.pulse is not None)
+    others = [streaming.post(window, image(1, value)) for value in (2, 3)]
+    for other in others:
+        other.result(10)
+    assert sorted(network.who()) == [[1, 0], [2, 3]]
+
+
+def test_a_call_waits_for_all_streams_and_they_for_it(streaming: Requests) -> None:
+    computing = threading.Semaphore(0)
+
+    def network(batch: Tensor) -> Tensor:
+        computing.release()
+        time.sleep(0.01)
+        computing.acquire()
+        return batch
+
+    def call() -> bool:
+        time.sleep(0.02)
+        return computing.acquire(blocking=False)
+
+    request = streaming.post(windows(network, 1, streams=3), image(30))
+    streaming.device.start()
+    assert [streaming.device.call(call) for _ in range(3)] == [False] * 3
+    assert torch.equal(request.result(10), image(30))
+
+
+def test_pulse_stands_still_where_one_of_several_streams_does(streaming: Requests) -> None:
+    gate = threading.Event()
+
+    def network(batch: Tensor) -> Tensor:
+        if (batch == EVIL).any():
+            gate.wait(10)
+        return batch
+
+    stuck = streaming.post(windows(network, 1, streams=3), image(2, EVIL))
+    streaming.device.start()
+    until(lambda: streaming.device.pulse is not None)
+    before = streaming.device.pulse
+    busy = streaming.post(windows(network, 1, streams=3), image(20))
+    assert torch.equal(busy.result(10), image(20))
+    assert streaming.device.pulse == before
+    gate.set()
+    stuck.result(10)
+    until(lambda: streaming.device.pulse is None)
+
+
+def test_one_that_fails_in_streams_does_not_hurt_the_others(streaming: Requests) -> None:
+    window = windows(Counted(0.002), 2, streams=3)
+    evil = streaming.post(window, image(9, EVIL))
+    given_up = streaming.post(window, image(9), cancelled=lambda: True)
+    good = [streaming.post(window, image(9, value)) for value in (1, 2)]
+    spoilt = streaming.post(window, image(9, float("nan")))
+    streaming.device.start()
+    for value, future in enumerate(good, 1):
+        assert torch.equal(future.result(10), image(9, value))
+    for future, error in ((evil, RuntimeError), (given_up, Cancelled), (spoilt, NonFiniteScores)):
+        with pytest.raises(error):
+            future.result(10)

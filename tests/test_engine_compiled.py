@@ -1,5 +1,6 @@
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from service import hardware
 from service.engine import compiled
+from service.errors import BadParameter
 from service.networks import Network
 
 X = torch.rand(2, 2, 8, 8, 8)
@@ -45,6 +48,31 @@ def test_compiled_scores_are_those_of_the_module(module, freeze):
     packed = counters["inductor"]["mkldnn_conv_weight_pack_matcher_count"]
     if torch.backends.mkldnn.is_available():
         assert packed == (1 if freeze else 0)
+
+
+@torch.inference_mode()
+def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module):
+    network = compiled.make(module, "default", freeze=True)
+    expected, graphs = network(X), compiled.graphs()
+
+    def call(threads):
+        hardware.use_threads(threads)
+        with torch.inference_mode():
+            return network(X)
+
+    with ThreadPoolExecutor(3) as pool:
+        for scores in pool.map(call, [1, 2, 3] * 10):
+            torch.testing.assert_close(scores, expected)
+    assert compiled.graphs() == graphs, "nothing was compiled again"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("x", [X[:1], X.to(memory_format=torch.channels_last_3d)])
+def test_a_frozen_network_refuses_another_shape_or_layout(module, x):
+    network = compiled.make(module, "default", freeze=True)
+    network(X)
+    with pytest.raises(BadParameter, match="compiled for"):
+        network(x)
 
 
 def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):

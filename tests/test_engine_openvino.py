@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def test_scores_are_those_of_the_module(module):
     torch.testing.assert_close(network(batch), module(batch), atol=1e-5, rtol=1e-5)
     other = torch.rand(2, 1, 8, 12, 16)
     torch.testing.assert_close(network(other), module(other), atol=1e-5, rtol=1e-5)
+
+
+def test_streams_compute_at_the_same_time(module):
+    batches = [torch.rand(1, 1, 8, 12, 16) for _ in range(3)]
+    network = openvino.make(module, batches[0], "fp32", streams=3)
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(20):
+            for batch, scores in zip(batches, pool.map(network, batches), strict=True):
+                torch.testing.assert_close(scores, module(batch), atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from service.engine.plans import Choice
-from service.engine.tune import Entrant, NothingRuns, Rules, Tuner, batch_sizes
+from service.engine.tune import Entrant, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
 
 EAGER = Choice("eager", "fp32", "contiguous", 2)
 COMPILED = Choice("compiled", "fp32", "channels_last_3d", 2, "default")
@@ -13,11 +13,11 @@ NARROW = Choice("eager", "bf16", "contiguous", 2)
 class World:
     """A clock that only networks move. `seconds`: of one window by choice without its batch size, then of that."""
 
-    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0):
+    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1):
         self.now = 0.0
         self.seconds, self.differences, self.builds = seconds, differences or {}, builds or {}
         self.errors, self.per_call = errors or {}, per_call
-        self.calls = []
+        self.calls, self.cores = [], cores
 
     def enter(self, choice):
         self.now += self.builds.get(choice.engine, 1.0)
@@ -26,13 +26,14 @@ class World:
 
         def call():
             self.calls.append(choice)
-            self.now += self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
+            seconds = self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
+            self.now += seconds * max(choice.streams / self.cores, 1)
 
         return Entrant(call, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
 
-    def tune(self, *candidates, sizes=(2,), seconds=180.0, **options):
+    def tune(self, *candidates, sizes=(2,), streams=(), seconds=180.0, **options):
         tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
-        made, trials = tuner.run(candidates, sizes)
+        made, trials = tuner.run(candidates, sizes, streams)
         return made, {trial.choice: trial for trial in trials}
 
 
@@ -134,6 +135,27 @@ def test_batch_sizes_shrink_where_growing_does_not_pay():
     made, trials = world.tune(EAGER, sizes=(1, 2, 4, 8))
     assert made.sw_batch_size == 1, "equally fast, and takes half of the memory"
     assert sorted(choice.sw_batch_size for choice in trials) == [1, 2, 4]
+
+
+def test_streams_grow_while_it_pays():
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.2}, cores=4)
+    made, trials = world.tune(EAGER, COMPILED, sizes=(1, 2), streams=(2, 4, 8, 16))
+    assert (made.engine, made.streams) == ("eager", 4)
+    assert trials[made].windows_per_second == pytest.approx(40)
+    assert {choice.streams for choice in trials} == {1, 2, 4, 8}
+    assert {choice.streams for choice in trials if choice.engine == "compiled"} == {1}
+
+
+def test_streams_that_bring_nothing_are_not_taken():
+    made, trials = World({("eager", "fp32"): 0.1}).tune(EAGER, streams=(2, 4))
+    assert made.streams == 1
+    assert {choice.streams for choice in trials} == {1, 2}
+
+
+def test_streams_of_a_machine():
+    assert stream_counts(1, 8) == ()
+    assert stream_counts(6, 8) == (2, 4)
+    assert stream_counts(64, 8) == (2, 4, 8)
 
 
 def test_batch_sizes_of_a_device():

@@ -56,6 +56,17 @@ def volume_of(*size, voxel_size=None):
     return Volume.from_array(np.zeros((1, *size), np.uint16), voxel_size)
 
 
+def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(bands):
+    plan = make_plan(bands, Settings(), Options(overlap=0.0, sw_batch_size=2))
+    volume, one = volume_of(16, 64, 96), 1_000_000
+
+    def needed(streams):
+        return estimate(bands, volume, plan, one, on_host=True, streams=streams).host_bytes
+
+    assert needed(2) - needed(1) == needed(3) - needed(2) == 2 * one
+    assert needed(8) == needed(3), "six windows are three batches"
+
+
 def test_what_is_not_asked_for_is_the_operators_choice(bands, random_nuclei):
     assert make_plan(bands, SETTINGS, Options()) == Plan("classes", 2, 0.25)
     assert make_plan(random_nuclei, SETTINGS, Options()) == Plan("labels", 2, 0.25)

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from service import hardware
 from service.config import Settings
 from service.engine import select
 from service.engine.plans import Choice
@@ -49,6 +51,14 @@ def only():
     select.KINDS.update(saved)
 
 
+@pytest.fixture
+def use_two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def warm_up(spec, chosen, network=None, window_bytes=1000):
     return WarmUp(spec, chosen, CPU, load(spec) if network is None else network, window_bytes)
 
@@ -59,7 +69,9 @@ def kind_of(make):
 
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     warm = warm_up(bands, settings(kind="eager")).run()
-    assert warm.choice == Choice("eager", warm.choice.precision, "channels_last_3d", 2)
+    assert warm.choice == Choice(
+        "eager", warm.choice.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
+    )
     assert warm.plan is None
     assert not (tmp_path / "cache").exists()
 
@@ -81,6 +93,30 @@ def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, setti
     assert second.plan == first.plan
     assert len(built) <= tries + 1
     assert second.seconds < first.seconds
+
+
+def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, use_two_threads):
+    built = []
+
+    class Slow(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            time.sleep(0.02)
+            return self.module(x)
+
+    only(eager=kind_of(lambda module: built.append(module) or Slow(module)))
+    warm = warm_up(bands, settings(), None).run()
+    assert warm.choice.streams == 2, "who sleeps needs no core"
+    assert warm.window.streams == 2
+    assert {trial.choice.streams for trial in warm.plan.trials} == {1, 2}
+    assert len(built) == len({trial.choice.sw_batch_size for trial in warm.plan.trials})
+    again = warm_up(bands, settings()).run()
+    assert again.cached
+    assert again.window.streams == 2
+    assert warm_up(bands, settings(streams=1)).run().choice.streams == 1
 
 
 @pytest.mark.parametrize("change", [{"tolerance": 0.01}, {"precision": "fp32"}])

@@ -24,6 +24,7 @@ class Choice:
     memory_format   contiguous or channels_last_3d
     sw_batch_size   windows per call
     compile_mode    of torch.compile; None unless compiled
+    streams         batches that are computed at the same time, on a CPU with a part of the cores each
     """
 
     engine: str
@@ -31,10 +32,12 @@ class Choice:
     memory_format: str
     sw_batch_size: int
     compile_mode: str | None = None
+    streams: int = 1
 
     def __str__(self) -> str:
         mode = f" ({self.compile_mode})" if self.compile_mode else ""
-        return f"{self.engine}{mode} {self.precision} {self.memory_format} x{self.sw_batch_size}"
+        streams = f" in {self.streams} streams" if self.streams > 1 else ""
+        return f"{self.engine}{mode} {self.precision} {self.memory_format} x{self.sw_batch_size}{streams}"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Kind:
     precisions that it computes, of those that the device has
     float32    batch and weights stay float32; `precision` is a hint to the engine
     packs      whether it keeps weights in a layout of its own, beside those of the module
+    divides    whether it divides the cores among streams itself, and so is made for a number of them
     slow_build seconds that making it takes on a slow machine: not begun with less time left
     missing    why it cannot be used here, None where it can
     """
@@ -54,6 +55,7 @@ class Kind:
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     float32: bool = False
     packs: bool = False
+    divides: bool = False
     slow_build: float = 5.0
     missing: Callable[[], str | None] = _present
 
@@ -72,12 +74,18 @@ def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settin
 
 
 def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings: config.Engine) -> Network:
-    return openvino.make(module, example, choice.precision)
+    return openvino.make(module, example, choice.precision, choice.streams)
 
 
 KINDS: dict[str, Kind] = {
     "openvino": Kind(
-        _make_openvino, {"cpu": ("contiguous",)}, float32=True, packs=True, slow_build=15.0, missing=openvino.missing
+        _make_openvino,
+        {"cpu": ("contiguous",)},
+        float32=True,
+        packs=True,
+        divides=True,
+        slow_build=15.0,
+        missing=openvino.missing,
     ),
     "cudagraph": Kind(_make_cudagraph, {"cuda": BOTH}),
     "winograd": Kind(

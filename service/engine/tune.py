@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 class Entrant(NamedTuple, Generic[Made]):
     """A network that has run.
 
-    call     one batch from end to end
+    call     one batch of every stream from end to end
     differs  its share of changed labels, NaN if any score was not finite
     made     what the winner is wanted for
     """
@@ -73,7 +73,7 @@ class _Runner(Generic[Made]):
     @property
     def rate(self) -> float:
         """Windows per second."""
-        return self.choice.sw_batch_size / self.least
+        return self.choice.streams * self.choice.sw_batch_size / self.least
 
     def trial(self, verdict: str) -> Trial:
         return Trial(self.choice, verdict, self.rate, self.difference, self.build_seconds)
@@ -104,10 +104,11 @@ class Tuner(Generic[Made]):
         self._passed: list[_Runner[Made]] = []
         self._builds: dict[str, float] = {}
 
-    def run(self, candidates: Sequence[Choice], batch_sizes: Sequence[int]) -> Won[Made]:
-        """The best of `candidates` and of the best one's other batch sizes, and what became of each.
+    def run(self, candidates: Sequence[Choice], batch_sizes: Sequence[int], streams: Sequence[int] = ()) -> Won[Made]:
+        """The best of `candidates` and of the best one's other batch sizes and streams, and what became of each.
 
-        batch_sizes  ascending; those of the candidates are among them. Raises NothingRuns.
+        batch_sizes  ascending; those of the candidates are among them
+        streams      numbers to try beside that of the candidates, ascending. Raises NothingRuns.
         """
         for choice in candidates:
             self._try(choice)
@@ -115,6 +116,7 @@ class Tuner(Generic[Made]):
             reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
             raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")
         self._climb(batch_sizes)
+        self._spread(streams)
         best = self._final()
         for runner in self._passed:
             slower = f"slower: {runner.rate / best.rate:.0%} of the best"
@@ -142,6 +144,16 @@ class Tuner(Generic[Made]):
                     break
                 best = faster
             if best.choice.sw_batch_size > batch_sizes[start]:
+                return
+
+    def _spread(self, streams: Sequence[int]) -> None:
+        """More streams for the fastest, for as long as that pays."""
+        for number in streams:
+            best = self._best()
+            if best is None:
+                return
+            self._try(replace(best.choice, streams=number))
+            if self._best() is best:
                 return
 
     def _try(self, choice: Choice) -> None:
@@ -207,7 +219,7 @@ class Tuner(Generic[Made]):
             self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
         fastest = max(finalists, key=lambda runner: runner.rate)
         near = [runner for runner in finalists if runner.rate * WORTH_IT >= fastest.rate]
-        return min(near, key=lambda runner: (runner.choice.sw_batch_size, -runner.rate))
+        return min(near, key=lambda runner: (runner.choice.sw_batch_size * runner.choice.streams, -runner.rate))
 
     def _take_turns(self, runners: Sequence[_Runner[Made]], rounds: int, seconds: float) -> None:
         deadline = self._clock() + seconds
@@ -225,3 +237,9 @@ def batch_sizes(base: int, most: int, *, on_cpu: bool) -> tuple[int, ...]:
     top = min(most, 4) if on_cpu else most
     sizes = itertools.takewhile(lambda size: size <= top, (2**power for power in itertools.count()))
     return tuple(sorted({*sizes, min(base, top)}))
+
+
+def stream_counts(cores: int, most: int) -> tuple[int, ...]:
+    """Numbers of streams to try besides one, ascending: powers of two, up to each core having one, at most `most`."""
+    top = min(cores, most)
+    return tuple(itertools.takewhile(lambda count: count <= top, (2**power for power in itertools.count(1))))
