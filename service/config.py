@@ -92,6 +92,8 @@ class Engine(_Section):
     freeze          CPU only: weights become constants of the compiled graph
     streams         CPU only: batches that are computed at the same time, with a part of the cores each; auto: the
                     fastest number that is found with kind auto, else two
+    matmul_precision  CUDA only, of float32 products, as torch calls it; all but highest let convolutions use TF32
+    cudnn_benchmark   CUDA only: cuDNN tries its algorithms in the first calls
     tune_seconds    after which nothing new is tried
     tolerance       share of the sample's labels that what is tried may change
     cache_folder    where plans and compiled artefacts are kept between starts
@@ -103,6 +105,8 @@ class Engine(_Section):
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
     freeze: bool = True
     streams: Annotated[int, Field(ge=1, le=MOST_STREAMS)] | Literal["auto"] = "auto"
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    cudnn_benchmark: bool = True
     tune_seconds: PositiveFloat = 180.0
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     cache_folder: Path | None = None

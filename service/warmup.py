@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from service import hardware
 from service.config import MOST_STREAMS, Settings
-from service.engine import plans, precision, select, tune
+from service.engine import arithmetic, plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
 from service.networks import Network, weight_bytes
@@ -77,6 +77,7 @@ class WarmUp:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes = network, window_bytes
         self._native = hardware.native_precisions(device)
+        arithmetic.use(settings.engine, device)
 
     def preliminary(self) -> Choice:
         """What can run before anything was tried: eager, with whatever else is fixed."""
@@ -127,8 +128,10 @@ class WarmUp:
         return prepare(self._network, self._device, select.batch_dtype(choice), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
-        """Windows through the network exactly as it was loaded: eager, float32, nothing folded."""
-        network = copy.deepcopy(self._network).to(self._device)
+        """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
+        network: Network = copy.deepcopy(self._network).to(self._device)
+        if self._device.type == "cuda":
+            network = arithmetic.exactly(network)
         return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:

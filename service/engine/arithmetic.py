@@ -1,0 +1,54 @@
+"""How CUDA devices compute in float32: process-wide switches of torch, set where a network is made.
+
+TF32 rounds what float32 products take to 10 bits of mantissa and sums them in float32, several times as fast on Ampere
+and later; float16 has as many bits. What it changes is judged like everything else that is tried: by the labels, beside
+a reference that is computed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from service import config
+from service.networks import Network
+
+
+def use(settings: config.Engine, device: torch.device) -> None:
+    """Set matrix precision, and whether cuDNN tries its algorithms; nothing on a CPU, which has neither."""
+    if device.type != "cuda":
+        return
+    _set(settings.matmul_precision)
+    # Every network runs with one shape, so what cuDNN tried once holds for good.
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Products of float32 in float32, whatever is set."""
+    matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    _set("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matrices)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def exactly(network: Network) -> Network:
+    """`network`, each call of which is exact."""
+
+    def call(x: Tensor) -> Tensor:
+        with exact():
+            return network(x)
+
+    return call
+
+
+def _set(precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    # Convolutions know no more than on and off, and torch has them on.
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
