@@ -99,7 +99,7 @@ class Engine(_Section):
     cache_folder    where plans and compiled artefacts are kept between starts
     """
 
-    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino"] = "auto"
+    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino", "tensorrt"] = "auto"
     precision: Precision = "auto"
     channels_last: bool | Literal["auto"] = "auto"
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"

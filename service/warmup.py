@@ -37,7 +37,7 @@ UNTUNED = (
     "It was loaded on demand, and faster ways to run it than eagerly were never tried: name it in models.load for one "
     "start, or run stackseg bench with it, and the fastest is known from then on."
 )
-LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
+LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ class WarmUp:
         plan = plans.find(folder, self._spec.name, circumstances)
         if plan is not None:
             try:
-                return replace(self.build(plan.choice), plan=plan, cached=True, warnings=_failures(plan))
+                warm = self.build(plan.choice)
+                return replace(warm, plan=plan, cached=True, warnings=(*warm.warnings, *_failures(plan)))
             except FAILURES as error:
                 reason = select.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
@@ -120,7 +121,10 @@ class WarmUp:
         module = self.module(choice)
         window = self.sliding_window(module, choice, choice.sw_batch_size)
         built = select.build(module, window.batch, choice, self._settings.engine)
-        return Warm(window.with_network(built.network), module, choice, built.seconds, nbytes=built.nbytes)
+        caution = select.KINDS[choice.engine].caution
+        warnings = (caution,) if caution else ()
+        network = window.with_network(built.network)
+        return Warm(network, module, choice, built.seconds, warnings, nbytes=built.nbytes)
 
     def module(self, choice: Choice) -> nn.Module:
         """The prepared module that a choice is built from."""
@@ -223,7 +227,8 @@ class WarmUp:
             for crew in crews.values():
                 crew.shutdown()
         plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
-        return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=_failures(plan))
+        warnings = (*won.made.warnings, *_failures(plan))
+        return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=warnings)
 
     def _call(self, window: SlidingWindow, crews: dict[int, ThreadPoolExecutor]) -> None:
         """One batch in each stream; `crews` are the threads of several streams, by their number."""
@@ -282,7 +287,8 @@ class WarmUp:
         return Choice("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def _warned(self, choice: Choice, *warnings: str) -> Warm:
-        return replace(self.build(choice), warnings=warnings)
+        warm = self.build(choice)
+        return replace(warm, warnings=(*warm.warnings, *warnings))
 
 
 def batch_size(settings: Settings, device: torch.device) -> int:

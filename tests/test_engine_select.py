@@ -93,7 +93,7 @@ def test_a_cpu_tries_its_own_engines_in_every_open_format():
 
 def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
     found = choices(config.Engine(), CUDA, ("bf16", "fp32"), 8)
-    assert {choice.engine for choice in found} == {"cudagraph", "compiled", "eager"}
+    assert {choice.engine for choice in found} == {"cudagraph", "compiled", "tensorrt", "eager"}
     assert {choice.compile_mode for choice in found} == {None, "reduce-overhead", "max-autotune"}
     assert {choice.sw_batch_size for choice in found} == {8}
     precisions = [choice.precision for choice in found if choice.engine == "eager"]

@@ -135,6 +135,14 @@ def test_other_weights_are_tuned_anew(bands, settings):
     assert {"device", "torch", "threads", "openvino"} <= one.circumstances().keys()
 
 
+def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settings, only):
+    only("eager", other=replace(kind_of(lambda module: module), caution="nobody has tried it"))
+    select.KINDS["eager"] = replace(select.KINDS["eager"], formats={})
+    tuned, cached = (warm_up(bands, settings()).run() for _ in range(2))
+    assert cached.cached
+    assert tuned.warnings == cached.warnings == ("nobody has tried it",)
+
+
 def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only):
     only("eager", other=kind_of(lambda _module: Wrong()))
     warm = warm_up(bands, settings()).run()

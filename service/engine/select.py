@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from service import config
-from service.engine import compiled, cudagraph, eager, openvino, winograd
+from service.engine import compiled, cudagraph, eager, openvino, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.networks import Network, weight_bytes
@@ -45,6 +45,7 @@ class Kind:
     divides    whether it divides the cores among streams itself, and so is made for a number of them
     slow_build seconds that making it takes on a slow machine: not begun with less time left
     missing    why it cannot be used here, None where it can
+    caution    what everybody who uses it is told
     """
 
     make: Make
@@ -58,6 +59,7 @@ class Kind:
     divides: bool = False
     slow_build: float = 5.0
     missing: Callable[[], str | None] = _present
+    caution: str | None = None
 
 
 def _make_eager(module: nn.Module, _example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
@@ -75,6 +77,10 @@ def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settin
 
 def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings: config.Engine) -> Network:
     return openvino.make(module, example, choice.precision, choice.streams)
+
+
+def _make_tensorrt(module: nn.Module, example: Tensor, _choice: Choice, settings: config.Engine) -> Network:
+    return tensorrt.make(module, example, tf32=settings.matmul_precision != "highest")
 
 
 KINDS: dict[str, Kind] = {
@@ -99,6 +105,14 @@ KINDS: dict[str, Kind] = {
     ),
     # On the CPU inductor lays convolutions out by itself, and the input's format matters little.
     "compiled": Kind(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True, slow_build=30.0),
+    "tensorrt": Kind(
+        _make_tensorrt,
+        {"cuda": ("contiguous",)},
+        packs=True,
+        slow_build=60.0,
+        missing=tensorrt.missing,
+        caution=tensorrt.UNTESTED,
+    ),
     "eager": Kind(_make_eager, {"cpu": BOTH, "cuda": BOTH}),
 }
 """In the order in which they are tried: first what is fast and quickly made, so that what is slow soon falls behind."""

@@ -1,0 +1,51 @@
+"""TensorRT on CUDA devices, for one static shape, through torch-tensorrt, which is not among our dependencies.
+
+It was written after torch-tensorrt's documentation, and never run on a GPU: whoever uses it is told so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from service.errors import BadParameter
+from service.networks import Network
+
+UNTESTED = "The tensorrt engine was never run on a GPU before it was released; its labels are compared at every start."
+
+
+def missing() -> str | None:
+    """Why it cannot be used, None where it can."""
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        return "torch-tensorrt is not installed; add the version that matches torch's with pip install torch-tensorrt"
+    return None
+
+
+class FixedNetwork:
+    """Runs batches of one shape and dtype."""
+
+    def __init__(self, network: Network, example: Tensor) -> None:
+        self._network, self._shape, self._dtype = network, example.shape, example.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, C, z, y, x], as the example -> float32 [B, K, z, y, x]. Raises BadParameter for anything else."""
+        if x.shape != self._shape or x.dtype != self._dtype:
+            want, have = f"{tuple(self._shape)} {self._dtype}", f"{tuple(x.shape)} {x.dtype}"
+            raise BadParameter(f"This network was made for {want} and cannot run {have}.")
+        return self._network(x)
+
+
+def make(module: nn.Module, example: Tensor, *, tf32: bool) -> Network:
+    """Build an engine of `module` for the shape of `example`; layers compute in the dtypes that the module has.
+
+    tf32  whether float32 products may be rounded so
+
+    Raises ImportError without torch-tensorrt, RuntimeError for what cannot be exported or built.
+    """
+    import torch_tensorrt  # noqa: PLC0415 - not installed in most places
+
+    program = torch.export.export(module, (example,))
+    built = torch_tensorrt.dynamo.compile(program, arg_inputs=[example], device=example.device, disable_tf32=not tf32)
+    return FixedNetwork(built, example)

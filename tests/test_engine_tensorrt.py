@@ -1,0 +1,82 @@
+"""The engine's own logic, with a stand-in for the package: no GPU was at hand to run the real one."""
+
+import importlib.machinery
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from service import config
+from service.engine import select, tensorrt
+from service.engine.plans import Choice
+from service.errors import BadParameter
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Package(ModuleType):
+    """Stands for torch_tensorrt: "builds" an engine that runs the exported program."""
+
+    def __init__(self):
+        super().__init__("torch_tensorrt")
+        self.__spec__ = importlib.machinery.ModuleSpec("torch_tensorrt", None)
+        self.options = {}
+        self.dynamo = SimpleNamespace(compile=self._compile)
+
+    def _compile(self, program, **options):
+        self.options = options
+        return program.module()
+
+
+@pytest.fixture
+def package(monkeypatch):
+    made = Package()
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", made)
+    return made
+
+
+@pytest.fixture
+def module():
+    return nn.Conv3d(1, 2, 3, padding=1).eval().requires_grad_(requires_grad=False)
+
+
+def choice():
+    return Choice("tensorrt", "fp32", "contiguous", 2)
+
+
+def test_without_the_package_it_says_how_to_get_it(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ImportError, match="pip install torch-tensorrt"):
+        select.build(module, torch.zeros(2, 1, 4, 4, 4), choice(), config.Engine())
+
+
+@pytest.mark.parametrize(("precision", "disabled"), [("high", False), ("highest", True)])
+def test_it_builds_for_one_shape_and_the_precision_that_is_set(module, package, precision, disabled):
+    example = torch.rand(2, 1, 4, 4, 4)
+    network = select.build(module, example, choice(), config.Engine(matmul_precision=precision)).network
+    assert package.options["disable_tf32"] is disabled
+    assert package.options["device"] == CPU
+    assert [tuple(tensor.shape) for tensor in package.options["arg_inputs"]] == [(2, 1, 4, 4, 4)]
+    torch.testing.assert_close(network(example), module(example))
+
+
+@pytest.mark.parametrize("other", [torch.rand(1, 1, 4, 4, 4), torch.rand(2, 1, 4, 4, 4).half()])
+def test_another_shape_or_dtype_is_refused(module, package, other):
+    network = tensorrt.make(module, torch.rand(2, 1, 4, 4, 4), tf32=True)
+    with pytest.raises(BadParameter, match="was made for"):
+        network(other)
+
+
+def test_only_gpus_have_it():
+    def engines(device):
+        return {choice.engine for choice in select.choices(config.Engine(), device, ("fp32",), 2)}
+
+    assert "tensorrt" in engines(CUDA)
+    assert "tensorrt" not in engines(CPU)
+
+
+def test_whoever_uses_it_is_told_that_nobody_has():
+    assert "never run on a GPU" in select.KINDS["tensorrt"].caution
