@@ -3,8 +3,8 @@
 //
 // A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, an eighth. The sampling points
 // are 0, +-sqrt(1/2), +-sqrt(2) and infinity: with the usual 0, +-1, +-2 rounding errors would be ten times as large.
-// Tiles are worked on in blocks whose sampled inputs fit into a core's second-level cache; the products of one block are
-// 216 small matrix products, for as many outputs at a time as a register tile is wide.
+// Tiles are worked on in blocks whose sampled inputs fit into a core's second-level cache; the products of one block
+// are 216 small matrix products, for as many outputs at a time as a register tile is wide.
 
 #include <algorithm>
 #include <cstddef>
@@ -106,34 +106,46 @@ inline void interpolate(const Group m[REACH], Group s[EDGE]) {
   s[3] = 2 * odd + 0.5f * odd2 + m[5];
 }
 
-// Where the 6x6 lines along x begin that a row of tiles depends on; `zeros` stands for those outside the image.
+// The voxels that a row of tiles depends on, sampled along z: lines[y][z point][x, inputs], x from `left` to `right`.
 struct Lines {
-  const float *start[REACH][REACH];
-  Lines(const float *image, const float *zeros, const Shape &s, const Place &at) {
-    for (int i = 0; i < REACH; ++i)
-      for (int j = 0; j < REACH; ++j) {
-        const int64_t z = at.z - 1 + i, y = at.y - 1 + j;
-        const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
-        start[i][j] = inside ? image + ((at.window * s.depth + z) * s.height + y) * s.width * s.inputs : zeros;
-      }
-  }
+  const float *start;
+  int64_t stride, left, right;
 };
 
-// G groups of channels at `offset` in the lines, sampled along z and y. The groups are taken in turn line by line: lines
-// are often a multiple of 4 KiB apart, so that few stay in the first-level cache.
-template <int G> void sample_column(const Lines &lines, int64_t offset, Group out[REACH * REACH][G]) {
-  alignas(64) Group part[REACH][REACH][G];
-  for (int j = 0; j < REACH; ++j)
-    for (int g = 0; g < G; ++g) {
-      Group d[REACH], t[REACH];
-      for (int i = 0; i < REACH; ++i) d[i] = load(lines.start[i][j] + offset + g * GROUP);
-      sample(d, t);
-      for (int i = 0; i < REACH; ++i) part[i][j][g] = t[i];
+// Floats that `sample_lines` writes at most, for so many tiles.
+int64_t lines_size(const Shape &s, int64_t tiles) {
+  return REACH * REACH * spread(std::min(s.width, tiles * EDGE + 2) * s.inputs);
+}
+
+// Six lines are read side by side from end to end, which the hardware foresees. It does not foresee 36 lines that are
+// read column by column, and where they are a multiple of 4 KiB apart, they also push each other out of the caches.
+Lines sample_lines(const float *image, const float *zeros, const Shape &s, const Place &at, int64_t count, float *out) {
+  const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + count * EDGE + 1, s.width);
+  const int64_t length = (right - left) * s.inputs, stride = spread(length);
+  for (int64_t j = 0; j < REACH; ++j, out += REACH * stride) {
+    const int64_t y = at.y - 1 + j;
+    const float *lines[REACH];
+    for (int64_t i = 0; i < REACH; ++i) {
+      const int64_t z = at.z - 1 + i;
+      const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
+      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
     }
+    for (int64_t c = 0; c < length; c += GROUP) {
+      Group d[REACH], t[REACH];
+      for (int i = 0; i < REACH; ++i) d[i] = load(lines[i] + c);
+      sample(d, t);
+      for (int i = 0; i < REACH; ++i) store(out + i * stride + c, t[i]);
+    }
+  }
+  return {out - REACH * REACH * stride, stride, left, right};
+}
+
+// One x of the lines, sampled along y: G groups of channels.
+template <int G> void sample_column(const float *in, int64_t stride, Group out[REACH * REACH][G]) {
   for (int i = 0; i < REACH; ++i)
     for (int g = 0; g < G; ++g) {
       Group d[REACH], t[REACH];
-      for (int j = 0; j < REACH; ++j) d[j] = part[i][j][g];
+      for (int j = 0; j < REACH; ++j) d[j] = load(in + (j * REACH + i) * stride + g * GROUP);
       sample(d, t);
       for (int j = 0; j < REACH; ++j) out[i * REACH + j][g] = t[j];
     }
@@ -150,10 +162,10 @@ void sample_row(const Lines &lines, const Shape &s, int64_t left, int64_t count,
     for (int64_t column = first + (tile ? REACH - EDGE : 0); column < first + REACH; ++column) {
       const int64_t x = left - 1 + column;
       Group(*out)[G] = columns[column % REACH];
-      if (x >= 0 && x < s.width)
-        sample_column<G>(lines, x * s.inputs + channel, out);
-      else
+      if (x < lines.left || x >= lines.right)
         std::memset(static_cast<void *>(out), 0, sizeof(columns[0]));
+      else
+        sample_column<G>(lines.start + (x - lines.left) * s.inputs + channel, lines.stride, out);
     }
     const Group(*taps[REACH])[G];
     for (int k = 0; k < REACH; ++k) taps[k] = columns[(first + k) % REACH];
@@ -167,13 +179,14 @@ void sample_row(const Lines &lines, const Shape &s, int64_t left, int64_t count,
   }
 }
 
-void sample_tiles(const float *image, const float *zeros, const Shape &s, int64_t first, int64_t count, float *sampled,
-                  int64_t stride) {
+// A block of tiles -> sampled[count, stride ...][POINTS, inputs]; `zeros` are as many floats as a line of the image.
+void sample_tiles(const float *image, const float *zeros, const Shape &s, int64_t first, int64_t count,
+                  float *line_scratch, float *sampled, int64_t stride) {
   const int64_t across = tiles_along(s.width);
   for (int64_t done = 0; done < count;) {
     const Place at(s, first + done);
     const int64_t run = std::min(count - done, across - at.x / EDGE);
-    const Lines lines(image, zeros, s, at);
+    const Lines lines = sample_lines(image, zeros, s, at, run, line_scratch);
     int64_t channel = 0;
     for (; channel + 2 * GROUP <= s.inputs; channel += 2 * GROUP) // whole lines of the cache
       sample_row<2>(lines, s, at.x, run, channel, sampled + done * stride, stride);
@@ -198,24 +211,26 @@ inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const 
 }
 
 template <int R, int V>
-void multiply_rest(int64_t count, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
+void multiply_rows(int64_t count, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                    int64_t out_stride) {
   if constexpr (R > 0) {
     if (count == R)
       multiply_tile<R, V>(a, stride, inputs, weights, out, out_stride);
     else
-      multiply_rest<R - 1, V>(count, a, stride, inputs, weights, out, out_stride);
+      multiply_rows<R - 1, V>(count, a, stride, inputs, weights, out, out_stride);
   }
 }
 
-// One sampling point: sampled[rows, inputs] x weights[inputs, V vectors] -> [rows, V vectors].
+// One sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors]. Register tiles are all
+// about equally high, as those of one or two rows take as long as those of four.
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
-  int64_t row = 0;
-  for (; row + ROWS <= rows; row += ROWS)
-    multiply_tile<ROWS, V>(a + row * stride, stride, inputs, weights, out + row * out_stride, out_stride);
-  multiply_rest<ROWS - 1, V>(rows - row, a + row * stride, stride, inputs, weights, out + row * out_stride, out_stride);
+  for (int64_t left = (rows + ROWS - 1) / ROWS; left > 0; --left) {
+    const int64_t count = (rows + left - 1) / left;
+    multiply_rows<ROWS, V>(count, a, stride, inputs, weights, out, out_stride);
+    rows -= count, a += count * stride, out += count * out_stride;
+  }
 }
 
 // One group of channels of one tile, products[POINTS][stride ...] -> its outputs, with bias and rectifier.
@@ -282,11 +297,13 @@ bool convolve_block(const Work &work, int64_t first, int64_t count) {
   const Shape &s = work.shape;
   constexpr int64_t wide = COLUMNS * LANES;
   const int64_t sampled_stride = spread(POINTS * s.inputs), product_stride = spread(POINTS * wide);
-  float *sampled = scratch.take(count * (sampled_stride + product_stride) + s.width * s.inputs);
+  const int64_t sampled_size = count * sampled_stride, product_size = count * product_stride;
+  const int64_t line = s.width * s.inputs;
+  float *sampled = scratch.take(sampled_size + product_size + line + lines_size(s, count));
   if (!sampled) return false;
-  float *products = sampled + count * sampled_stride, *zeros = products + count * product_stride;
-  std::memset(zeros, 0, s.width * s.inputs * sizeof(float));
-  sample_tiles(work.image, zeros, s, first, count, sampled, sampled_stride);
+  float *products = sampled + sampled_size, *zeros = products + product_size;
+  std::memset(zeros, 0, line * sizeof(float));
+  sample_tiles(work.image, zeros, s, first, count, zeros + line, sampled, sampled_stride);
   int64_t column = 0;
   for (; column + wide <= s.outputs; column += wide)
     convolve_columns<COLUMNS>(work, first, count, column, sampled, sampled_stride, products, product_stride);
