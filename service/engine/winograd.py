@@ -123,7 +123,9 @@ def pack(weight: Tensor) -> Tensor:
     return torch.cat([block.reshape(-1) for block in torch.split(sampled, blocks, dim=2)])
 
 
-@torch.library.custom_op("stackseg::convolve", mutates_args=())
+# Inductor keeps the layout of an operator's inputs as eager mode has it, which with one window is not channels last,
+# and would convert them; this one takes any.
+@torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, rectify: bool) -> Tensor:  # noqa: FBT001
     """The kernel as an operator that torch.compile leaves as it is; `weights` as from `pack`."""
     x = x.contiguous(memory_format=torch.channels_last_3d)
