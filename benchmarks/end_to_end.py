@@ -32,6 +32,7 @@ import numpy as np
 import tifffile
 import torch
 from numpy.typing import NDArray
+from processes import cpu_seconds
 from scipy.ndimage import gaussian_filter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,14 +141,6 @@ def plain(options: argparse.Namespace, stack: Path, result: Path) -> dict[str, A
     measured: dict[str, Any] = json.loads(output.splitlines()[-1])
     measured["total"] = sum(measured["stages"].values())
     return measured
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and its descendants so far (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return own + sum(cpu_seconds(int(child)) for file in children for child in file.read_text().split())
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

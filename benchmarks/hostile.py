@@ -15,7 +15,6 @@ import argparse
 import http.client
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,9 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 import tifffile
+from processes import resident
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = os.sysconf("SC_PAGE_SIZE")
 CONFIG = "engine: {kind: eager}\nserver: {scratch_folder: SCRATCH}\n"
 
 
@@ -52,11 +51,7 @@ class Memory:
     def __init__(self, process: int) -> None:
         self._process = process
         self._over = threading.Event()
-        self.before = self.highest = self.now()
-
-    def now(self) -> int:
-        children = Path(f"/proc/{self._process}/task/{self._process}/children").read_text(encoding="ascii").split()
-        return sum(map(_resident, (str(self._process), *children)))
+        self.before = self.highest = resident(process)
 
     def __enter__(self) -> Memory:
         self._thread = threading.Thread(target=self._watch)
@@ -69,18 +64,11 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.002):
-            self.highest = max(self.highest, self.now())
+            self.highest = max(self.highest, resident(self._process))
 
     @property
     def megabytes(self) -> float:
         return (self.highest - self.before) / 2**20
-
-
-def _resident(process: str) -> int:
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]) * PAGE
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0
 
 
 @contextmanager

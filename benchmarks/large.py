@@ -31,6 +31,7 @@ import numpy as np
 import tifffile
 import torch
 from crash import Server, make_model
+from processes import memory
 from torch import nn
 
 PLANE = (2048, 2048)
@@ -88,14 +89,7 @@ class Peak(threading.Thread):
 
 def resident(pid: int) -> tuple[int, int]:
     """Bytes of a process and its children in memory: anonymous, and of mapped files."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    anonymous = mapped = 0
-    for one in (str(pid), *children):
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{one}/status").read_text().splitlines())
-        kilobytes = {name: int(status.get(name, "0 kB").split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
-        anonymous += 1024 * kilobytes["RssAnon"]
-        mapped += 1024 * (kilobytes["RssFile"] + kilobytes["RssShmem"])
-    return anonymous, mapped
+    return memory(pid, "RssAnon"), memory(pid, "RssFile", "RssShmem")
 
 
 def make_stack(path: Path, depth: int) -> dict[int, Any]:

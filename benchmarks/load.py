@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import random
 import socket
 import statistics
@@ -32,6 +31,7 @@ import httpx2
 import numpy as np
 import tifffile
 from crash import Server, Stack, make_stacks, measure
+from processes import resident
 
 PROBE = Path(__file__).with_name("probe.py")
 TIFF = {"Content-Type": "image/tiff"}
@@ -222,13 +222,6 @@ class Memory(threading.Thread):
             stretches.setdefault(int(moment / seconds), []).append(size)
         whole = int(self._samples[-1][0] / seconds + 0.1)
         return [round(statistics.median(stretches[number])) for number in sorted(stretches) if number < whole]
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process and its children."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    pages = [int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in pids]
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

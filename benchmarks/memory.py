@@ -25,6 +25,7 @@ import torch
 from crash import make_model
 from end_to_end import ROOT, server
 from monai.inferers.utils import sliding_window_inference
+from processes import memory
 
 from service.networks import load
 from service.repository import read_spec
@@ -56,18 +57,10 @@ def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
         file.write(planes, shape=shape, dtype=np.uint16, photometric="minisblack", metadata={"axes": "ZYX"})
 
 
-def high_water(pid: int) -> int:
-    """Bytes of the peaks of a process and its descendants (Linux)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    own = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return own + sum(high_water(int(child)) for file in children for child in file.read_text().split())
-
-
 def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
     """Peak bytes when the server is ready, and after the request."""
     with server(model, threads, folder) as (process, port):
-        ready = high_water(process.pid)
+        ready = memory(process.pid, "VmHWM")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
         with stack.open("rb") as body, (folder / "classes.tif").open("wb") as result:
             headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
@@ -77,7 +70,7 @@ def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, 
                 result.write(chunk)
         if response.status != 200:
             raise SystemExit(f"The server answered {response.status}: {(folder / 'classes.tif').read_text()}")
-        return ready, high_water(process.pid)
+        return ready, memory(process.pid, "VmHWM")
 
 
 def plain(model: Path, stack: Path, result: Path) -> None:

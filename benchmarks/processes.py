@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-TICKS = os.sysconf("SC_CLK_TCK")
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 def family(pid: int) -> list[int]:
@@ -23,10 +23,29 @@ def cpu_seconds(pid: int) -> float:
     return sum(_ticks(one) for one in family(pid)) / TICKS
 
 
+def resident(pid: int) -> int:
+    """Bytes in memory of a process and all below it; what they share counts for each."""
+    pages = (_text(one, "statm").split()[1:2] for one in family(pid))
+    return PAGE * sum(int(number) for found in pages for number in found)
+
+
+def memory(pid: int, *names: str) -> int:
+    """Bytes of fields of /proc/PID/status, such as VmHWM, of a process and all below it, in one sum."""
+    total = 0
+    for one in family(pid):
+        lines = (line.split() for line in _text(one, "status").splitlines())
+        total += sum(int(size[0]) * 1024 for name, *size in lines if name.rstrip(":") in names)
+    return total
+
+
 def _ticks(pid: int) -> int:
+    # utime and stime of its own, then those of children that it has waited for; before them its name, in brackets.
+    return sum(map(int, _text(pid, "stat").rpartition(")")[2].split()[11:15]))
+
+
+def _text(pid: int, file: str) -> str:
+    """Nothing of a process that is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    # utime and stime of its own, then those of children that it has waited for.
-    return sum(map(int, fields[11:15]))
+        return ""

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import tifffile
-from end_to_end import ROOT, cpu_seconds, server, synthetic_nuclei
+from end_to_end import ROOT, server, synthetic_nuclei
 from numpy.typing import NDArray
+from processes import cpu_seconds
 
 from service.repository import read_spec
 from service.windows import Grid

@@ -30,7 +30,7 @@ from typing import Any
 import httpx2
 import yaml
 from crash import ROOT, SMALL, make_model, make_tiff
-from processes import cpu_seconds
+from processes import cpu_seconds, resident
 
 START_SECONDS = 600
 
@@ -77,7 +77,7 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
             figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
             client.post("/segment", content=stack, headers={"Content-Type": "image/tiff"}).raise_for_status()
             figures["first_result"] = time.monotonic() - began - figures["ready"]
-            figures["memory_mb"] = resident(process.pid)
+            figures["memory_mb"] = resident(process.pid) >> 20
             figures["recompilations"] = recompilations(client)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -85,11 +85,6 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
         process.stdout.close()
     figures["log"] = list(lines_of(log, clock))
     return figures
-
-
-def resident(pid: int) -> int:
-    """MiB of the service's own process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def recompilations(client: httpx2.Client) -> int:
