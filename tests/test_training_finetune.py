@@ -76,7 +76,7 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
 def test_losses_that_are_not_finite_are_skipped_and_counted(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2}))
+    made = trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2}))
     before = {name: value.clone() for name, value in made._network.state_dict().items() if "weight" in name}
     real = finetune.loss
     monkeypatch.setattr(finetune, "loss", lambda s, t: real(s, t) * (math.nan if s.requires_grad else 1))
@@ -124,9 +124,9 @@ def test_the_scaler_backs_off_and_goes_on_where_it_stood(
 def test_how_the_network_is_computed_does_not_change_the_curve(
     pair: Pair, tmp_path: Path, changed: dict[str, object]
 ) -> None:
-    plan = Plan(**{**vars(PLAN), "steps": 4})
+    plan = Plan(**{**PLAN.model_dump(), "steps": 4})
     trainer(pair, tmp_path / "usual", plan).run()
-    trainer(pair, tmp_path / "other", Plan(**{**vars(plan), **changed})).run()
+    trainer(pair, tmp_path / "other", Plan(**{**plan.model_dump(), **changed})).run()
     usual, other = ([list(map(float, row.values())) for row in curve(tmp_path / name)] for name in ("usual", "other"))
     np.testing.assert_allclose(other, usual, rtol=0 if "workers" in changed else 1e-3)
 
@@ -145,7 +145,7 @@ def test_a_compiled_network_takes_the_same_steps(pair: Pair, tmp_path: Path, mon
     for compiled in (False, True):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
-        plan = Plan(**{**vars(PLAN), "compile": compiled})
+        plan = Plan(**{**PLAN.model_dump(), "compile": compiled})
         made = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32)
         taken = []
         for _ in range(3):
@@ -166,12 +166,13 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
 
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", stream)
-        trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2})).run()
+        trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2})).run()
         assert ("2/2" in stream.getvalue()) == shown
 
 
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
-    plan = Plan(**{**vars(PLAN), "steps": 40, "every": 1, "patience": 2, "learning_rate": 0.0, "weight_decay": 0.0})
+    unmoved = {"steps": 40, "every": 1, "patience": 2, "learning_rate": 1e-30, "weight_decay": 0.0}
+    plan = Plan(**{**PLAN.model_dump(), **unmoved})
     made = trainer(pair, tmp_path, plan)
     made._average.requires_grad_(requires_grad=False)
     for norm in (module for module in made._network.modules() if isinstance(module, torch.nn.BatchNorm3d)):
@@ -185,7 +186,7 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
     before = copy.deepcopy(network)
     training, validation = split([pair], 0.25)
-    plan = Plan(**{**vars(PLAN), "steps": 2, "checkpointing": True})
+    plan = Plan(**{**PLAN.model_dump(), "steps": 2, "checkpointing": True})
     trained = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32).run()
     save(trained, tmp_path)
     assert not same(before, trained)
@@ -194,7 +195,7 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
 
 
 def test_bfloat16_trains_too(pair: Pair, tmp_path: Path) -> None:
-    made = trainer(pair, tmp_path, Plan(**{**vars(PLAN), "steps": 2}), torch.bfloat16)
+    made = trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2}), torch.bfloat16)
     assert all(value.isfinite().all() for value in made.run().state_dict().values())
 
 
@@ -206,7 +207,7 @@ def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pa
     torch.save(content, tmp_path / CHECKPOINT)
     trainer(pair, tmp_path).resume()
     with pytest.raises(BadParameter, match="other options"):
-        trainer(pair, tmp_path, Plan(**{**vars(PLAN), "seed": 7})).resume()
+        trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "seed": 7})).resume()
     (tmp_path / CHECKPOINT).write_bytes(b"nothing")
     with pytest.raises(BadParameter, match="cannot be resumed from"):
         trainer(pair, tmp_path).resume()

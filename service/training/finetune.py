@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from monai.metrics.meandice import compute_dice
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from service.config import Training
 from service.errors import BadParameter
 from service.training.examples import Normalise, Pair, Pool, Recorded, batch
 from service.training.recompute import recompute
@@ -34,37 +36,18 @@ COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
 STEPS_PER_VOLUME = 2
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How to train. Lengths in steps, so that the same seed gives the same result however fast the machine is.
+class Plan(Training):
+    """How to train: the settings, and two numbers that nobody has to choose.
 
-    steps, learning_rate  as many updates; the rate rises for the first twentieth and then falls along a cosine
-    minutes               wall-clock limit, after which training ends as if it had been stopped early; None: no limit
-    batch_size, edge      crops per step, cubes of `edge` voxels
-    every, patience       validate every so many steps; stop after so many validations without a lower loss
-    averaging             decay per step of the moving average of the weights, which is what is kept
-    clip                  norm above which gradients are scaled down
-    pool, workers         augmented volumes held in memory, and processes that make them; 0: one thread
-    channels_last, compile, checkpointing   how the network is computed while it is trained
+    Lengths in steps, so that the same seed gives the same result however fast the machine is. The learning rate rises
+    for the first twentieth of the steps and then falls along a cosine.
+
+    averaging   decay per step of the moving average of the weights, which is what is kept
+    statistics  batches by which batch norms are measured anew for that average
     """
 
-    steps: int = 600
-    learning_rate: float = 1e-3
-    minutes: float | None = None
-    batch_size: int = 4
-    edge: int = 48
-    every: int = 25
-    patience: int = 8
-    averaging: float = 0.99
-    weight_decay: float = 1e-2
-    clip: float = 2.0
-    pool: int = 16
-    workers: int = 0
-    channels_last: bool = True
-    compile: bool = False
-    checkpointing: bool = False
-    seed: int = 1
-    statistics: int = 40
+    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    statistics: PositiveInt = 40
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, from 0."""
@@ -318,7 +301,7 @@ class Trainer:
 
 def _fixed(plan: Plan) -> dict[str, Any]:
     """What must be equal for a resumed training to end as an uninterrupted one."""
-    return {name: value for name, value in vars(plan).items() if name not in {"minutes", "patience", "workers"}}
+    return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}
 
 
 def _tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:

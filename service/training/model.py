@@ -115,7 +115,7 @@ def trainers(
     draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
     check_trainable(draft)
     device = hardware.choose_device(settings.device.name)
-    plan = Plan(**settings.training.model_dump(exclude={"validation"}))
+    plan = Plan(**settings.training.model_dump())
     if device.type == "cpu":
         hardware.use_threads(settings.device.threads)
     else:
