@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ def configured(folder: Path, tmp_path: Path) -> list[str]:
     return ["--config", str(path)]
 
 
+@pytest.fixture
+def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., ModelSpec]) -> ModelSpec:
+    """A model to go on from."""
+    return write_model(random_nuclei_content | {"activation": "sigmoid"})
+
+
+def training(stack: Path) -> list[str]:
+    """`train` on small crops of the stack."""
+    return ["train", *annotated(stack), "--edge", "16"]
+
+
+def annotated(stack: Path) -> list[str]:
+    return ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
+
+
 def test_a_model_is_scored_beside_the_classical_method(
     random_nuclei: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,8 +57,7 @@ def test_a_model_is_scored_beside_the_classical_method(
     assert model["stack"] == stack.name
     truth = tiff.read(stack / "mask.tif", Selection(), 2**30).array()
     assert model["true"] == classical["true"] == len(np.unique(truth)) - 1
-    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
-    assert main(["evaluate", *files, "--no-floor", *config]) == 0
+    assert main(["evaluate", *annotated(stack), "--no-floor", *config]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[2].startswith(f"| {stack.name} | {random_nuclei.identifier} | as sampled | {model['true']} |")
@@ -78,31 +93,12 @@ def test_a_model_is_scored_with_and_without_what_is_true_of_the_objects(
 
 
 def test_a_trained_model_is_served_at_once(
-    random_nuclei_content: dict[str, object],
-    write_model: object,
-    stack: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = write_model(random_nuclei_content | {"activation": "sigmoid"})
-    config = configured(tmp_path / "models", tmp_path)
-    out = tmp_path / "models" / "mine"
-    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
-    train = [
-        "train",
-        "--learning-rate",
-        "0.01",
-        *files,
-        "--from",
-        str(base.folder),
-        "--out",
-        str(out),
-        "--steps",
-        "20",
-        "--edge",
-        "16",
-        *config,
-    ]
+    config = configured(base.folder.parent, tmp_path)
+    out = base.folder.parent / "mine"
+    quickly = ["--learning-rate", "0.01", "--steps", "20"]
+    train = [*training(stack), *quickly, "--from", str(base.folder), "--out", str(out), *config]
     assert main(train) == 0
     assert "mine/1, 20 steps" in capsys.readouterr().out
     spec = read_spec(out)
@@ -137,27 +133,20 @@ def test_a_trained_model_is_served_at_once(
 def test_bad_options_are_refused_by_name(
     stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str, status: int
 ) -> None:
-    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif"), "--out", str(tmp_path / "mine")]
-    assert main(["train", *files, *arguments]) == status
+    assert main(["train", *annotated(stack), "--out", str(tmp_path / "mine"), *arguments]) == status
     assert word in capsys.readouterr().err
 
 
 def test_a_model_folder_must_be_named(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]) == 1
+    assert main(["train", *annotated(stack)]) == 1
     assert "--out" in capsys.readouterr().err
 
 
 def test_the_benchmark_trains_with_and_without_mixed_precision_and_writes_nothing(
-    random_nuclei_content: dict[str, object],
-    write_model: object,
-    stack: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = write_model(random_nuclei_content | {"activation": "sigmoid"})
     config = configured(base.folder.parent, tmp_path)
-    files = ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
-    train = ["train", *files, "--from", str(base.folder), "--batch-size", "3", "--edge", "16", "--benchmark"]
+    train = [*training(stack), "--from", str(base.folder), "--batch-size", "3", "--benchmark"]
     before = set(tmp_path.rglob("*"))
     assert main([*train, *config]) == 0
     _head, _rule, *rows = capsys.readouterr().out.splitlines()
