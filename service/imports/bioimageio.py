@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,10 @@ def recognises(root: Path) -> bool:
 
 def read(root: Path) -> Draft:
     """What a package says. Raises UnsupportedPackage where it is damaged, or nothing of it can be served."""
-    path = _description(root)
-    rdf = read_mapping(path) if path is not None else Fields({})
-    version = str(rdf.get("format_version"))
-    if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
-        raise UnsupportedPackage(f"format_version: {version} of a {rdf.get('type')}; models of 0.4 and 0.5 are read.")
+    rdf, version = _stated(root)
     taken, given = (_only(rdf, side) for side in ("inputs", "outputs"))
-    axes = [_Axes(taken)]
-    axes.append(_Axes(given, axes[0].channels))
-    problems: dict[str, str] = {}
+    inputs = _Axes(taken)
+    outputs = _Axes(given, inputs.channels)
     name, weights, kind = _weights(rdf)
     content: dict[str, Any] = {
         "name": rdf.text("name"),
@@ -49,30 +46,52 @@ def read(root: Path) -> Draft:
         "summary": rdf.text("description", "A bioimage.io model."),
         "licence": rdf.text("license", "Not stated."),
         "training_data": _training_data(rdf),
-        "input": {"channels": axes[0].channels, "channel_names": axes[0].names},
-        "outputs": axes[1].names or [f"output {number}" for number in range(axes[1].channels)],
+        "input": {"channels": inputs.channels, "channel_names": inputs.names},
+        "outputs": outputs.names or [f"output {number}" for number in range(outputs.channels)],
     }
     if kind == "state dict":
         content["architecture"] = _architecture(weights, version)
     proofs = _proofs(root, rdf, taken, given)
-    _size(content["input"], problems, axes[0], proofs)
-    for key, read_it, tensor in (("input.normalisation", _normalisation, taken), ("activation", _activation, given)):
-        try:
-            value = read_it(tensor)
-        except UnsupportedPackage as error:
-            problems[key] = str(error)
-            continue
-        (content["input"] if key.startswith("input.") else content)[key.rpartition(".")[2]] = value
-    if axes[1].channels > 1 and content.get("activation") != "sigmoid":
+    problems: dict[str, str] = {}
+    _size(content["input"], problems, inputs, proofs)
+    with _noted(problems, "input.normalisation"):
+        content["input"]["normalisation"] = _normalisation(taken)
+    with _noted(problems, "activation"):
+        content["activation"] = _activation(given)
+    if outputs.channels > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = f"{given.where()}: does not say what labels are made from."
     file = _file(root, weights)
     if kind == "onnx":
-        if "external_data" in weights:
-            _file(root, weights.inner("external_data"))
-        content["input"] |= onnx.stated(file)
+        content["input"] |= _of_onnx(root, weights, file)
     return Draft(content, file, kind, proofs, problems, (f"Taken from weights.{name} of {rdf.text('name')}.",))
+
+
+def _stated(root: Path) -> tuple[Fields, str]:
+    """The description of a model, and the version of the format that it is written in."""
+    path = _description(root)
+    rdf = read_mapping(path) if path is not None else Fields({})
+    version = str(rdf.get("format_version"))
+    if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
+        raise UnsupportedPackage(f"format_version: {version} of a {rdf.get('type')}; models of 0.4 and 0.5 are read.")
+    return rdf, version
+
+
+@contextmanager
+def _noted(problems: dict[str, str], key: str) -> Iterator[None]:
+    """What cannot be honoured is left to who imports the package, by its key in the model file."""
+    try:
+        yield
+    except UnsupportedPackage as error:
+        problems[key] = str(error)
+
+
+def _of_onnx(root: Path, weights: Fields, file: Path) -> dict[str, Any]:
+    """What an ONNX file says of its input; weights beside it are checked as well."""
+    if "external_data" in weights:
+        _file(root, weights.inner("external_data"))
+    return onnx.stated(file)
 
 
 def _description(root: Path) -> Path | None:
@@ -136,14 +155,17 @@ class _Axes:
             )
         self.names = [str(name) for name in axes[1].get("channel_names") or []]
         self.channels = len(self.names) or int(axes[1].get("size") or 1)
-        for axis in axes[2:]:
-            size = axis.get("size")
-            if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-                raise UnsupportedPackage(f"{axis.where('size')}: the output must have the size of the input, no halo.")
-            if isinstance(size, dict) and "min" in size:
-                self.sizes.append(_sized(size["min"], size.get("step", 0)))
-            else:
-                self.sizes.append(size if isinstance(size, int) else None)
+        self.sizes = [_edge(axis) for axis in axes[2:]]
+
+
+def _edge(axis: Fields) -> int | None:
+    """The size of an axis, None where it is that of another one."""
+    size = axis.get("size")
+    if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
+        raise UnsupportedPackage(f"{axis.where('size')}: the output must have the size of the input, no halo.")
+    if isinstance(size, dict) and "min" in size:
+        return _sized(size["min"], size.get("step", 0))
+    return size if isinstance(size, int) else None
 
 
 def _sized(lowest: int, step: int) -> int:
@@ -241,30 +263,52 @@ def _steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
 
 def _normalisation(tensor: Fields) -> dict[str, Any]:
     steps = _steps(tensor, "preprocessing")
-    clip = None
-    if len(steps) == 2 and steps[1][0] == "clip" and steps[0][0] != "zero_mean_unit_variance":
-        clip = [float(steps[1][1].get(key)) for key in ("min", "max")]
-        steps = steps[:1]
     if not steps:
         return {"kind": "range", "low": 0.0, "high": 1.0}
-    name, settings = steps[0]
-    if len(steps) > 1:
-        raise UnsupportedPackage(f"{steps[1][1].where()}: {steps[1][0]} after {name} cannot be honoured.")
-    if name == "scale_range":
-        _check_extent(settings)
-        low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
-        low, high = 0.0 if low is None else float(low), 100.0 if high is None else float(high)
-        return {"kind": "percentile", "low": low, "high": high, "clip": clip}
+    (name, settings), *rest = steps
     if name == "zero_mean_unit_variance" and settings.get("mode") != "fixed":
+        _nothing_after(name, rest)
         _check_extent(settings)
         return {"kind": "zscore"}
-    if name in {"fixed_zero_mean_unit_variance", "zero_mean_unit_variance"}:
-        low = _one(settings, "mean")
-        return {"kind": "range", "low": low, "high": low + _one(settings, "std"), "clip": clip}
-    if name == "scale_linear":
-        gain, offset = _one(settings, "gain", 1.0), _one(settings, "offset", 0.0)
-        return {"kind": "range", "low": -offset / gain, "high": (1 - offset) / gain, "clip": clip}
-    raise UnsupportedPackage(f"{settings.where()}: {name} cannot be honoured.")
+    clip = None
+    if len(rest) == 1 and rest[0][0] == "clip" and name != "zero_mean_unit_variance":
+        clip = [float(rest[0][1].get(key)) for key in ("min", "max")]
+        rest = []
+    _nothing_after(name, rest)
+    if name not in _RANGES:
+        raise UnsupportedPackage(f"{settings.where()}: {name} cannot be honoured.")
+    kind, low, high = _RANGES[name](settings)
+    return {"kind": kind, "low": low, "high": high, "clip": clip}
+
+
+def _nothing_after(name: str, rest: list[tuple[str, Fields]]) -> None:
+    if rest:
+        raise UnsupportedPackage(f"{rest[0][1].where()}: {rest[0][0]} after {name} cannot be honoured.")
+
+
+def _percentiles(settings: Fields) -> tuple[str, float, float]:
+    _check_extent(settings)
+    low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
+    return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
+
+
+def _fixed(settings: Fields) -> tuple[str, float, float]:
+    low = _one(settings, "mean")
+    return "range", low, low + _one(settings, "std")
+
+
+def _linear(settings: Fields) -> tuple[str, float, float]:
+    gain, offset = _one(settings, "gain", 1.0), _one(settings, "offset", 0.0)
+    return "range", -offset / gain, (1 - offset) / gain
+
+
+# Steps that send two values of the stack, or of its percentiles, to 0 and 1.
+_RANGES: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
+    "scale_range": _percentiles,
+    "fixed_zero_mean_unit_variance": _fixed,
+    "zero_mean_unit_variance": _fixed,
+    "scale_linear": _linear,
+}
 
 
 def _one(settings: Fields, key: str, default: float | None = None) -> float:
