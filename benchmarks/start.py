@@ -35,8 +35,8 @@ from processes import cpu_seconds, resident
 START_SECONDS = 600
 
 
-def settings_of(case: str, models: Path, cache: Path) -> dict[str, Any]:
-    """The configuration of a case; caches and scratch files live below `cache`."""
+def settings_of(case: str, tree: Path, models: Path, cache: Path) -> dict[str, Any]:
+    """The configuration of a case, as a checkout states it; caches and scratch files live below `cache`."""
     folder = cache / case
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     common = {
@@ -45,8 +45,8 @@ def settings_of(case: str, models: Path, cache: Path) -> dict[str, Any]:
         "logging": {"format": "json"},
     }
     if case == "auto":
-        defaults: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "default.yaml").read_text(encoding="utf-8"))
-        own = {"models": {"folder": str(ROOT / "models")}, "engine": {"cache_folder": str(folder / "engine")}}
+        defaults: dict[str, Any] = yaml.safe_load((tree / "configs" / "default.yaml").read_text(encoding="utf-8"))
+        own = {"models": {"folder": str(tree / "models")}, "engine": {"cache_folder": str(folder / "engine")}}
     else:
         defaults = {}
         own = {
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="print what the last start of each logged, and when")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    trees = options.tree or [ROOT]
+    trees = [tree.resolve() for tree in options.tree or [ROOT]]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-start-") as name:
         folder = Path(name)
@@ -138,8 +138,10 @@ def main() -> None:
                 for number, tree in enumerate(trees):
                     cache = (options.cache or folder / "cache") / str(number)
                     config = folder / f"{case}-{number}.yaml"
-                    config.write_text(yaml.safe_dump(settings_of(case, folder / "models", cache)), encoding="utf-8")
-                    found = start(tree.resolve(), config, folder / "log", stack)
+                    config.write_text(
+                        yaml.safe_dump(settings_of(case, tree, folder / "models", cache)), encoding="utf-8"
+                    )
+                    found = start(tree, config, folder / "log", stack)
                     if turn:
                         runs[str(tree)].append(found)
                     shown = {key: round(value, 2) for key, value in found.items() if key != "log"}
