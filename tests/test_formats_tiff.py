@@ -598,3 +598,19 @@ def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.D
 
     with contextlib.suppress(RequestError):
         assert tiff.inspect(path, ALL, LIMIT).shape == tiff.read(path, Selection(time=0), LIMIT).array().shape
+
+
+@pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000)])
+def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
+    tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    """Below `_SMALL_BYTES` planes are compressed before the writer gets them."""
+    labels = np.zeros(shape, np.uint16)
+    labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
+    path = tmp_path / "labels.ome.tif"
+    tiff.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
+    assert path.stat().st_size < labels.nbytes / 10
+    with tifffile.TiffFile(path) as file:
+        assert {page.compression for page in file.pages} == {8}
+        assert len(file.pages) == shape[0]
+    np.testing.assert_array_equal(tifffile.imread(path), labels.transpose(0, 2, 1))
