@@ -248,9 +248,10 @@ def on_grid(segmentation: Segmentation, size: Size) -> Segmentation:
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
     """(Z, Y, X) of the grid that the network works on.
 
-    With a `diameter`, objects of that size become as wide as the model wants them; else the volume's own grid, unless
-    the voxel sizes of both model and volume are known. Raises BadParameter where that cannot be, and BadFile for a
-    column of single pixels, whose windows would be padding and nothing else.
+    With a `diameter`, objects of that size become as wide as the model wants them, though no axis shrinks below the
+    window's: what is padded confuses the network more than objects that are too wide. Else it is the volume's own grid,
+    unless the voxel sizes of both model and volume are known. Raises BadParameter where that cannot be, and BadFile for
+    a column of single pixels, whose windows would be padding and nothing else.
     """
     _, z, y, x = volume.shape
     if z > 1 and y == x == 1:
@@ -259,7 +260,8 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
             " so with axes=, slowest first."
         )
     if diameter is not None:
-        return scaled_size((z, y, x), _object_scale(volume, spec, diameter))
+        scales = zip(_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
+        return scaled_size((z, y, x), [max(scale, min(edge / length, 1)) for scale, edge, length in scales])
     if spec.input.voxel_size is None or volume.voxel_size is None:
         return z, y, x
     return resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))

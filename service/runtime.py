@@ -41,6 +41,7 @@ from service.volume import Description, Extent, Options, Segmentation, Selection
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
 READERS = 2
+WAITING_READERS = 4
 # What computes stops before its next batch of windows; what compiles cannot be stopped, and is not waited for.
 JOIN_SECONDS = 4.0
 FOLDER_PREFIX = "stackseg-"
@@ -88,7 +89,9 @@ class Runtime:
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
-        self.readers = ThreadPoolExecutor(READERS, "read")
+        # Threads that wait for a process to read: files to be decoded may not keep others from being looked at.
+        self.readers = ThreadPoolExecutor(WAITING_READERS, "read")
+        self.lookers = ThreadPoolExecutor(WAITING_READERS, "look")
         # Looked up in files, which takes a millisecond.
         self._version = version("stackseg")
         self._started = time.monotonic()
@@ -148,6 +151,7 @@ class Runtime:
                 log.warning("%s is still busy after %s s; leaving it behind", station.name, JOIN_SECONDS)
         self._reader.close()
         self.readers.shutdown()
+        self.lookers.shutdown()
         discard(self.root)
         os.close(self._hold)
 

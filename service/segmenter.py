@@ -253,7 +253,10 @@ class Segmenter:
     def report(self) -> EngineReport:
         """The engine in use; before `warm_up` the one that would run without it."""
         warm, choice, windows = self._warm, self._choice, self._settings.windows
-        planned = "fixed" if warm is None or warm.plan is None else ("cached" if warm.cached else "tuned")
+        # Untuned: nobody tried yet what is fastest, and the warnings say how to change that.
+        planned = "fixed" if warm is None or self._settings.engine.kind != "auto" else "untuned"
+        if warm is not None and warm.plan is not None:
+            planned = "cached" if warm.cached else "tuned"
         return EngineReport(
             device=str(self._device),
             device_name=hardware.device_name(self._device),

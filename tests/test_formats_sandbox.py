@@ -317,3 +317,24 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
         volume = reader.read(path, Selection(time=0), tmp_path)
         assert volume.array().nbytes == volume.nbytes <= LIMIT
     assert time.perf_counter() - start < 11
+
+
+def test_large_files_leave_a_process_for_others(tmp_path: Path, stack: np.ndarray) -> None:
+    small = write(tmp_path / "small.ome.tif", stack)
+    # Half a second of decoding or more each.
+    large = tmp_path / "large.tif"
+    tifffile.imwrite(large, np.zeros((96, 1024, 1024), np.uint8), compression="zlib", metadata={"axes": "ZYX"})
+    with Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, large_bytes=2**16) as reader:
+        for _ in range(2):
+            reader.inspect(small, Selection())
+        with ThreadPoolExecutor(2) as pool:
+            reads = []
+            for number in range(2):
+                scratch = tmp_path / str(number)
+                scratch.mkdir()
+                reads.append(pool.submit(reader.read, large, Selection(), scratch))
+            while not any(read.running() for read in reads):
+                time.sleep(0.001)
+            assert reader.inspect(small, Selection(channel=1)).channels
+            assert not any(read.done() for read in reads)
+            assert all(read.result().shape == (1, 96, 1024, 1024) for read in reads)

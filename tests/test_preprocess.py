@@ -193,13 +193,21 @@ def test_resampling_only_where_both_voxel_sizes_are_known(bands):
     ],
 )
 def test_objects_become_as_wide_as_the_model_wants_them(bands, diameter, voxel_size, size):
-    spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0))
+    spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
     volume = Volume.from_array(some_pixels("uint16", (4, 10, 14))[None], voxel_size)
     assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
     image, notes = prepare(volume, spec, diameter)
     assert image.shape[2:] == working_size(volume, spec, diameter)
     assert bool(notes) == (size != (4, 10, 14))
     assert all(note.endswith("for objects of 10 voxels.") for note in notes)
+
+
+def test_no_axis_shrinks_below_the_window_for_a_stated_diameter(bands):
+    spec = spec_of(bands, diameter=10.0, roi_size=(8, 8, 8))
+    volume = Volume.from_array(np.zeros((1, 4, 12, 40), np.uint8))
+    assert working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
+    assert working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
+    assert working_size(volume, spec, Diameter((5,), "px")) == (8, 24, 80)
 
 
 @pytest.mark.parametrize(

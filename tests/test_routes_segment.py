@@ -22,6 +22,7 @@ from service.app import create_app
 from service.config import Settings
 from service.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
+from service.routes.threads import NAMED_FILES
 from service.runtime import Runtime
 from service.schemas import Query
 from service.store import Outcome
@@ -423,3 +424,17 @@ def test_server_timing_is_in_milliseconds() -> None:
 )
 def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
     assert answer_name(name, "_labels.ome.tif") == answer
+
+
+def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: TestClient) -> None:
+    """Decoding waits for its turn, and so do folders on a server that does not answer."""
+    gate, runtime = threading.Event(), runtime_of(client)
+    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.readers, NAMED_FILES) for _ in range(16)]
+    try:
+        inspected = client.post("/inspect", content=STACK, headers=TIFF)
+        assert inspected.json()["file"]["shape"] == [1, 3, 8, 8]
+        assert client.post("/jobs", content=STACK, headers=TIFF).status_code == 202
+    finally:
+        gate.set()
+    assert all(waited.result(60) for waited in stuck)
+    assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200

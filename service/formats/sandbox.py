@@ -15,7 +15,9 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -39,6 +41,9 @@ from service.volume import Description, Selection, Volume
 
 STARTUP_SECONDS = 60.0
 
+# Decoding a file beyond this takes so long that one process is left for others meanwhile.
+LARGE_FILE_BYTES = 2**25
+
 # What Python and its libraries may need; passwords and tokens of the service stay with the service.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
@@ -55,9 +60,10 @@ class Reader:
         decoded_bytes: largest selection that is read from an upload
         shared_bytes: largest selection that is read from a shared file; None: the same
         processes: how many files are read at the same time; further callers wait
+        large_bytes: files beyond this are never decoded by all of the processes at once
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         memory_bytes: int,
@@ -65,6 +71,7 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
+        large_bytes: int = LARGE_FILE_BYTES,
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         most = max(self._decoded_bytes, self._shared_bytes)
@@ -72,6 +79,7 @@ class Reader:
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for process in self._children:
             self._idle.put(process)
+        self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
 
     def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
@@ -85,7 +93,8 @@ class Reader:
         read instead of mapped: a mapped file that becomes shorter ends the process that looks at it.
         """
         limit = self._limit(shared=shared)
-        reply = self._ask("extract", path, selection, limit, scratch)
+        with self._large if _size(path) > self._large_bytes else nullcontext():
+            reply = self._ask("extract", path, selection, limit, scratch)
         name = reply["file"]
         source = path if name is None else scratch / Path(name).name
         placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
@@ -245,6 +254,14 @@ class _Child:
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
+
+
+def _size(path: Path) -> int:
+    """Bytes of the file; 0 where that cannot be told, which reading it then says."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:

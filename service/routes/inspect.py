@@ -26,7 +26,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         query = arrived.query
         spec = runtime.spec(query.model)
         look = partial(runtime.inspect, arrived.arrival.source, query.selection, shared=arrived.shared)
-        file = await while_connected(request, in_thread(look, runtime.readers))
+        file = await while_connected(request, in_thread(look, runtime.lookers))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
         outlook = Outlook(spec, runtime.settings)

@@ -123,7 +123,8 @@ async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parame
     async with posted(request, runtime, query, stages, incoming_folder(spool)) as arrived:
         check_output(runtime, arrived.query)
         enter = partial(spool.submit, arrived.arrival, arrived.name, stages.seconds["receive"])
-        view = await while_connected(request, in_thread(enter, runtime.readers))
+        # Among what touches the disk: a large file takes a while until it is safe there.
+        view = await while_connected(request, in_thread(enter))
     told = report(spool, view)
     return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})
 

@@ -19,7 +19,7 @@ from service.errors import BadParameter, Cancelled, TimedOut
 from service.metrics import Stages
 from service.planning import Outlook
 from service.repository import ModelSpec
-from service.routes.threads import in_thread
+from service.routes.threads import NAMED_FILES, in_thread
 from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
@@ -102,7 +102,7 @@ async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotat
 async def _check_places(request: Request, runtime: Runtime, query: Query) -> None:
     """In a thread: the folders may lie on a server that is slow to answer."""
     if query.input is not None or query.output_to is not None or query.overwrite is not None:
-        await in_thread(partial(check_places, runtime, query, caller_of(request)))
+        await in_thread(partial(check_places, runtime, query, caller_of(request)), NAMED_FILES)
 
 
 def check_output(runtime: Runtime, query: Query) -> ModelSpec:
@@ -191,7 +191,7 @@ async def posted(
                 yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload.digest, stack)
                 return
             opening = runtime.references.open_input(place_of, caller)
-            source = await in_thread(partial(stack.enter_context, opening))
+            source = await in_thread(partial(stack.enter_context, opening), NAMED_FILES)
             yield Posted(Arrival(query, source.path, folder, caller), source.name, None, stack)
 
 

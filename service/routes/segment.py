@@ -30,7 +30,7 @@ from service.routes.requests import (
     wants_a_job,
     while_connected,
 )
-from service.routes.threads import in_thread
+from service.routes.threads import FILES, NAMED_FILES, in_thread
 from service.runtime import Runtime
 from service.segmenter import Result
 
@@ -109,7 +109,7 @@ async def _answer(runtime: Runtime, posted: Posted, key_now: Callable[[], str | 
         settle(runtime, arrival)
         return written, Found.at(written.path)
 
-    answer, found = await in_thread(write)
+    answer, found = await in_thread(write, FILES if query.output_to is None else NAMED_FILES)
     stages.update(answer.seconds)
     count = result.segmentation.count
     runtime.metrics.count_segmentation(spec.name, volume.voxels, count, stages.seconds)

@@ -9,11 +9,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# For what touches the disk: writing uploads and results, deleting folders.
-_FILES = ThreadPoolExecutor(8, "files")
+# For what touches the service's own disk: writing uploads and results, deleting folders.
+FILES = ThreadPoolExecutor(8, "files")
+
+# For files that requests name: their folders may lie on a server that does not answer, which must not stop the others.
+NAMED_FILES = ThreadPoolExecutor(4, "named")
 
 
-async def in_thread(work: Callable[[], T], executor: Executor = _FILES) -> T:
+async def in_thread(work: Callable[[], T], executor: Executor = FILES) -> T:
     """What `work` returns or raises.
 
     When the caller is cancelled, work that has not begun never will; work that has begun is waited for, since it may
