@@ -44,6 +44,29 @@ class Arrival(NamedTuple):
     given_up: Callable[[], bool] = lambda: False
 
 
+class Pixels(NamedTuple):
+    """What is read of a file.
+
+    segmented  the selected part
+    measured   the same of every channel, where objects are measured
+    """
+
+    segmented: Volume
+    measured: Volume
+
+
+def read_pixels(runtime: Runtime, query: Query, source: Path, folder: Path) -> Pixels:
+    """All that the query needs of a file, before anything is computed: later it may be another one, or gone.
+
+    Raises what `Runtime.read` raises.
+    """
+    shared = query.input is not None
+    volume = runtime.read(source, query.selection, folder, shared=shared)
+    if query.measurements is None or query.channel is None:
+        return Pixels(volume, volume)
+    return Pixels(volume, runtime.read(source, replace(query.selection, channel=None), folder, shared=shared))
+
+
 class Answer(NamedTuple):
     """A file to send. `suffix` follows the stem of the input's name; `seconds` by stage: measure, write."""
 
@@ -53,13 +76,13 @@ class Answer(NamedTuple):
     seconds: dict[str, float]
 
 
-def write_answer(runtime: Runtime, arrival: Arrival, volume: Volume, result: Result, model: str) -> Answer:
+def write_answer(runtime: Runtime, arrival: Arrival, measured: Volume, result: Result, model: str) -> Answer:
     """Write what the query asks for, into the request's folder or where it says. Raises what reading and writing raise.
 
-    Every channel of the file is measured, also where one of them was segmented. `model` with its version.
+    Every channel of `measured` is, also where one of them was segmented. `model` with its version.
     """
     query, place = arrival.query, arrival.query.output_to
-    answer = _write(runtime, arrival, volume, result.segmentation)
+    answer = _write(runtime, arrival, measured, result.segmentation)
     if place is None:
         return answer
     if arrival.given_up():
@@ -101,16 +124,13 @@ def check_places(runtime: Runtime, query: Query, caller: str | None) -> None:
 _MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 
 
-def _write(runtime: Runtime, arrival: Arrival, volume: Volume, segmentation: Segmentation) -> Answer:
+def _write(runtime: Runtime, arrival: Arrival, measured: Volume, segmentation: Segmentation) -> Answer:
     query, folder, stages = arrival.query, arrival.folder, Stages()
     labels, table = folder / LABELS, folder / MEASUREMENTS
     media_type = _MEDIA_TYPES[query.measurements]
     if query.measurements is not None:
         with stages.measure("measure"):
-            if query.channel is not None:
-                every, shared = replace(query.selection, channel=None), query.input is not None
-                volume = runtime.read(arrival.source, every, folder, shared=shared)
-            runtime.measure(segmentation, volume, table)
+            runtime.measure(segmentation, measured, table)
     if query.measurements == "csv":
         return Answer(table, media_type, f"_{MEASUREMENTS}", stages.seconds)
     with stages.measure("write"):

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from service.answers import Arrival, outcome_of, settle, write_answer
+from service.answers import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
 from service.config import Settings
 from service.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.jobs import Job, Needs, Progress
@@ -24,7 +24,6 @@ from service.schemas import Query
 from service.segmenter import Result
 from service.station import Seat
 from service.store import INPUT, JobStore, Order, Outcome, Record
-from service.volume import Volume
 
 WRITERS = 2
 EXPIRY_SECONDS = 60.0
@@ -58,7 +57,7 @@ class _Live:
         self.stages = Stages()
         self.stages.add("receive", order.receive_seconds)
         self.folder: Path | None = None
-        self.volume: Volume | None = None
+        self.pixels: Pixels | None = None
         self.over = threading.Event()
         self.job: Job[Result]
 
@@ -219,9 +218,8 @@ class Spool:
         self._runtime.served(live.order.model)
         with storage(), live.stages.measure("read"):
             live.folder = self._runtime.make_folder()
-            shared = live.query.input is not None
             with self._source(live) as source:
-                live.volume = self._runtime.read(source, live.query.selection, live.folder, shared=shared)
+                live.pixels = read_pixels(self._runtime, live.query, source, live.folder)
 
     @contextmanager
     def _source(self, live: _Live) -> Iterator[Path]:
@@ -242,15 +240,15 @@ class Spool:
 
     def _needs(self, live: _Live) -> Needs:
         """What the work will take, now that the pixels are there."""
-        assert live.volume is not None  # noqa: S101 - it was read
-        return live.seat.needs(live.volume, live.query.options)
+        assert live.pixels is not None  # noqa: S101 - they were read
+        return live.seat.needs(live.pixels.segmented, live.query.options)
 
     def _segment(self, live: _Live, job: Job[Result]) -> Result:
         """The work on the device, in a worker's thread."""
-        if self._runtime.draining or live.volume is None or not self._store.begin(live.id):
+        if self._runtime.draining or live.pixels is None or not self._store.begin(live.id):
             raise Cancelled("not begun")
         live.stages.add("queue", max(job.seconds_waited - live.stages.seconds["read"], 0.0))
-        return live.seat.segment(job, live.volume, live.query.options)
+        return live.seat.segment(job, live.pixels.segmented, live.query.options)
 
     def _settle(self, number: str, future: Future[Result]) -> None:
         """The device is done with it, one way or the other; the rest happens in another thread than the device's."""
@@ -270,14 +268,13 @@ class Spool:
         self._end(live, error)
 
     def _keep(self, live: _Live, result: Result) -> None:
-        assert live.volume is not None  # noqa: S101 - it was segmented
+        assert live.pixels is not None  # noqa: S101 - they were segmented
         spec = self._runtime.served(live.order.model)
         live.stages.update(result.seconds)
         own = self._store.input(live.id)
-        # What the host's file was is not asked again, unless more of it is measured.
-        with storage(), self._source(live) if live.query.measurements else nullcontext(own) as source:
-            arrival = Arrival(live.query, source, own.parent, live.owner, live.job.cancelled)
-            answer = write_answer(self._runtime, arrival, live.volume, result, spec.identifier)
+        with storage():
+            arrival = Arrival(live.query, own, own.parent, live.owner, live.job.cancelled)
+            answer = write_answer(self._runtime, arrival, live.pixels.measured, result, spec.identifier)
             live.stages.update(answer.seconds)
             outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
             try:
@@ -287,7 +284,7 @@ class Spool:
             if not finished:
                 return
         count, seconds = result.segmentation.count, live.stages.seconds
-        self._runtime.metrics.count_segmentation(spec.name, live.volume.voxels, count, seconds)
+        self._runtime.metrics.count_segmentation(spec.name, live.pixels.segmented.voxels, count, seconds)
 
     def _end(self, live: _Live, error: BaseException | None) -> None:
         """Note how it ended. What the service gives up, and not its owner, waits on disk for the next process."""

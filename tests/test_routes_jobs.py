@@ -22,6 +22,7 @@ from service.app import create_app
 from service.config import Settings
 from service.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS
+from service.repository import ModelSpec
 from service.runtime import Runtime
 from service.store import JobStore
 
@@ -437,6 +438,25 @@ def test_job_whose_file_of_the_host_is_gone_fails_with_the_reason(bands_reposito
     with start(bands_repository, tmp_path, references=references) as service:
         failed = service.wait(job, "done", "failed")
         assert failed["problem"]["detail"] == "input: scans/stack.tif is not there."
+
+
+def test_all_that_a_job_measures_was_read_before_its_turn(random_nuclei: ModelSpec, tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    file = tmp_path / "scans" / "stack.tif"
+    stack = np.zeros((4, 2, 8, 8), np.uint16)
+    stack[1:3, 0, 2:4, 3:6], stack[:, 1] = 300, 7
+    file.write_bytes(as_tiff(stack, metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"}))
+    references = {"inputs": {"scans": str(tmp_path / "scans")}}
+    with start(random_nuclei.folder.parent, tmp_path, references=references) as service:
+        service.fake.gate.clear()
+        job = service.submit(b"", input="scans/stack.tif", channel=0, measurements="csv")
+        service.wait(job, "running")
+        file.unlink()
+        service.fake.gate.set()
+        assert service.wait(job, "done", "failed")["state"] == "done"
+        table = service.result(job).text.splitlines()
+    assert "intensity_mean-1" in table[0]
+    assert len(table) == 2
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "cancelled"])

@@ -438,3 +438,17 @@ def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: 
         gate.set()
     assert all(waited.result(60) for waited in stuck)
     assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+
+
+def test_channels_that_are_too_large_to_measure_are_refused_before_anything_is_computed(
+    random_nuclei: ModelSpec, tmp_path: Path
+) -> None:
+    """One channel of the file has 512 bytes, and both have 1024."""
+    with start(random_nuclei.folder.parent, tmp_path, decoded_bytes=600) as client:
+        until(lambda: runtime_of(client).obstacles() == ())
+        fake: Any = runtime_of(client).segmenter(None)
+        fake.error = AssertionError("nothing is to be computed")
+        refused = client.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
+        fake.error = None
+        assert refused.status_code == 413
+        assert client.post("/segment?channel=0", content=two_channels(), headers=TIFF).status_code == 200

@@ -10,7 +10,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import Answer, answer_name, fingerprint, outcome_of, settle, write_answer
+from service.answers import Answer, answer_name, fingerprint, outcome_of, read_pixels, settle, write_answer
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
@@ -99,13 +99,13 @@ async def _answer(runtime: Runtime, posted: Posted, key_now: Callable[[], str | 
     arrival, query = posted.arrival, posted.query
     spec = check_output(runtime, query)
     with stages.measure("read"):
-        read = partial(runtime.read, arrival.source, query.selection, arrival.folder, shared=posted.shared)
-        volume = await in_thread(read, runtime.readers)
+        read = partial(read_pixels, runtime, query, arrival.source, arrival.folder)
+        volume, measured = await in_thread(read, runtime.readers)
     result = await _finished(runtime.submit(spec, volume, query.options), stages)
 
     def write() -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
-        written = write_answer(runtime, arrival, volume, result, spec.identifier)
+        written = write_answer(runtime, arrival, measured, result, spec.identifier)
         settle(runtime, arrival)
         return written, Found.at(written.path)
 
