@@ -6,6 +6,7 @@ window reads them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, assert_never
@@ -142,7 +143,7 @@ class Image:
     """A volume whose channels are normalised where they are read.
 
     Indexed with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
-    The planes of the last box are kept, as windows come in layers.
+    The planes of the last box are kept, as windows come in layers. Safe to use from several threads.
     """
 
     def __init__(self, volume: Volume, scalings: Sequence[Scaling]) -> None:
@@ -150,6 +151,7 @@ class Image:
         self.shape = (1, *volume.shape)
         self._range = (0, 0)
         self._planes: Array
+        self._lock = threading.Lock()
 
     def __getitem__(self, box: Box) -> Tensor:
         parts = [torch.from_numpy(scaling.apply(pixels)) for pixels, scaling in self._chosen(box)]
@@ -166,11 +168,12 @@ class Image:
         return zip((channel[:, y, x] for channel in planes[channels]), self._scalings[channels], strict=True)
 
     def _read(self, z0: int, z1: int) -> Array:
-        if self._range != (z0, z1):
-            # The old ones go first: of a large volume they are most of what is in memory.
-            self._planes, self._range = np.empty(0), (0, 0)
-            self._planes, self._range = self._volume.read(z0, z1), (z0, z1)
-        return self._planes
+        with self._lock:
+            if self._range != (z0, z1):
+                # The old ones go first: of a large volume they are most of what is in memory.
+                self._planes, self._range = np.empty(0), (0, 0)
+                self._planes, self._range = self._volume.read(z0, z1), (z0, z1)
+            return self._planes
 
     def tensor(self) -> Tensor:
         """All of it, float32 [1, C, Z, Y, X]; plane by plane, so that nothing wider exists of the whole volume."""

@@ -1,3 +1,6 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -341,3 +344,20 @@ def test_not_finite_pixels_are_written_as_their_substitute() -> None:
     out = torch.empty(1, 1, 2, 2)
     Image(Volume.from_array(pixels), [Scaling(1, 2, substitute=5)]).write((0, *[slice(None)] * 4), out)
     assert out.flatten().tolist() == [0, 2, 1, 2]
+
+
+def test_planes_are_read_once_however_many_threads_cut_windows_from_them():
+    """Batches that are computed at the same time are filled by several threads."""
+    pixels, reads = some_pixels("uint16", (1, 8, 4, 4)), []
+
+    def read(z0, z1):
+        reads.append((z0, z1))
+        time.sleep(0.05)
+        return pixels[:, z0:z1]
+
+    image = Image(Volume(pixels.shape, pixels.dtype, read), [Scaling(0, 1)])
+    box = (0, slice(None), slice(2, 6), slice(0, 4), slice(0, 4))
+    with ThreadPoolExecutor(4) as pool:
+        windows = list(pool.map(lambda _: image[box], range(4)))
+    assert reads == [(2, 6)]
+    assert all(torch.equal(window, torch.from_numpy(pixels[:, 2:6].astype(np.float32))) for window in windows)
