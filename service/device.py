@@ -89,10 +89,19 @@ class _Lane:
 
 
 class _Batch(NamedTuple):
-    """What a stream computes next: windows of these requests, while so many streams share the device."""
+    """What a thread computes next: windows of these requests, in this stream, while so many share the device."""
 
     flights: list[tuple[_Lane, _Flight]]
+    stream: int
     among: int
+
+
+class _Running(NamedTuple):
+    """A batch that is being computed: which since the start, through which windows, in which of their streams."""
+
+    number: int
+    window: SlidingWindow
+    stream: int
 
 
 class Device:
@@ -116,10 +125,10 @@ class Device:
         self._calls: deque[Callable[[], None]] = deque()
         self._calling = self._closed = False
         self._batches = 0
-        # What each stream computes: the number of the batch, and through which windows.
-        self._busy: dict[int, tuple[int, SlidingWindow]] = {}
+        # By the thread that computes it.
+        self._busy: dict[int, _Running] = {}
         self._threads = [
-            threading.Thread(target=self._loop, args=(stream,), name=name, daemon=True) for stream in range(streams)
+            threading.Thread(target=self._loop, args=(index,), name=name, daemon=True) for index in range(streams)
         ]
 
     @property
@@ -130,7 +139,7 @@ class Device:
     def pulse(self) -> int | None:
         """The oldest batch that is being computed, which changes while none is stuck; None if there is none."""
         with self._lock:
-            return min((number for number, _ in self._busy.values()), default=None)
+            return min((running.number for running in self._busy.values()), default=None)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -225,24 +234,24 @@ class Device:
             self._work.notify_all()
             return slab
 
-    def _loop(self, stream: int) -> None:
+    def _loop(self, thread: int) -> None:
         shared_by = 0
-        while (work := self._wait(stream)) is not None:
+        while (work := self._wait(thread)) is not None:
             among = work.among if isinstance(work, _Batch) else 1
             if among != shared_by:
                 # Only then: torch forgets what it has prepared for another number of threads.
                 self._divide(among)
                 shared_by = among
             if isinstance(work, _Batch):
-                self._compute(work, stream)
+                self._compute(work)
             else:
                 work()
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self, stream: int) -> Callable[[], None] | _Batch | None:
+    def _wait(self, thread: int) -> Callable[[], None] | _Batch | None:
         """What to do next: a call, or a batch. None at the end."""
         with self._lock:
-            if self._busy.pop(stream, None) is None:
+            if self._busy.pop(thread, None) is None:
                 self._calling = False
             self._work.notify_all()
             while not self._closed:
@@ -250,7 +259,7 @@ class Device:
                 if self._calls and not self._calling and not self._busy:
                     self._calling = True
                     return self._calls.popleft()
-                if not self._calls and not self._calling and (batch := self._next_batch(stream)) is not None:
+                if not self._calls and not self._calling and (batch := self._next_batch(thread)) is not None:
                     return batch
                 self._work.wait()
             return None
@@ -260,22 +269,24 @@ class Device:
             if not lane.failed and not lane.over and lane.cancelled():
                 lane.fail(Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows"))
 
-    def _next_batch(self, stream: int) -> _Batch | None:
+    def _next_batch(self, thread: int) -> _Batch | None:
         """Windows of those that are chosen; None where there is nothing to compute, or not yet."""
         lanes = self._chosen()
         if not lanes:
             return None
         window, busy = lanes[0].window, len(self._busy)
-        if busy >= min(window.streams, *(other.streams for _, other in self._busy.values()), len(self._threads)):
+        if busy >= min([window.streams, *(running.window.streams for running in self._busy.values())]):
             return None
         if busy and sum(lane.passage.left for lane in lanes) < window.room:
             return None
         # Those that have to take slabs first count too: they will be back in a moment.
         left = sum(lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed)
         among = min(window.streams, len(self._threads), busy + -(-left // window.room))
+        taken = {running.stream for running in self._busy.values()}
+        stream = next(stream for stream in range(window.streams) if stream not in taken)
         self._batches += 1
-        self._busy[stream] = self._batches, window
-        return _Batch(_boarded(lanes, window.room), among)
+        self._busy[thread] = _Running(self._batches, window, stream)
+        return _Batch(_boarded(lanes, window.room), stream, among)
 
     def _chosen(self) -> list[_Lane]:
         """Those with windows in the next batch, the one that must have some first."""
@@ -286,19 +297,19 @@ class Device:
             lanes.sort(key=lambda lane: lane.due)
         return [lane for lane in lanes if lane.window is lanes[0].window]
 
-    def _compute(self, batch: _Batch, stream: int) -> None:
-        if not self._forward(batch, stream) and len(batch.flights) > 1:
+    def _compute(self, batch: _Batch) -> None:
+        if not self._forward(batch) and len(batch.flights) > 1:
             # Whose fault it was does not show; alone, each gets what it deserves.
             for flight in batch.flights:
-                self._forward(_Batch([flight], batch.among), stream)
+                self._forward(batch._replace(flights=[flight]))
 
-    def _forward(self, batch: _Batch, stream: int) -> bool:
+    def _forward(self, batch: _Batch) -> bool:
         """Compute and blend; False where nothing was computed, which is told to a request that is on its own."""
         began = time.monotonic()
         flights = batch.flights
         window = flights[0][0].window
         try:
-            scores = window.forward([flight.part for _, flight in flights], stream)
+            scores = window.forward([flight.part for _, flight in flights], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(flights) == 1:
                 self._arrive(*flights[0], error)
