@@ -1,11 +1,12 @@
 import copy
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from fakes import until
 from torch import Tensor
 
 from service import device as device_module
@@ -358,19 +359,25 @@ def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
     """Looks of several requests, each with windows of its own, fill batches together."""
     pixels = cones.array()
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
-    alone = [measuring().segment(stack, Options()) for stack in stacks]
-    segmenter, device, shares = measuring(), device_module.Device("device"), []
-    device.start()
+    fives = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
+    alone = [measuring(fives).segment(stack, Options()) for stack in stacks]
+    segmenter, device, asked, shares = measuring(fives), device_module.Device("device"), [], []
 
-    def segment(stack):
-        return segmenter.segment(stack, Options(), run=partial(device.run, share=shares.append))
+    def run(window, image, overlap, **options):
+        asked.append(image)
+        return device.run(window, image, overlap, share=shares.append, **options)
 
     with ThreadPoolExecutor(len(stacks)) as pool:
-        together = list(pool.map(segment, stacks))
+        together = [pool.submit(segmenter.segment, stack, Options(), run=run) for stack in stacks]
+        # Nothing is computed until all of them wait.
+        until(lambda: len(asked) == len(stacks))
+        time.sleep(0.05)
+        device.start()
+        together = [segmentation.result() for segmentation in together]
     device.close()
     assert device.join(10)
-    # A batch of which a request had one window was not its own alone.
-    assert any(share.slots < 2 for share in shares)
+    # Of a batch of its own a request has all the room.
+    assert any(share.slots < 5 for share in shares)
     for one, other in zip(alone, together, strict=True):
         assert (one.width, one.notes) == (other.width, other.notes)
         assert np.array_equal(one.segmentation.pixels, other.segmentation.pixels)
