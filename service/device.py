@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -236,7 +236,8 @@ class Device:
 
     def _loop(self, thread: int) -> None:
         shared_by = 0
-        while (work := self._wait(thread)) is not None:
+        done: Literal["nothing", "batch", "call"] = "nothing"
+        while (work := self._wait(thread, done)) is not None:
             among = work.among if isinstance(work, _Batch) else 1
             if among != shared_by:
                 # Only then: torch forgets what it has prepared for another number of threads.
@@ -244,14 +245,18 @@ class Device:
                 shared_by = among
             if isinstance(work, _Batch):
                 self._compute(work)
+                done = "batch"
             else:
                 work()
+                done = "call"
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self, thread: int) -> Callable[[], None] | _Batch | None:
-        """What to do next: a call, or a batch. None at the end."""
+    def _wait(self, thread: int, done: Literal["nothing", "batch", "call"]) -> Callable[[], None] | _Batch | None:
+        """What to do next, after what is done: a call, or a batch. None at the end."""
         with self._lock:
-            if self._busy.pop(thread, None) is None:
+            if done == "batch":
+                del self._busy[thread]
+            elif done == "call":
                 self._calling = False
             self._work.notify_all()
             while not self._closed:
@@ -326,7 +331,7 @@ class Device:
         """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
         if isinstance(outcome, Tensor) and (lane.blending or lane.flights[0] is not flight):
             # Where it lies, this stream's next batch may lie before it is blended.
-            outcome = outcome.clone()
+            outcome = _kept(outcome)
         with self._lock:
             flight.outcome = outcome
             if lane.blending or lane.flights[0] is not flight:
@@ -338,10 +343,7 @@ class Device:
 
     def _land(self, lane: _Lane, flight: _Flight) -> _Flight | None:
         """Blend one; gives the next, if that has arrived."""
-        outcome = [] if lane.failed else _blended(flight)
-        if not isinstance(outcome, Exception) and not lane.failed:
-            lane.share(flight.share)
-            lane.progress(lane.passage.done, lane.passage.total)
+        outcome = [] if lane.failed else _blended(lane, flight)
         with self._lock:
             if isinstance(outcome, Exception):
                 lane.fail(outcome)
@@ -369,11 +371,22 @@ def _boarded(lanes: Sequence[_Lane], room: int) -> list[tuple[_Lane, _Flight]]:
     return boarded
 
 
-def _blended(flight: _Flight) -> list[Slab] | Exception:
-    """The slabs that became final, or what was wrong with these scores."""
+def _kept(scores: Tensor) -> Tensor | Exception:
+    """A copy, or that there is no memory for one."""
+    try:
+        return scores.clone()
+    except (RuntimeError, MemoryError) as error:
+        return error
+
+
+def _blended(lane: _Lane, flight: _Flight) -> list[Slab] | Exception:
+    """The slabs that became final, of which the request is told, or what was wrong with these scores."""
     if not isinstance(flight.outcome, Tensor):
         return flight.outcome or RuntimeError("not computed")
     try:
-        return flight.part.passage.blend(flight.part.places, flight.outcome)
+        slabs = flight.part.passage.blend(flight.part.places, flight.outcome)
+        lane.share(flight.share)
+        lane.progress(lane.passage.done, lane.passage.total)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
+    return slabs

@@ -89,14 +89,14 @@ def estimate(  # noqa: PLR0913
     stored = math.prod(volume.shape[1:]) if resampled else 0
     image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
     # Sums of one row of windows, the slabs that leave it, and the planes of a layer that the next one reaches: see
-    # service.windows. One slab is decoded while those of the next batch wait.
+    # service.windows. One slab is decoded while those of the next batches wait.
     (depth, height, _), (_, across, along) = grid.roi, grid.padded
-    slabs = 2 + -(-plan.sw_batch_size // len(grid.starts[2]))
+    at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
-        slabs += min(plan.sw_batch_size * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
+        slabs += min(at_once * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
     rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
-    at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     running = 4 * (rows + layer) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size)
     # Objects are told apart where the scores are; all other results are gathered on the host.

@@ -41,7 +41,8 @@ from service.volume import Description, Extent, Options, Segmentation, Selection
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
 READERS = 2
-WAITING_READERS = 4
+# Threads that do nothing but wait for one of these, so many that large files, which take turns, leave some for others.
+WAITING_READERS = 32
 # What computes stops before its next batch of windows; what compiles cannot be stopped, and is not waited for.
 JOIN_SECONDS = 4.0
 FOLDER_PREFIX = "stackseg-"

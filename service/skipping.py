@@ -93,6 +93,9 @@ class Skipper:
         Raises what `look` raises.
         """
         survey = surveyed(volume, self._grid)
+        if below == "auto" and not all(sample.size for sample in survey.samples):
+            none = Skipped(0, self._grid.count, ())
+            return Skipping(self._image, none, ("No window was skipped: hardly a voxel has a finite value.",))
         limits = tuple(map(background, survey.samples)) if below == "auto" else (below,) * len(survey.samples)
         above = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         chosen = self._chosen(above <= 0)

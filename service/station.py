@@ -1,4 +1,4 @@
-"""One device and all that is its own: its thread, its queue and who works on it, the models that are loaded there."""
+"""One device and all that is its own: its threads, its queue and who works on it, the models that are loaded there."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Station:
     def problem(self) -> str | None:
         """Why the device cannot be used, one sentence; None while it can."""
         if self.watchdog.problem is None and not self._device.alive:
-            return "The thread that owns the device is not running."
+            return "A thread that owns the device is not running."
         return self.watchdog.problem
 
     def reluctance(self, model: str) -> tuple[bool, bool, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +186,8 @@ class WarmUp:
             return self._warned(self._eager(name), *warnings, unfit)
         mode = select.compile_modes(settings, self._device)[0] if settings.kind == "compiled" else None
         choice = Choice(settings.kind, name, formats[0], self._batch_size, mode, self._streams)
+        if select.one_at_a_time(choice, settings):
+            choice = replace(choice, streams=1)
         try:
             return self._warned(choice, *warnings)
         except FAILURES as error:
@@ -200,7 +203,8 @@ class WarmUp:
         # A precision that the operator chose is the operator's responsibility; one that we choose is ours.
         rules = tune.Rules(settings.tune_seconds, settings.tolerance if settings.precision == "auto" else 1.0)
 
-        alone: dict[Choice, Warm] = {}
+        # Those in the race are held by it, and what has left it gives its memory back.
+        alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
         crews: dict[int, ThreadPoolExecutor] = {}
 
         def enter(choice: Choice) -> tune.Entrant[Warm]:
@@ -218,7 +222,11 @@ class WarmUp:
         names = precision.candidates(settings.precision, self._native)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
-            candidates = select.choices(settings, self._device, names, self._batch_size)
+            fixed = 1 if self._more_streams else self._streams
+            candidates = [
+                replace(choice, streams=1 if select.one_at_a_time(choice, settings) else fixed)
+                for choice in select.choices(settings, self._device, names, self._batch_size)
+            ]
             won = tuner.run(candidates, self._batch_sizes, self._more_streams)
         except tune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)
@@ -249,6 +257,8 @@ class WarmUp:
             return missing
         if not kind.suits(self._network):
             return "it changes nothing in this network"
+        if choice.streams > 1 and select.one_at_a_time(choice, self._settings.engine):
+            return "a graph that is not frozen is made for one number of threads"
         windows = choice.sw_batch_size * choice.streams
         needed = self._window_bytes * select.batch_dtype(choice).itemsize // 4 * windows
         free = hardware.free_bytes(self._device)
@@ -275,12 +285,10 @@ class WarmUp:
 
     @property
     def _more_streams(self) -> tuple[int, ...]:
-        """What to try besides a single one, or instead of it."""
-        if self._device.type != "cpu":
+        """What to try besides a single one; nothing where the number is fixed."""
+        if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return ()
-        wanted = self._settings.engine.streams
-        cores = torch.get_num_threads()
-        return tune.stream_counts(cores, MOST_STREAMS) if wanted == "auto" else (wanted,) if wanted > 1 else ()
+        return tune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
 
     def _eager(self, name: str) -> Choice:
         memory_format = select.memory_formats(self._settings.engine, select.KINDS["eager"], self._device)[0]

@@ -249,6 +249,9 @@ class SlidingWindow:
             # What an earlier batch left there may be what made it fail.
             slot.zero_()
         scores = self._network(batch)
+        if scores.is_cuda:
+            # Who asks how long a batch takes means until it is computed, not until the device was told to.
+            torch.cuda.current_stream(scores.device).synchronize()
         lengths = [len(part.places) for part in parts]
         return list(torch.split(scores[: sum(lengths)], lengths))
 

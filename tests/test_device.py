@@ -398,6 +398,45 @@ def test_pulse_stands_still_where_one_of_several_streams_does(streaming: Request
     until(lambda: streaming.device.pulse is None)
 
 
+def test_no_memory_for_scores_that_have_to_wait_fails_their_request_only(streaming: Requests) -> None:
+    first = threading.Event()
+
+    class Full(Tensor):
+        def clone(self, **_options: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    def network(batch: Tensor) -> Tensor:
+        if batch.max() > 1:
+            first.set()
+            return batch.as_subclass(Full)
+        first.wait(10)
+        time.sleep(0.05)
+        return batch
+
+    late_and_early = torch.cat((image(1, 1), image(1, 2)), 2)
+    request = streaming.post(windows(network, 1, streams=3), late_and_early)
+    streaming.device.start()
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        request.result(10)
+    other = streaming.post(windows(Counted(), 1, streams=3), image(3))
+    assert torch.equal(other.result(10), image(3))
+    assert streaming.device.alive
+
+
+def test_a_request_that_cannot_be_told_fails_alone(streaming: Requests) -> None:
+    def untold(_done: int, _total: int) -> None:
+        raise OSError("nobody listens")
+
+    streaming.device.start()
+    slabs = streaming.device.run(
+        windows(Counted(), 1, streams=3), image(3), 0.0, cancelled=lambda: False, progress=untold
+    )
+    with pytest.raises(OSError, match="nobody listens"):
+        list(slabs)
+    other = streaming.post(windows(Counted(), 1, streams=3), image(3))
+    assert torch.equal(other.result(10), image(3))
+
+
 def test_one_that_fails_in_streams_does_not_hurt_the_others(streaming: Requests) -> None:
     window = windows(Counted(0.002), 2, streams=3)
     evil = streaming.post(window, image(9, EVIL))

@@ -58,13 +58,16 @@ def volume_of(*size, voxel_size=None):
 
 def test_every_stream_takes_memory_for_a_batch_unless_there_are_fewer_batches(bands):
     plan = make_plan(bands, Settings(), Options(overlap=0.0, sw_batch_size=2))
-    volume, one = volume_of(16, 64, 96), 1_000_000
+    volume = volume_of(16, 64, 96)
 
-    def needed(streams):
-        return estimate(bands, volume, plan, one, on_host=True, streams=streams).host_bytes
+    def windows(streams):
+        one, none = (
+            estimate(bands, volume, plan, nbytes, on_host=True, streams=streams).host_bytes for nbytes in (1000, 0)
+        )
+        return (one - none) / 1000
 
-    assert needed(2) - needed(1) == needed(3) - needed(2) == 2 * one
-    assert needed(8) == needed(3), "six windows are three batches"
+    assert [windows(streams) for streams in (1, 2, 3)] == [2, 4, 6]
+    assert windows(8) == 6, "six windows are three batches"
 
 
 def test_what_is_not_asked_for_is_the_operators_choice(bands, random_nuclei):

@@ -117,6 +117,18 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
     assert again.cached
     assert again.window.streams == 2
     assert warm_up(bands, settings(streams=1)).run().choice.streams == 1
+    three = warm_up(bands, settings(streams=3)).run()
+    assert three.choice.streams == 3, "what is set is not tried otherwise"
+    assert {trial.choice.streams for trial in three.plan.trials} == {3}
+
+
+def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
+    compiled = kind_of(lambda module: module)
+    only("eager", compiled=replace(compiled, compiles=True))
+    assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().choice.streams == 1
+    assert warm_up(bands, settings(kind="compiled", streams=2)).run().choice.streams == 2
+    plan = warm_up(bands, settings(freeze=False, streams=2)).run().plan
+    assert {(trial.choice.engine, trial.choice.streams) for trial in plan.trials} == {("compiled", 1), ("eager", 2)}
 
 
 @pytest.mark.parametrize("change", [{"tolerance": 0.01}, {"precision": "fp32"}])

@@ -7,6 +7,7 @@ a reference that is computed without it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from service import config
 from service.networks import Network
+
+# The switches are those of the process: whoever came second would take the first one's for the operator's.
+_exact = threading.RLock()
 
 
 def use(settings: config.Engine, device: torch.device) -> None:
@@ -28,14 +32,15 @@ def use(settings: config.Engine, device: torch.device) -> None:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Products of float32 in float32, whatever is set."""
-    matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    _set("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(matrices)
-        torch.backends.cudnn.allow_tf32 = convolutions
+    """Products of float32 in float32, whatever is set; for one at a time, of all devices."""
+    with _exact:
+        matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        _set("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(matrices)
+            torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def exactly(network: Network) -> Network:

@@ -86,9 +86,8 @@ def _is_open(folder: Path, own: Path) -> bool:
     state = folder.stat()
     if state.st_uid not in {0, os.geteuid()}:
         return True
-    if folder == own:
-        return bool(state.st_mode & (WRITABLE_BY_GROUP | WRITABLE_BY_OTHERS))
-    return bool(state.st_mode & WRITABLE_BY_OTHERS) and not state.st_mode & STICKY
+    open_to_some = bool(state.st_mode & (WRITABLE_BY_GROUP | WRITABLE_BY_OTHERS))
+    return open_to_some and (folder == own or not state.st_mode & STICKY)
 
 
 def _is_ours(file: Path) -> bool:

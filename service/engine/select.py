@@ -161,6 +161,11 @@ def compile_modes(settings: config.Engine, device: torch.device) -> tuple[str, .
     return ("reduce-overhead", "max-autotune") if settings.kind == "auto" else ("reduce-overhead",)
 
 
+def one_at_a_time(choice: Choice, settings: config.Engine) -> bool:
+    """Whether only one batch may be computed at a time: torch.compile's guards want the threads that were there."""
+    return KINDS[choice.engine].compiles and not settings.freeze
+
+
 def batch_dtype(choice: Choice) -> torch.dtype:
     """What the engine's input and weights are stored in."""
     return torch.float32 if KINDS[choice.engine].float32 else DTYPES[choice.precision]

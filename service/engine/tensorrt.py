@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from service.errors import BadParameter
 from service.networks import Network
 
-UNTESTED = "The tensorrt engine was never run on a GPU before it was released; its labels are compared at every start."
+UNTESTED = (
+    "The tensorrt engine was never run on a GPU before it was released; compare its labels with another engine's."
+)
 
 
 def missing() -> str | None:
