@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.arrays import Allocate, release
+from service.ascent import Ascent, ascent
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
@@ -135,13 +136,21 @@ class InstanceDecoder:
     Keeps one int32 per voxel, and the distance in the planes that are coming in.
     """
 
-    def __init__(self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        decoding: Instances,
+        size: Size,
+        voxel_size: VoxelSize | None,
+        kernel: Ascent = ascent,
+    ) -> None:
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
         self._threshold = _logit(decoding.threshold)
         self._relief = Relief(decoding.persistence, squashed=spec.activation == "sigmoid")
         self._smoother = Smoother(decoding.smoothing)
+        self._kernel = kernel
         self._watershed: Watershed | None = None
         # Planes of which not every row has come.
         self._distances, self._inside = torch.empty(0), torch.empty(0, dtype=torch.bool)
@@ -161,14 +170,14 @@ class InstanceDecoder:
     def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
         for heights, inside in planes:
             if self._watershed is None:
-                self._watershed = Watershed(self._size, self._relief.floor, heights.device)
+                self._watershed = Watershed(self._size, self._relief.floor, heights.device, kernel=self._kernel)
             self._watershed.add(heights, inside)
 
     def finish(self) -> Segmentation:
         self._climb(self._smoother.finish())
         if self._watershed is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
-        labels, count = label_basins(self._watershed.finish(), self._relief, self._decoding)
+        labels, count = label_basins(self._watershed.finish(), self._relief, self._decoding, self._kernel)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
 
 
@@ -246,7 +255,9 @@ def _average(heights: Tensor, axis: int) -> Tensor:
     return (before + after) * 0.25 + heights * 0.5
 
 
-def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[NDArray[np.unsignedinteger], int]:
+def label_basins(
+    basins: Basins, relief: Relief, decoding: Instances, kernel: Ascent = ascent
+) -> tuple[NDArray[np.unsignedinteger], int]:
     """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number."""
     group = torch.from_numpy(merge_shallow(basins, relief)).to(basins.basin_of.device)
     voxels = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.int64, device=group.device)
@@ -257,13 +268,21 @@ def label_basins(basins: Basins, relief: Relief, decoding: Instances) -> tuple[N
     count = int(kept.sum())
     of_piece = torch.cat((numbers[group], numbers.new_zeros(1)))[basins.basin_of].int()
     labels = np.empty(basins.pieces.shape, label_dtype(count))
-    step = max(TOGETHER // max(basins.pieces[0].numel(), 1), 1)
-    for z0 in range(0, len(labels), step):
-        pieces = basins.pieces[z0 : z0 + step]
-        labels[z0 : z0 + step] = of_piece.index_select(0, pieces.flatten()).view(pieces.shape).cpu().numpy()
+    if kernel.suits(basins.pieces.device):
+        kernel.label(basins.pieces, of_piece, labels)
+    else:
+        _look_up(basins.pieces, of_piece, labels)
     if decoding.holes == "fill":
         fill_holes(labels)
     return labels, count
+
+
+def _look_up(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
+    """Write the number of each piece into labels [Z, Y, X]."""
+    step = max(TOGETHER // max(pieces[0].numel(), 1), 1)
+    for z0 in range(0, len(labels), step):
+        part = pieces[z0 : z0 + step]
+        labels[z0 : z0 + step] = numbers.index_select(0, part.flatten()).view(part.shape).cpu().numpy()
 
 
 def _at_faces(basins: Basins) -> Tensor:

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from service import hardware
 from service.arrays import allocator
+from service.ascent import ascent
 from service.config import Settings
 from service.engine import compiled, plans, select
-from service.engine.kernels import shelf
 from service.engine.plans import Trial
 from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.kernels import shelf
 from service.metrics import Stages
 from service.networks import Network, load, weight_bytes
 from service.planning import Estimate, Outlook, Plan, watched
 from service.postprocess import make_decoder
 from service.preprocess import Image as Normalised
 from service.preprocess import Size, normalised, on_grid, resample, working_size
-from service.repository import ModelSpec
+from service.repository import Instances, ModelSpec
 from service.sizing import Collector, Memory, Sizer, in_a_stack, stretch_of
 from service.skipping import Skipped, Skipper, Skipping
 from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
@@ -164,6 +165,8 @@ class Segmenter:
 
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
+        if self._device.type == "cpu" and isinstance(self.spec.decoding, Instances):
+            ascent.prepare()
         warm = self._warm_up.run(tune=tune)
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from service.ascent import Ascent, Block, ascent
+
 Size = tuple[int, int, int]
 
 # The least 32-bit integer, below every height.
@@ -104,15 +106,24 @@ class Watershed:
     size    (Z, Y, X)
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together
+    kernel  does the work in C++ where it can; the same comes out
     """
 
-    def __init__(self, size: Size, floor: Callable[[Tensor], Tensor], device: torch.device, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        size: Size,
+        floor: Callable[[Tensor], Tensor],
+        device: torch.device,
+        block: int = BLOCK,
+        kernel: Ascent = ascent,
+    ) -> None:
         depth, height, width = size
         self._floor, self._device, self._depth = floor, device, depth
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
         self._most = min(max(block // self._plane, 1), depth)
+        self._kernel = kernel if kernel.suits(device, (self._most + 3) * self._plane) else None
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (self._most + 2, *self._rows))
         z, y, x = digits
@@ -135,15 +146,12 @@ class Watershed:
         """The next planes, float32 and bool [planes, Y, X]; what is not inside is background."""
         for low in range(0, len(heights), self._most):
             part = slice(low, low + self._most)
-            keys, before = _keys(heights[part]), len(self._waiting)
-            above = (self._z - 1 + before) % 3
-            keys += self._plane_codes[above : above + len(keys)]
-            keys += self._codes
-            last = self._z + before - 2 + len(keys) == self._depth
+            before, planes = len(self._waiting), len(heights[part])
+            last = self._z + before - 2 + planes == self._depth
             # With the plane of background at the end, a small volume is done in one go.
-            block = self._empty(before + len(keys) + last)
+            block = self._empty(before + planes + last)
             block[:before] = self._waiting
-            torch.where(inside[part], keys, self._background, out=block[before : before + len(keys), 1:-1, 1:-1])
+            self._fill(heights[part], inside[part], block[before : before + planes])
             self._advance(block)
 
     def finish(self) -> Basins:
@@ -174,15 +182,42 @@ class Watershed:
     def _empty(self, planes: int) -> Tensor:
         return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
 
+    def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
+        """Write the keys of planes that come next into the inside of their rims."""
+        z = (self._z - 1 + len(self._waiting)) % 3
+        if self._kernel is not None:
+            self._kernel.fill(heights, inside, self._codes, z, block)
+            return
+        keys = _keys(heights)
+        keys += self._plane_codes[z : z + len(keys)]
+        keys += self._codes
+        torch.where(inside, keys, self._background, out=block[:, 1:-1, 1:-1])
+
     def _advance(self, block: Tensor) -> None:
         """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
         if len(block) > 2:
-            climb = self._climb(block.view(-1))
-            if climb is not None:
+            if self._kernel is not None:
+                self._ascend(self._kernel, block)
+            elif (climb := self._climb(block.view(-1))) is not None:
                 self._number(climb)
                 self._search(climb, block.view(-1))
             self._z += len(block) - 2
         self._waiting = block[-2:].clone()
+
+    def _ascend(self, kernel: Ascent, keys: Tensor) -> None:
+        """What `_climb`, `_number` and `_search` do, in C++."""
+        first = self._z - 1
+        block = Block(keys, self._pieces[first : first + len(keys)], first * self._plane, self._count)
+        climb = kernel.climb(block, self._steps)
+        if climb is None:
+            return
+        self._roots.append(_Roots(climb.link, climb.place, climb.top, climb.voxels))
+        self._count += len(climb.top)
+        self._found.append(kernel.search(block, climb.foreground, self._limits(climb.top.int()), self._offsets))
+
+    def _limits(self, tops: Tensor) -> Tensor:
+        """Keys of tops -> the least key, int32 [P], of what a pass near each may touch."""
+        return _keys(self._floor(_heights(tops))) & ~PLACE_BITS
 
     def _climb(self, keys: Tensor) -> _Climb | None:
         """Where the voxels between the first and the last plane climb to; None without any foreground."""
@@ -220,8 +255,7 @@ class Watershed:
 
     def _search(self, climb: _Climb, keys: Tensor) -> None:
         """Find passes to other pieces near the tops of a block's pieces; those of the plane above are not yet known."""
-        limits = _keys(self._floor(_heights(climb.tops))) & ~PLACE_BITS
-        limit = limits.index_select(0, climb.piece)
+        limit = self._limits(climb.tops).index_select(0, climb.piece)
         near = (climb.own >= limit).nonzero().squeeze(1)
         here = climb.piece + (self._count - len(climb.targets))
         for rows in torch.split(near, NEAR):

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
+from service.ascent import Ascent
 from service.postprocess import Relief, label_basins
 from service.repository import Instances
 from service.watershed import BLOCK, Basins, Watershed
@@ -17,21 +18,32 @@ from service.watershed import BLOCK, Basins, Watershed
 Array = NDArray[Any]
 
 
-def basins_of(heights: Array, relief: Relief, cuts: tuple[int, ...] = (), block: int = BLOCK) -> Basins:
-    """Basins of heights [Z, Y, X] with -inf as background, handed over in parts that begin at `cuts`."""
+def basins_of(
+    heights: Array,
+    relief: Relief,
+    cuts: tuple[int, ...] = (),
+    block: int = BLOCK,
+    kernel: Ascent | None = None,
+) -> Basins:
+    """Basins of heights [Z, Y, X] with -inf as background, handed over in parts that begin at `cuts`.
+
+    By torch, unless a prepared kernel is given.
+    """
     depth, height, width = heights.shape
-    watershed = Watershed((depth, height, width), relief.floor, torch.device("cpu"), block)
+    watershed = Watershed((depth, height, width), relief.floor, torch.device("cpu"), block, kernel or Ascent())
     landscape = torch.from_numpy(heights.astype(np.float32))
     for low, high in itertools.pairwise([0, *cuts, depth]):
         watershed.add(landscape[low:high], landscape[low:high] > -torch.inf)
     return watershed.finish()
 
 
-def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **how: Any) -> tuple[Array, int]:
+def decode(
+    heights: Array, persistence: float = 0.0, minimum_size: int = 0, kernel: Ascent | None = None, **how: Any
+) -> tuple[Array, int]:
     """Labels of heights [Z, Y, X] that are distances, and their number; `how` as in `basins_of`."""
     relief = Relief(persistence, squashed=False)
     decoding = Instances(kind="instances", minimum_size=minimum_size)
-    return label_basins(basins_of(heights, relief, **how), relief, decoding)
+    return label_basins(basins_of(heights, relief, kernel=kernel, **how), relief, decoding, kernel or Ascent())
 
 
 def hills(seed: int, size: tuple[int, int, int], sigma: float = 2.0) -> Array:

@@ -18,8 +18,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.kernels import shelf
 from service.engine.sequences import steps
+from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")

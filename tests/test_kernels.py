@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.kernels import Shelf
+from service.kernels import Shelf
 
 FLAGS = ("-shared", "-fPIC")
 
