@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from processes import cpu_seconds
 from service.repository import read_spec
 from service.windows import Grid
 
-OVERLAP = 0.25
 # Different from each other, so that no client's labels could be mistaken for another's.
 STACKS = 8
 
@@ -43,14 +43,15 @@ STACKS = 8
 class Client:
     """One connection, kept for all that is posted; `seconds` of every stage that the server tells, in all."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, overlap: float) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
+        self._overlap = overlap
         self.seconds: Counter[str] = Counter()
 
     def post(self, stack: bytes) -> bytes:
         """The file with the labels."""
         headers = {"Content-Type": "image/tiff"}
-        self._connection.request("POST", f"/segment?overlap={OVERLAP}&diameter=none", stack, headers)
+        self._connection.request("POST", f"/segment?overlap={self._overlap}&diameter=none", stack, headers)
         response = self._connection.getresponse()
         content = response.read()
         if response.status != 200:
@@ -88,19 +89,19 @@ def slots(port: int, model: str) -> tuple[float, float]:
     return windows, room
 
 
-def post_one_by_one(port: int, stacks: list[bytes]) -> dict[str, Any]:
+def post_one_by_one(port: int, overlap: float, stacks: list[bytes]) -> dict[str, Any]:
     """One client posts all of them; gives the seconds that passed and those that the server tells, by stage."""
-    with closing(Client(port)) as client:
+    with closing(Client(port, overlap)) as client:
         began = time.perf_counter()
         answers = [client.post(stack) for stack in stacks]
         return {"seconds": time.perf_counter() - began, "stages": dict(client.seconds), "answers": answers}
 
 
-def post_at_once(port: int, shares: list[list[bytes]]) -> dict[str, Any]:
+def post_at_once(port: int, overlap: float, shares: list[list[bytes]]) -> dict[str, Any]:
     """The same with a client for each share."""
     with ThreadPoolExecutor(len(shares)) as pool:
         began = time.perf_counter()
-        parts = list(pool.map(lambda share: post_one_by_one(port, share), shares))
+        parts = list(pool.map(partial(post_one_by_one, port, overlap), shares))
         seconds = time.perf_counter() - began
     stages = sum((Counter(part["stages"]) for part in parts), Counter[str]())
     return {"seconds": seconds, "stages": dict(stages), "answers": [part["answers"] for part in parts]}
@@ -110,21 +111,27 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All repeats, interleaved; one large stack that is not counted makes the server's buffers warm."""
     spec = read_spec(options.model)
     large = synthetic_nuclei(tuple(options.shape))
-    windows = Grid.cover(large.shape, spec.input.roi_size, OVERLAP).count
+    windows = Grid.cover(large.shape, spec.input.roi_size, options.overlap).count
     smalls = [as_tiff(synthetic_nuclei(spec.input.roi_size, seed)) for seed in range(1, STACKS + 1)]
     each = -(-windows // options.clients)
     shares = [[smalls[(client + turn) % STACKS] for turn in range(each)] for client in range(options.clients)]
     runs: dict[str, list[dict[str, Any]]] = {"large": [], "small": []}
     with server(options.model, options.threads, folder) as (process, port):
-        alone = dict(zip(smalls, map(fingerprint, post_one_by_one(port, smalls)["answers"]), strict=True))
+        alone = dict(
+            zip(smalls, map(fingerprint, post_one_by_one(port, options.overlap, smalls)["answers"]), strict=True)
+        )
         if len(set(alone.values())) < STACKS:
             raise SystemExit("Different stacks have the same labels: nothing could be told from them.")
         content = as_tiff(large)
-        post_one_by_one(port, [content])
+        post_one_by_one(port, options.overlap, [content])
         for repeat in range(options.repeats):
             for name, results in runs.items():
                 before, busy = slots(port, spec.name), cpu_seconds(process.pid)
-                run = post_one_by_one(port, [content]) if name == "large" else post_at_once(port, shares)
+                run = (
+                    post_one_by_one(port, options.overlap, [content])
+                    if name == "large"
+                    else post_at_once(port, options.overlap, shares)
+                )
                 after, run["cpu"] = slots(port, spec.name), cpu_seconds(process.pid) - busy
                 run["windows"], run["slots"] = (now - then for now, then in zip(after, before, strict=True))
                 results.append(run)
@@ -160,6 +167,7 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--overlap", type=float, default=0.25, help="0: a window of either kind has as many voxels")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the server's network")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
