@@ -277,21 +277,25 @@ class Device:
     def _next_batch(self, thread: int) -> _Batch | None:
         """Windows of those that are chosen; None where there is nothing to compute, or not yet."""
         lanes = self._chosen()
-        if not lanes:
+        if not lanes or not self._admits(lanes):
             return None
-        window, busy = lanes[0].window, len(self._busy)
-        if busy >= min([window.streams, *(running.window.streams for running in self._busy.values())]):
-            return None
-        if busy and sum(lane.passage.left for lane in lanes) < window.room:
-            return None
+        window = lanes[0].window
         # Those that have to take slabs first count too: they will be back in a moment.
         left = sum(lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed)
-        among = min(window.streams, len(self._threads), busy + -(-left // window.room))
+        among = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.room))
         taken = {running.stream for running in self._busy.values()}
         stream = next(stream for stream in range(window.streams) if stream not in taken)
         self._batches += 1
         self._busy[thread] = _Running(self._batches, window, stream)
         return _Batch(_boarded(lanes, window.room), stream, among)
+
+    def _admits(self, lanes: Sequence[_Lane]) -> bool:
+        """Whether a batch of windows of these may be computed beside those that are."""
+        if not self._busy:
+            return True
+        window = lanes[0].window
+        fewest = min(window.streams, *(running.window.streams for running in self._busy.values()))
+        return len(self._busy) < fewest and sum(lane.passage.left for lane in lanes) >= window.room
 
     def _chosen(self) -> list[_Lane]:
         """Those with windows in the next batch, the one that must have some first."""
