@@ -211,13 +211,8 @@ ObjectSize = Diameter | Literal["auto", "none"]
 
 def parse_size(text: str) -> ObjectSize:
     """From auto, none, or what `Diameter.parse` takes. Raises BadParameter."""
-    match text.strip().lower():
-        case "auto":
-            return "auto"
-        case "none":
-            return "none"
-        case given:
-            return Diameter.parse(given)
+    given = text.strip().lower()
+    return _auto_or_none(given) or Diameter.parse(given)
 
 
 # Grey value up to which voxels hold nothing, so that windows of such voxels are not computed: stated, told from the
@@ -227,19 +222,24 @@ SkipBelow = float | Literal["auto", "none"]
 
 def parse_grey(text: str) -> SkipBelow:
     """From auto, none, or a finite number. Raises BadParameter."""
-    match text.strip().lower():
-        case "auto":
-            return "auto"
-        case "none":
-            return "none"
-        case given:
-            try:
-                value = float(given)
-            except ValueError:
-                value = math.nan
-            if not math.isfinite(value):
-                raise BadParameter(f"A grey value of the stack, auto or none are expected, as in 120, not {text!r}")
-            return value
+    given = text.strip().lower()
+    if (word := _auto_or_none(given)) is not None:
+        return word
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadParameter(f"A grey value of the stack, auto or none are expected, as in 120, not {text!r}")
+    return value
+
+
+def _auto_or_none(text: str) -> Literal["auto", "none"] | None:
+    match text:
+        case "auto" | "none":
+            return text
+        case _:
+            return None
 
 
 @dataclass(frozen=True)
