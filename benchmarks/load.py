@@ -3,9 +3,11 @@
 Clients post stacks small and large, wait or come back for their answers, cancel, hang up while they send and while they
 wait, and post what is no stack. Every label volume must be the one that the model gives for this stack alone in this
 process, voxel by voxel; nothing may be answered with 500; in the end no file may be left. Meanwhile another process
-asks /health/live. Memory is the resident set of the server and its child processes, sampled every second; as what runs
-at the moment makes it rise and fall, the median of every minute (a quarter of the time where that is shorter) is told,
-and it grows from the one after the first to the last.
+asks /health/live. Memory is the resident set of the server and its child processes, sampled every second, and so are
+their threads and open files; as what runs at the moment makes them rise and fall, the median of every minute (a quarter
+of the time where that is shorter) is told. Memory grows from the minute after the first to the last; what it still
+gained per minute in the second half of the time tells a leak from a process that has found its size. Idle is before the
+first request and after the last, when all that belongs to requests should be gone.
 Raises AssertionError where something is wrong. Without --models a tiny model with random weights is made.
 """
 
@@ -25,13 +27,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
 import tifffile
 from crash import Server, Stack, make_stacks, measure
-from processes import resident
+from processes import descriptors, resident, threads
 
 PROBE = Path(__file__).with_name("probe.py")
 TIFF = {"Content-Type": "image/tiff"}
@@ -159,6 +161,7 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     http = server.client()
     assert http is not None
     address = str(http.base_url)
+    before = Taken.by(server.pid)
     memory = Memory(server.pid, min(seconds / 60, 1.0))
     command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
     with closing(http), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
@@ -173,6 +176,7 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         metrics = http.get("/metrics").text
         assert 'status="500"' not in metrics, metrics
         assert http.get("/jobs?limit=1000").json()["jobs"] == []
+        after = Taken.by(server.pid)
     left = [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
     assert left == [], f"files are left over: {left}"
     server.kill()
@@ -182,8 +186,22 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         "clients": clients,
         "happened": dict(sorted(told.items())),
         "health_live_milliseconds": health,
-        "memory_bytes": (medians := memory.medians(min(seconds / 4, 60.0))),
-        "memory_growth": round(medians[-1] / medians[1] - 1, 3),
+        "idle": {"before": before._asdict(), "after": after._asdict()},
+        **judged(memory.medians(stretch := min(seconds / 4, 60.0)), stretch),
+    }
+
+
+def judged(medians: list[Taken], seconds: float) -> dict[str, Any]:
+    """What was taken in every stretch of so many seconds, and how memory grew over them."""
+    resident = [taken.bytes for taken in medians]
+    half = resident[len(resident) // 2 :]
+    slope = statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else 0.0
+    return {
+        "memory_bytes": resident,
+        "threads": [taken.threads for taken in medians],
+        "descriptors": [taken.descriptors for taken in medians],
+        "memory_growth": round(resident[-1] / resident[1] - 1, 3),
+        "memory_growth_bytes_per_minute_in_the_second_half": round(slope * 60 / seconds),
     }
 
 
@@ -196,12 +214,24 @@ def wait_idle(http: httpx2.Client) -> None:
     time.sleep(2)
 
 
+class Taken(NamedTuple):
+    """By a process and all below it: resident bytes, threads, open files."""
+
+    bytes: int
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def by(cls, pid: int) -> Taken:
+        return cls(resident(pid), threads(pid), descriptors(pid))
+
+
 class Memory(threading.Thread):
     """Notes what a process and its children take, every so many seconds until it is stopped."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         super().__init__(daemon=True)
-        self._samples: list[tuple[float, int]] = []
+        self._samples: list[tuple[float, Taken]] = []
         self._pid, self._seconds = pid, seconds
         self._stopped = threading.Event()
         self.start()
@@ -209,19 +239,20 @@ class Memory(threading.Thread):
     def run(self) -> None:
         began = time.monotonic()
         while not self._stopped.wait(self._seconds):
-            self._samples.append((time.monotonic() - began, resident(self._pid)))
+            self._samples.append((time.monotonic() - began, Taken.by(self._pid)))
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
 
-    def medians(self, seconds: float) -> list[int]:
+    def medians(self, seconds: float) -> list[Taken]:
         """Of every stretch of so many seconds, but for a rest at the end that is shorter."""
-        stretches: dict[int, list[int]] = {}
-        for moment, size in self._samples:
-            stretches.setdefault(int(moment / seconds), []).append(size)
+        stretches: dict[int, list[Taken]] = {}
+        for moment, taken in self._samples:
+            stretches.setdefault(int(moment / seconds), []).append(taken)
         whole = int(self._samples[-1][0] / seconds + 0.1)
-        return [round(statistics.median(stretches[number])) for number in sorted(stretches) if number < whole]
+        samples = [stretches[number] for number in sorted(stretches) if number < whole]
+        return [Taken(*(round(statistics.median(kind)) for kind in zip(*taken, strict=True))) for taken in samples]
 
 
 def main() -> None:

@@ -29,6 +29,16 @@ def resident(pid: int) -> int:
     return PAGE * sum(int(number) for found in pages for number in found)
 
 
+def threads(pid: int) -> int:
+    """Of a process and all below it."""
+    return sum(_entries(one, "task") for one in family(pid))
+
+
+def descriptors(pid: int) -> int:
+    """Files, sockets and pipes that a process and all below it hold open."""
+    return sum(_entries(one, "fd") for one in family(pid))
+
+
 def memory(pid: int, *names: str) -> int:
     """Bytes of fields of /proc/PID/status, such as VmHWM, of a process and all below it, in one sum."""
     total = 0
@@ -41,6 +51,14 @@ def memory(pid: int, *names: str) -> int:
 def _ticks(pid: int) -> int:
     # utime and stime of its own, then those of children that it has waited for; before them its name, in brackets.
     return sum(map(int, _text(pid, "stat").rpartition(")")[2].split()[11:15]))
+
+
+def _entries(pid: int, folder: str) -> int:
+    """None of a process that is gone."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/{folder}").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _text(pid: int, file: str) -> str:

@@ -25,6 +25,10 @@ def test_many_clients_some_of_them_rude_get_what_each_gets_alone(bands_repositor
     assert min(happened["labels waited for"], happened["labels fetched later"], happened["hung up"]) > 0
     # A loop that is blocked while a volume runs would take seconds; the benchmark measures on a quiet machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
+    # What one request, one hang-up or one cancelled job left behind would be there 16 times. Pools of threads fill up.
+    before, after = figures["idle"]["before"], figures["idle"]["after"]
+    assert after["descriptors"] < before["descriptors"] + 16
+    assert after["threads"] < before["threads"] + 64
 
 
 def test_stack_on_the_host_becomes_labels_on_the_host(tmp_path: Path) -> None:
