@@ -19,6 +19,7 @@ from service import errors
 from service.app import STATUS, address_of, create_app, listen, status_of
 from service.config import Settings
 from service.runtime import Runtime
+from service.schemas import Query
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -216,6 +217,17 @@ def test_documented_errors_are_those_that_occur(service: Service) -> None:
     for status in possible:
         (media,) = responses[status]["content"]
         assert media == "application/problem+json"
+
+
+@pytest.mark.parametrize("path", ["/segment", "/inspect", "/jobs"])
+def test_documented_parameters_are_those_that_are_taken(service: Service, path: str) -> None:
+    document = service.client.get("/openapi.json").json()
+    documented = document["paths"][path]["post"]["parameters"]
+    assert [one["name"] for one in documented if one["in"] == "query"] == list(Query.model_fields)
+    for one in documented:
+        assert one["description"]
+        assert (one["required"], "anyOf" in one["schema"]) == (False, True)
+    assert "There is no parameter 'overlaps'" in service.client.post(f"{path}?overlaps=1").json()["detail"]
 
 
 def test_documented_headers_are_those_that_come(service: Service) -> None:

@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request
 from service.errors import RequestError
 from service.metrics import Stages
 from service.planning import Outlook
-from service.routes.requests import BODY, AdmittedQuery, RuntimeDependency, posted, while_connected
+from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection
 
 router = APIRouter(tags=["segmentation"])
 
 
-@router.post("/inspect", openapi_extra=BODY)
+@router.post("/inspect", openapi_extra=REQUEST)
 async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
     """Say what was understood of a file (axes, voxel size, channels), what segmenting it would do and take.
 

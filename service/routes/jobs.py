@@ -15,7 +15,7 @@ from service.errors import UnknownJob
 from service.metrics import Stages
 from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.requests import (
-    BODY,
+    REQUEST,
     AdmittedQuery,
     RuntimeDependency,
     SpoolDependency,
@@ -61,7 +61,7 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/jobs", status_code=202, responses=ACCEPTED, openapi_extra=BODY)
+@router.post("/jobs", status_code=202, responses=ACCEPTED, openapi_extra=REQUEST)
 async def submit(
     request: Request, runtime: RuntimeDependency, spool: SpoolDependency, query: AdmittedQuery
 ) -> Response:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request
-from fastapi import Query as QueryParameters
 from pydantic import ValidationError
 
 from service.answers import Arrival, check_places
@@ -34,7 +33,20 @@ def _fields() -> dict[str, Any]:
     return {name: {**it["anyOf"][0], "description": it["description"]} for name, it in properties.items()}
 
 
-BODY: dict[str, Any] = {
+def _parameters() -> list[dict[str, Any]]:
+    """The same as parameters of an address."""
+    properties = Query.model_json_schema()["properties"]
+    schemas = {name: {key: value for key, value in it.items() if key != "default"} for name, it in properties.items()}
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
+        for name, schema in schemas.items()
+    ]
+
+
+# Of a request with a stack, in the OpenAPI document. The framework would document parameters of a model by itself, but
+# then also take each out of the address at every request, which takes it longer than all that follows until the body.
+REQUEST: dict[str, Any] = {
+    "parameters": _parameters(),
     "requestBody": {
         "description": "The stack, unless input names one on the service's host.",
         "required": False,
@@ -48,7 +60,7 @@ BODY: dict[str, Any] = {
                 }
             },
         },
-    }
+    },
 }
 
 
@@ -87,16 +99,32 @@ def caller_of(request: Request) -> str | None:
     return caller
 
 
-async def _admitted(request: Request, runtime: RuntimeDependency, query: Annotated[Query, QueryParameters()]) -> Query:
+async def _admitted(request: Request, runtime: RuntimeDependency) -> Query:
     """The parameters, if the request stands a chance: whatever is wrong already is said before the body is received."""
-    for name in request.query_params:
-        if len(request.query_params.getlist(name)) > 1:
-            raise BadParameter(f"The parameter {name} is given twice.")
+    query = _validated(_once(request.query_params.multi_items()))
     runtime.admit()
     if not is_multipart(request):
         check_output(runtime, query)
         await _check_places(request, runtime, query)
     return query
+
+
+def _once(items: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Names and values of parameters. Raises BadParameter for one that is given twice."""
+    given: dict[str, str] = {}
+    for name, value in items:
+        if name in given:
+            raise BadParameter(f"The parameter {name} is given twice.")
+        given[name] = value
+    return given
+
+
+def _validated(given: Mapping[str, Any]) -> Query:
+    """Raises BadParameter."""
+    try:
+        return Query.model_validate(given)
+    except ValidationError as error:
+        raise BadParameter(explain(error.errors())) from error
 
 
 async def _check_places(request: Request, runtime: Runtime, query: Query) -> None:
@@ -239,10 +267,7 @@ def with_fields(query: Query, fields: dict[str, str]) -> Query:
     given = query.model_dump(exclude_unset=True)
     if twice := sorted(given.keys() & fields.keys()):
         raise BadParameter(f"The parameter {twice[0]} is given twice, in the address and in the form.")
-    try:
-        return Query.model_validate({**fields, **given})
-    except ValidationError as error:
-        raise BadParameter(explain(error.errors())) from error
+    return _validated({**fields, **given})
 
 
 async def _disconnected(request: Request) -> None:

@@ -14,10 +14,11 @@ from service.answers import Answer, answer_name, fingerprint, outcome_of, read_p
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
+from service.repository import ModelSpec
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
-    BODY,
+    REQUEST,
     RESPOND_ASYNC,
     AdmittedQuery,
     Posted,
@@ -37,7 +38,7 @@ from service.segmenter import Result
 router = APIRouter(tags=["segmentation"])
 
 
-@router.post("/segment", response_class=FileResponse, responses=ANSWER | ACCEPTED, openapi_extra=BODY)
+@router.post("/segment", response_class=FileResponse, responses=ANSWER | ACCEPTED, openapi_extra=REQUEST)
 async def segment(
     request: Request,
     runtime: RuntimeDependency,
@@ -70,7 +71,7 @@ async def segment(
         if runtime.cache.enabled:
             answer = await _again(runtime, arrived.name, key_now(), stages)
         if answer is None:
-            answer = await while_connected(request, _answer(runtime, arrived, key_now, stages))
+            answer = await while_connected(request, _answer(runtime, arrived, spec, key_now, stages))
             answer.held = arrived.keep()
         return answer
 
@@ -91,13 +92,14 @@ async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -
     return response
 
 
-async def _answer(runtime: Runtime, posted: Posted, key_now: Callable[[], str | None], stages: Stages) -> LabelResponse:
+async def _answer(
+    runtime: Runtime, posted: Posted, spec: ModelSpec, key_now: Callable[[], str | None], stages: Stages
+) -> LabelResponse:
     """Everything after the upload: read, wait for the device, segment, write, keep.
 
     `key_now` is asked at the end: only once a model is loaded it is known how it runs.
     """
     arrival, query = posted.arrival, posted.query
-    spec = check_output(runtime, query)
     with stages.measure("read"):
         read = partial(read_pixels, runtime, query, arrival.source, arrival.folder)
         volume, measured = await in_thread(read, runtime.readers)
