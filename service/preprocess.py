@@ -373,7 +373,7 @@ def _sorted_values(channel: Channel, ranks: list[int]) -> list[float]:
     for shift in range(max(bits - 16, 0), -1, -16):
         counts = _histograms(channel, shift, frozenset(prefixes))
         for index, prefix in enumerate(prefixes):
-            cumulated = np.cumsum(counts[prefix])
+            cumulated = counts[prefix]
             value = int(np.searchsorted(cumulated, rests[index], side="right"))
             rests[index] -= int(cumulated[value - 1]) if value else 0
             prefixes[index] = prefix << 16 | value
@@ -381,8 +381,11 @@ def _sorted_values(channel: Channel, ranks: list[int]) -> list[float]:
 
 
 def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-    """By the bits of their keys above the 16 at `shift`: how many pixels have which 16 bits there."""
-    total = {prefix: np.zeros(2**16, np.int64) for prefix in prefixes}
+    """By the bits of their keys above the 16 at `shift`: how many pixels have at most so much there, up to the highest.
+
+    So many values as there are: half of the time for a small volume would go into those that no pixel has.
+    """
+    total = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in channel:
         keys = _keys(block.ravel())
         whole = keys.dtype.itemsize * 8 <= shift + 16
@@ -390,8 +393,10 @@ def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[
             mine = keys if whole else keys[keys >> (shift + 16) == prefix]
             # Widened to 64 bits by bincount, which is why blocks are small.
             here = np.bincount(mine >> shift & 0xFFFF if shift or not whole else mine, minlength=1)
-            counts[: len(here)] += here
-    return total
+            more, fewer = (here, counts) if len(here) > len(counts) else (counts, here)
+            more[: len(fewer)] += fewer
+            total[prefix] = more
+    return {prefix: np.cumsum(counts, out=counts) for prefix, counts in total.items()}
 
 
 def _keys(pixels: Array) -> NDArray[np.unsignedinteger]:
