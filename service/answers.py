@@ -163,9 +163,7 @@ def fingerprint(caller: str | None, digest: str, spec: ModelSpec, query: Query, 
 
     Hexadecimal.
     """
-    parameters = query.model_dump(mode="json", exclude={"model"})
-    true_of_model = spec.model_dump(mode="json")
-    facts = [caller, digest, true_of_model, parameters, manner]
+    facts = [caller, digest, spec.model_dump_json(), query.model_dump_json(exclude={"model"}), manner]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def cpu() -> CpuStatus:
     return CpuStatus(
         name=_cpu_field("model name") or platform.processor() or platform.machine(),
         cores=usable_cores(),
-        memory_total=_meminfo().get("MemTotal"),
+        memory_total=_meminfo("MemTotal"),
         memory_available=available_memory(),
         features=tuple(flag for flag in FEATURES if flag in _cpu_field("flags").split()),
     )
@@ -154,9 +155,11 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 def available_memory(cgroup: Path = CGROUP) -> int | None:
     """Bytes that can still be taken, from the host or from what a container is limited to; None where nobody says."""
-    on_host = _meminfo().get("MemAvailable")
-    limit, used = (_read(cgroup / name).strip() for name in ("memory.max", "memory.current"))
-    if not (limit.isdigit() and used.isdigit()):
+    # Asked several times for every request.
+    on_host = _meminfo("MemAvailable")
+    limit = _read(cgroup / "memory.max").strip()
+    used = _read(cgroup / "memory.current").strip() if limit.isdigit() else ""
+    if not used.isdigit():
         return on_host
     # Pages of files count as used, but are dropped as soon as somebody needs the room.
     fields = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
@@ -228,14 +231,16 @@ def _cpu_field(key: str) -> str:
     return ""
 
 
-def _meminfo() -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo; empty on systems without it."""
-    fields = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
-    return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}
+def _meminfo(name: str) -> int | None:
+    """Bytes by that name in /proc/meminfo; None on systems without it."""
+    found = re.search(rf"^{name}: *([0-9]+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii", errors="replace")
+        # Without a buffer and a decoder of its own, which take longer to make than so little takes to read.
+        with path.open("rb", buffering=0) as file:
+            return file.readall().decode("ascii", "replace")
     except OSError:
         return ""

@@ -222,6 +222,7 @@ class Seat:
     def __init__(self, station: Station, model: str) -> None:
         self.station, self.model = station, model
         self._lease: Lease[Segmenter] | None = None
+        self._needs: Needs | None = None
 
     @property
     def loading(self) -> bool:
@@ -237,12 +238,13 @@ class Seat:
         self._lease.model.add_done_callback(partial(self._seated, weakref.ref(job)))
 
     def needs(self, volume: Volume, options: Options) -> Needs:
-        """What the work will take; called when the model is there."""
-        try:
-            needed = self._segmenter.estimate(volume, options)
-        except StackSegError:
-            return Needs()  # and the work will raise the same
-        return _needs(needed)
+        """What the work will take; called when the model is there, and again whenever the job might begin."""
+        if self._needs is None:
+            try:
+                self._needs = _needs(self._segmenter.estimate(volume, options))
+            except StackSegError:
+                self._needs = Needs()  # and the work will raise the same
+        return self._needs
 
     def segment(self, job: Job[Result], volume: Volume, options: Options) -> Result:
         """The work itself; see `Station.segment`."""
