@@ -22,14 +22,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from service import errors
 from service.config import Settings
 from service.errors import ConfigError
-from service.routes import gpu, health, inspect, jobs, models, segment
+from service.routes import gpu, health, inspect, jobs, models, pages, segment
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.runtime import Runtime
@@ -69,7 +69,7 @@ _M_ARENA_MAX = -8
 
 PROBLEM_TYPE = "application/problem+json"
 
-_ENDPOINTS = (segment, jobs, inspect, models, health, gpu)
+_ENDPOINTS = (segment, jobs, inspect, models, health, gpu, pages)
 
 Handler = Callable[[Request, Exception], Response]
 
@@ -88,6 +88,10 @@ class Application(FastAPI):
         """The OpenAPI document, with the schema of the problem documents, and API keys where they are asked for."""
         document = super().openapi()
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                # Else the name of the function, with capitals.
+                operation["summary"] = operation["description"].partition("\n")[0].partition(".")[0]
         if self.state.runtime.settings.access.keys:
             document["components"]["securitySchemes"] = _KEYS
             document["security"] = [{name: []} for name in _KEYS]
@@ -112,6 +116,8 @@ def create_app(settings: Settings) -> FastAPI:
         title="StackSeg",
         version=version("stackseg"),
         summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
+        docs_url=None,  # see service.routes.pages
+        redoc_url=None,
         lifespan=_lifespan,
         responses=_problem_responses(),
     )
@@ -119,7 +125,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.spool = Spool(settings)
     for module in _ENDPOINTS:
         app.include_router(module.router)
-    app.add_api_route("/", lambda: RedirectResponse("/docs"), include_in_schema=False)
     app.add_exception_handler(errors.StackSegError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)

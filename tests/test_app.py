@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
@@ -252,8 +253,30 @@ def test_answers_have_the_documented_members(service: Service, path: str) -> Non
     assert service.client.get(path).json().keys() == schema["properties"].keys()
 
 
+def test_endpoints_are_summed_up_in_words_of_their_own(service: Service) -> None:
+    paths = service.client.get("/openapi.json").json()["paths"]
+    assert paths["/segment"]["post"]["summary"] == "Segment a 3D stack"
+    assert paths["/health/live"]["get"]["summary"] == "200 as long as the process answers"
+
+
 def test_front_page_leads_to_the_documentation(service: Service) -> None:
     assert service.client.get("/", follow_redirects=False).headers["location"] == "/docs"
+
+
+def test_the_documentation_loads_nothing_from_elsewhere(service: Service) -> None:
+    page = service.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(addresses) == 5
+    for address in addresses:
+        assert "//" not in address
+        part = service.client.get(urljoin("/docs", address))
+        assert part.status_code == 200
+        assert part.content
+    start = service.client.get("/docs/start.js").text
+    assert "openapi.json" in start
+    assert "//" not in start
+    assert service.client.get("/docs/__init__.py").json()["type"].endswith("not-found")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

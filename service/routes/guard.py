@@ -18,7 +18,7 @@ from service.errors import Misdirected, RateLimited, Unauthorized
 # Open without a key and under any name: what probes ask for, which know neither.
 HEALTH = re.compile(r"(/v[12])?/health(/live|/ready)?")
 # Open without a key: it says nothing that the project does not publish, and browsers cannot send a key for a page.
-DOCUMENTATION = frozenset({"/", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+DOCUMENTATION = re.compile(r"/(docs(/[a-z.]+)?|openapi\.json)?")
 
 # For browsers: what a page on another origin may send, and read of an answer.
 METHODS = ("GET", "POST", "DELETE")
@@ -73,7 +73,7 @@ class Guard:
 
     def _admit(self, scope: Scope, held: ExitStack) -> None:
         state = scope.setdefault("state", {})
-        if HEALTH.fullmatch(scope["path"]) or scope["path"] in DOCUMENTATION:
+        if HEALTH.fullmatch(scope["path"]) or DOCUMENTATION.fullmatch(scope["path"]):
             state["caller"] = ANONYMOUS
             return
         caller = state["caller"] = self._keys.caller(shown_key(Headers(scope=scope)))

@@ -20,6 +20,10 @@ LINGER_SECONDS = 20.0
 # What a client may call its request: nothing that could forge a line of a log, or fill it.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
+# What a browser may load for a page, and for any other answer. Swagger UI has pictures and styles in its own text.
+PAGE = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'"
+NOTHING = "default-src 'none'"
+
 
 class RequestLog:
     """Gives every request a number, unless it brings a sane one, and one line in the log when it is over."""
@@ -104,10 +108,9 @@ class SafeHeaders:
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                # The pages of the documentation load scripts; no other answer has anything to load.
+                # The page of the documentation loads what is beside it; no other answer has anything to load.
                 page = headers.get("content-type", "").startswith("text/html")
-                policy = "frame-ancestors 'none'" if page else "default-src 'none'; frame-ancestors 'none'"
-                headers.setdefault("Content-Security-Policy", policy)
+                headers.setdefault("Content-Security-Policy", f"{PAGE if page else NOTHING}; frame-ancestors 'none'")
                 headers.setdefault("X-Content-Type-Options", "nosniff")
                 headers.setdefault("X-Frame-Options", "DENY")
                 headers.setdefault("Referrer-Policy", "no-referrer")

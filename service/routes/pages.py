@@ -1,0 +1,63 @@
+"""`/docs`: the endpoints in the browser, to try them out.
+
+Swagger UI comes with the service, from the package that carries its files: a browser that reaches nothing else shows
+the page all the same, and no other host's scripts see what is entered there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fastapi_swagger
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+
+router = APIRouter(include_in_schema=False)
+
+SHIPPED = Path(fastapi_swagger.__file__).parent / "resources"
+FILES = {"page.js": "swagger-ui-bundle.js", "page.css": "swagger-ui.css", "icon.png": "favicon-32x32.png"}
+
+# Addresses are relative, so that a proxy may put the service below a path of its own.
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>StackSeg</title>
+<link rel="icon" href="docs/icon.png">
+<link rel="stylesheet" href="docs/page.css">
+</head>
+<body>
+<main id="page"></main>
+<noscript>This page needs JavaScript; the same is in <a href="openapi.json">openapi.json</a>.</noscript>
+<script src="docs/page.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+START = """SwaggerUIBundle({
+  url: "openapi.json", dom_id: "#page", deepLinking: true, tryItOutEnabled: true, defaultModelsExpandDepth: 0,
+});
+"""
+KEPT = {"Cache-Control": "max-age=3600"}
+
+
+@router.get("/")
+async def front() -> RedirectResponse:
+    return RedirectResponse("/docs")
+
+
+@router.get("/docs")
+async def docs() -> HTMLResponse:
+    return HTMLResponse(PAGE)
+
+
+@router.get("/docs/{name}")
+async def part(name: str) -> Response:
+    """What the page is made of."""
+    if name == "start.js":
+        return Response(START, media_type="text/javascript", headers=KEPT)
+    if name not in FILES:
+        raise HTTPException(404)
+    return FileResponse(SHIPPED / FILES[name], headers=KEPT)
