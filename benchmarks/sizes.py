@@ -10,27 +10,17 @@ found, the stated one is none.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tifffile
-from end_to_end import ROOT, synthetic_nuclei
+from alone import parser, timed, warm_segmenter
+from end_to_end import synthetic_nuclei
 from numpy.typing import NDArray
 
-from service.config import overruled, read_settings
-from service.repository import read_spec
 from service.segmenter import Result, Segmenter
-from service.volume import ObjectSize, Options, Volume
-
-
-def timed(segmenter: Segmenter, volume: Volume, diameter: ObjectSize) -> tuple[Result, float]:
-    began = time.process_time()
-    result = segmenter.segment(volume, Options(diameter=diameter))
-    return result, time.process_time() - began
+from service.volume import Options, Volume
 
 
 def measure(segmenter: Segmenter, pixels: NDArray[Any], repeats: int) -> tuple[Result, list[float]]:
@@ -41,22 +31,16 @@ def measure(segmenter: Segmenter, pixels: NDArray[Any], repeats: int) -> tuple[R
         other = pixels.copy()
         other[0, 0, repeat] += 1
         volume = Volume.from_array(other[None])
-        result, first = timed(segmenter, volume, "auto")
+        result, first = timed(segmenter, volume, Options(diameter="auto"))
         found = "none" if result.diameter is None else result.diameter
-        seconds.append((first, timed(segmenter, volume, "auto")[1], timed(segmenter, volume, found)[1]))
+        again, stated = (timed(segmenter, volume, Options(diameter=said))[1] for said in ("auto", found))
+        seconds.append((first, again, stated))
     return result, [statistics.median(column) for column in zip(*seconds, strict=True)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stacks", type=Path, nargs="*", metavar="STACK", help="TIFF of one channel, ZYX")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    settings = overruled(read_settings(None), "device", {"name": "cpu", "threads": options.threads})
-    segmenter = Segmenter(read_spec(options.model), settings)
-    segmenter.warm_up()
+    options = parser(__doc__, stacks="*", repeats=3).parse_args()
+    segmenter = warm_segmenter(options)
     print("| stack | width | CPU s, auto | again | stated | share of the estimate |\n|---|---|---|---|---|---|")
     cases = [(stack.parent.name, tifffile.imread(stack)) for stack in options.stacks]
     for name, pixels in cases or [("synthetic", synthetic_nuclei((64, 512, 512)))]:

@@ -9,44 +9,28 @@ share of windows that was skipped, and of voxels that are labelled in one result
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from pathlib import Path
 
 import numpy as np
 import tifffile
-from end_to_end import ROOT
+from alone import parser, timed, warm_segmenter
 
-from service.config import overruled, read_settings
-from service.repository import read_spec
-from service.segmenter import Result, Segmenter
-from service.volume import Options, SkipBelow, Volume, parse_grey
-
-
-def timed(segmenter: Segmenter, volume: Volume, below: SkipBelow) -> tuple[Result, float]:
-    began = time.process_time()
-    result = segmenter.segment(volume, Options(diameter="none", skip_below=below))
-    return result, time.process_time() - began
+from service.volume import Options, Volume, parse_grey
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stacks", type=Path, nargs="+", metavar="STACK", help="TIFF of one channel, ZYX")
-    parser.add_argument("--skip-below", default="auto", help="as the parameter of POST /segment")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    settings = overruled(read_settings(None), "device", {"name": "cpu", "threads": options.threads})
-    segmenter = Segmenter(read_spec(options.model), settings)
-    segmenter.warm_up()
+    arguments = parser(__doc__, stacks="+", repeats=5)
+    arguments.add_argument("--skip-below", default="auto", help="as the parameter of POST /segment")
+    options = arguments.parse_args()
+    segmenter = warm_segmenter(options)
+    every_window = Options(diameter="none", skip_below="none")
+    bright_ones = Options(diameter="none", skip_below=parse_grey(options.skip_below))
     print("| stack | skipped | CPU s, all windows | CPU s, skipping | ratio | voxels that differ |")
     print("|---|---|---|---|---|---|")
     for stack in options.stacks:
         volume = Volume.from_array(tifffile.imread(stack)[None])
         pairs = [
-            (timed(segmenter, volume, "none"), timed(segmenter, volume, parse_grey(options.skip_below)))
+            (timed(segmenter, volume, every_window), timed(segmenter, volume, bright_ones))
             for _ in range(options.repeats)
         ]
         (whole, _), (part, _) = pairs[-1]
