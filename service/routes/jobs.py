@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
-from service.errors import UnknownJob
+from service.errors import StackSegError, UnknownJob
 from service.metrics import Stages
 from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.requests import (
@@ -131,30 +131,27 @@ async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parame
 
 def report(spool: Spool, view: View) -> JobReport:
     """A job in the JSON that is spoken."""
-    record = view.record
-    over = record.ended is not None
+    record, outcome = view.record, view.record.outcome
     return JobReport(
         id=record.id,
         state="loading" if view.loading and record.state == "waiting" else record.state,
-        model=record.outcome.model if record.outcome else record.order.model,
+        model=outcome.model if outcome else record.order.model,
         name=record.order.name,
         parameters=record.order.parameters,
         created=_time(record.created),
-        started=None if record.started is None else _time(record.started),
-        ended=None if record.ended is None else _time(record.ended),
+        started=_moment(record.started),
+        ended=_moment(record.ended),
         expires=None if record.ended is None else _time(record.ended + spool.keep_seconds),
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
-        seconds_left=None if view.seconds_left is None or over else round(view.seconds_left, 1),
+        seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
-        warnings=list(record.outcome.notes) if record.outcome else [],
-        diameter=record.outcome.diameter if record.outcome else None,
-        skipped=record.outcome.skipped if record.outcome else None,
-        objects=record.outcome.objects if record.outcome else None,
+        warnings=list(outcome.notes) if outcome else [],
+        diameter=outcome.diameter if outcome else None,
+        skipped=outcome.skipped if outcome else None,
+        objects=outcome.objects if outcome else None,
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
-        problem=None
-        if record.failure is None
-        else JobProblem(type=f"urn:stackseg:problem:{record.failure.slug}", detail=str(record.failure)),
+        problem=_problem(record.failure),
     )
 
 
@@ -176,6 +173,16 @@ async def _changes(runtime: Runtime, spool: Spool, view: View, caller: str | Non
             view = await in_thread(partial(spool.view, view.record.id, caller))
         except UnknownJob:
             return
+
+
+def _problem(failure: StackSegError | None) -> JobProblem | None:
+    if failure is None:
+        return None
+    return JobProblem(type=f"urn:stackseg:problem:{failure.slug}", detail=str(failure))
+
+
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _time(seconds)
 
 
 def _time(seconds: float) -> datetime:
