@@ -84,11 +84,11 @@ class Device(_Section):
 class Engine(_Section):
     """How the network runs.
 
-    kind            winograd: compiled, with convolutions of fewer multiplications (CPUs in float32)
+    kind            winograd: convolutions of fewer multiplications, on CPUs in float32
     kind            auto: the fastest that gives the same labels, found by trying, other keys that are auto included
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
     channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed
-    compile_mode    auto: reduce-overhead on CUDA, default elsewhere
+    compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd is compiled only if a mode is asked for
     freeze          CPU only: weights become constants of the compiled graph
     streams         CPU only: batches that are computed at the same time, with a part of the cores each; auto: the
                     fastest number that is found with kind auto, else two

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from prometheus_client import (
@@ -57,43 +56,66 @@ class Metrics:
     """Counters of one process. Names and labels are part of the interface: dashboards depend on them."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        counter = partial(Counter, registry=registry)
-        by_model = partial(counter, labelnames=["model"])
-        self._requests = counter("stackseg_requests", "Requests answered.", ["route", "status"])
-        self._errors = counter("stackseg_errors", "Requests answered with a problem document.", ["type"])
-        self._callers = counter("stackseg_caller_requests", "Requests by the name of their API key.", ["caller"])
-        self._cache = counter("stackseg_cache", "Requests looked up among earlier results.", ["outcome"])
-        self._device_windows = counter("stackseg_device_windows", "Windows computed, by device.", ["device"])
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "stackseg_requests", "Requests answered.", ["route", "status"], registry=self._registry
+        )
+        self._errors = Counter(
+            "stackseg_errors", "Requests answered with a problem document.", ["type"], registry=self._registry
+        )
+        self._callers = Counter(
+            "stackseg_caller_requests", "Requests by the name of their API key.", ["caller"], registry=self._registry
+        )
         self._stages = Histogram(
             "stackseg_stage_seconds",
             "Seconds per stage of a segmentation.",
             ["stage"],
-            registry=registry,
+            registry=self._registry,
             buckets=STAGE_BUCKETS,
         )
-        self._voxels = by_model("stackseg_voxels", "Voxels segmented.")
-        self._objects = by_model("stackseg_objects", "Objects found.")
-        self._windows = by_model("stackseg_windows", "Windows computed.")
-        self._slots = by_model(
+        self._cache = Counter(
+            "stackseg_cache", "Requests looked up among earlier results.", ["outcome"], registry=self._registry
+        )
+        self._voxels = Counter("stackseg_voxels", "Voxels segmented.", ["model"], registry=self._registry)
+        self._objects = Counter("stackseg_objects", "Objects found.", ["model"], registry=self._registry)
+        self._windows = Counter("stackseg_windows", "Windows computed.", ["model"], registry=self._registry)
+        self._slots = Counter(
             "stackseg_batch_slots",
             "Windows that the computed batches had room for; windows per slot tells how full they are.",
+            ["model"],
+            registry=self._registry,
         )
-        self._fallbacks = by_model(
+        self._device_windows = Counter(
+            "stackseg_device_windows", "Windows computed, by device.", ["device"], registry=self._registry
+        )
+        self._fallbacks = Counter(
             "stackseg_memory_fallbacks",
             "How often memory did not hold a batch, and a smaller one was taken.",
+            ["model"],
+            registry=self._registry,
         )
-        self._skipped = by_model("stackseg_skipped_windows", "Windows not computed because nothing is in them.")
-        self._recomputed = by_model(
+        self._skipped = Counter(
+            "stackseg_skipped_windows",
+            "Windows not computed because nothing is in them.",
+            ["model"],
+            registry=self._registry,
+        )
+        self._recomputed = Counter(
             "stackseg_recomputed",
             "Volumes whose scores were not finite, and were computed again in float32.",
+            ["model"],
+            registry=self._registry,
         )
-        self._loads = by_model("stackseg_model_loads", "How often a model was loaded.")
-        self._unloads = by_model(
+        self._loads = Counter(
+            "stackseg_model_loads", "How often a model was loaded.", ["model"], registry=self._registry
+        )
+        self._unloads = Counter(
             "stackseg_model_unloads",
             "How often a model was unloaded, to make room for another.",
+            ["model"],
+            registry=self._registry,
         )
-        ProcessCollector(registry=registry)
+        ProcessCollector(registry=self._registry)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Show what `value` returns at the moment of asking, as gauge `name`."""

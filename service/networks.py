@@ -99,7 +99,8 @@ class ShuffleUNet(nn.Module):
             features.append(down(features[-1]))
         top = features.pop()
         for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
-            top = merge(up(top) + features.pop())
+            # In place: fresh memory for another sum costs more than the sum.
+            top = merge(up(top).add_(features.pop()))
         return depth_to_space(self.head(top), self.block)
 
 

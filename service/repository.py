@@ -177,7 +177,7 @@ class ModelSpec(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _decodable(self) -> Self:
+    def _consistent(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: every output needs a name of its own")
         if isinstance(self.decoding, Instances):
@@ -188,16 +188,8 @@ class ModelSpec(_Frozen):
             raise ValueError(
                 "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _named_channels(self) -> Self:
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
             raise ValueError("input.channel_names: one name per channel is needed")
-        return self
-
-    @model_validator(mode="after")
-    def _files_inside(self) -> Self:
         files = [self.weights.file, *([self.sample.input, self.sample.expected] if self.sample else [])]
         for file in files:
             if Path(file).name != file or file in {"", ".."}:

@@ -184,7 +184,7 @@ class WarmUp:
             where = " or ".join("a CUDA device" if place == "cuda" else "a CPU" for place in kind.formats)
             unfit = f"The {settings.kind} engine needs {where}; running eagerly."
             return self._warned(self._eager(name), *warnings, unfit)
-        mode = select.compile_modes(settings, self._device)[0] if settings.kind == "compiled" else None
+        mode = select.compile_modes(settings, kind, self._device)[0]
         choice = Choice(settings.kind, name, formats[0], self._batch_size, mode, self._streams)
         if select.one_at_a_time(choice, settings):
             choice = replace(choice, streams=1)

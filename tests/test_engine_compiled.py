@@ -71,7 +71,7 @@ def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module)
 def test_a_frozen_network_refuses_another_shape_or_layout(module, x):
     network = compiled.make(module, "default", freeze=True)
     network(X)
-    with pytest.raises(BadParameter, match="made for"):
+    with pytest.raises(BadParameter, match="compiled for"):
         network(x)
 
 

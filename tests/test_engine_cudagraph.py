@@ -58,7 +58,7 @@ def test_scores_of_every_call_lie_in_the_same_place():
 )
 def test_other_shapes_and_dtypes_are_refused(other):
     network = GraphedNetwork(lambda x: x, torch.zeros(2, 1, 3, 3, 3), FakeRecorder())
-    with pytest.raises(BadParameter, match=r"made for \(2, 1, 3, 3, 3\)"):
+    with pytest.raises(BadParameter, match=r"recorded for \(2, 1, 3, 3, 3\)"):
         network(other)
 
 

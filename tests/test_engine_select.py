@@ -118,7 +118,17 @@ def test_what_is_fixed_is_not_varied():
     ],
 )
 def test_compile_modes(setting, device, kind, expected):
-    assert select.compile_modes(config.Engine(compile_mode=setting, kind=kind), device) == expected
+    settings = config.Engine(compile_mode=setting, kind=kind)
+    assert select.compile_modes(settings, KINDS["compiled"], device) == expected
+    assert select.compile_modes(settings, KINDS["eager"], device) == (None,)
+
+
+def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
+    def modes(**settings):
+        return select.compile_modes(config.Engine(**settings), KINDS["winograd"], CPU)
+
+    assert modes() == modes(kind="winograd") == (None, "default")
+    assert modes(kind="winograd", compile_mode="default") == ("default",)
 
 
 def test_an_engine_of_its_own_precision_keeps_float32_outside():

@@ -56,6 +56,22 @@ def test_what_is_far_behind_costs_three_calls_and_no_comparison():
     assert world.calls.count(EAGER) == 3
 
 
+def test_compiling_must_bring_more_than_each_start_pays_for_it():
+    made, trials = World({("eager", "fp32"): 0.102, ("compiled", "fp32"): 0.1}).tune(EAGER, COMPILED, sizes=(2, 4))
+    assert made == EAGER
+    assert trials[COMPILED].verdict == "hardly faster: 102% of the chosen is not worth compiling"
+    assert {choice.engine for choice in trials if choice.sw_batch_size != 2} == {"eager"}
+    made, _ = World({("eager", "fp32"): 0.105, ("compiled", "fp32"): 0.1}).tune(EAGER, COMPILED)
+    assert made == COMPILED
+
+
+def test_more_windows_at_once_must_bring_more_than_memory_is_worth():
+    made, trials = World({("eager", "fp32"): 1.0}, per_call=0.03).tune(EAGER, sizes=(2, 4))
+    assert made == EAGER
+    more = trials[Choice("eager", "fp32", "contiguous", 4)]
+    assert more.verdict == "hardly faster: 101% of the chosen is not worth more windows at once"
+
+
 def test_newcomers_run_in_turn_with_the_fastest_so_far():
     world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1})
     world.tune(EAGER, COMPILED)

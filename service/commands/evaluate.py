@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,8 @@ from service.errors import BadParameter
 from service.repository import FILE_NAME, ModelSpec, choose, read_repository, read_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
-    from service.segmenter import Segmenter
-    from service.training.evaluate import Line
     from service.volume import Volume
 
 
@@ -42,56 +39,35 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table, a line as soon as it is known. Needs the extra `train`."""
-    from service.training.evaluate import HEADER, row  # noqa: PLC0415
+    from service.segmenter import Segmenter  # noqa: PLC0415
+    from service.training.evaluate import HEADER, classical_line, model_line, row, stack_name  # noqa: PLC0415
 
-    pairs = _pairs(options)
-    segmenter = _segmenter(options.model, settings)
-    if not options.json:
-        sys.stdout.write(HEADER + "\n")
-    results = []
-    for stack, line in _lines(segmenter, pairs, options, settings):
-        results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
-        if not options.json:
-            sys.stdout.write(row(stack, line) + "\n")
-            sys.stdout.flush()
-    if options.json:
-        sys.stdout.write(json.dumps(results, indent=2) + "\n")
-    return 0
-
-
-def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
-    """Images, each with its labels. Raises BadParameter where one lacks the other."""
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
         raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
-    return list(zip(images, labels, strict=True))
-
-
-def _segmenter(model: str | None, settings: Settings) -> Segmenter:
-    """The model, warm. Raises BadParameter for one of classes, and what loading raises."""
-    from service.segmenter import Segmenter  # noqa: PLC0415
-
-    segmenter = Segmenter(_chosen(model, settings), settings)
+    segmenter = Segmenter(_chosen(options.model, settings), settings)
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
     segmenter.warm_up()
-    return segmenter
-
-
-def _lines(
-    segmenter: Segmenter, pairs: list[tuple[Path, Path]], options: argparse.Namespace, settings: Settings
-) -> Iterator[tuple[str, Line]]:
-    """The name of each stack with its lines: one for each diameter, and one for the classical method."""
-    from service.training.evaluate import classical_line, model_line, stack_name  # noqa: PLC0415
-
-    for image, labels in pairs:
-        volume, truth = _read(image, labels, options.channel, settings)
-        stack = stack_name(image)
-        for said in options.diameter or [None]:
-            yield stack, model_line(segmenter, volume, truth, said)
+    if not options.json:
+        sys.stdout.write(HEADER + "\n")
+    results = []
+    for path, truth_path in zip(images, labels, strict=True):
+        volume, pixels = _read(path, truth_path, options.channel, settings)
+        stack = stack_name(path)
+        works = [partial(model_line, segmenter, volume, pixels, said) for said in options.diameter or [None]]
         if not options.no_floor:
-            yield stack, classical_line(volume, truth)
+            works.append(partial(classical_line, volume, pixels))
+        for work in works:
+            line = work()
+            results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
+            if not options.json:
+                sys.stdout.write(row(stack, line) + "\n")
+                sys.stdout.flush()
+    if options.json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+    return 0
 
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from service.engine.fixed import Fixed
+from service.errors import BadParameter
 from service.networks import Network
 
 WARM_UP_CALLS = 3
@@ -58,7 +58,6 @@ class GraphedNetwork:
     """Replays one recorded forward. Input and output buffers are fixed: scores are valid until the next call."""
 
     def __init__(self, network: Network, example: Tensor, recorder: Recorder) -> None:
-        self._fixed = Fixed.like(example)
         self._input = example.clone()
         self._recorder = recorder
         with torch.inference_mode():
@@ -67,7 +66,9 @@ class GraphedNetwork:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] of the example's shape and dtype -> scores. Raises BadParameter for any other shape."""
-        self._fixed.check(x)
+        if x.shape != self._input.shape or x.dtype != self._input.dtype:
+            have, want = (f"{tuple(t.shape)} {t.dtype}" for t in (x, self._input))
+            raise BadParameter(f"This network was recorded for {want} and cannot run {have}.")
         self._input.copy_(x)
         self._recorder.replay()
         return self._output

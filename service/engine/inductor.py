@@ -17,7 +17,7 @@ from torch._inductor import config as inductor
 from torch._inductor import list_mode_options
 from torch.fx import GraphModule
 
-from service.engine.fixed import Fixed
+from service.errors import BadParameter
 from service.networks import Network
 
 # All modules are entered through the same forward, of which torch would compile eight variants and no more.
@@ -60,14 +60,16 @@ class _Frozen:
         self._module = module
         # Loops are cut for the threads that the caller has, instead of those that were there when it was compiled.
         self._options = options | {"cpp.dynamic_threads": True}
-        self._compiled: tuple[Network, Fixed] | None = None
+        self._compiled: tuple[Network, torch.Size, tuple[int, ...]] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Raises BadParameter for another shape, dtype or layout than that of the first call."""
+        """Raises BadParameter for another shape or layout than that of the first call."""
         if self._compiled is None:
-            self._compiled = self._compile(x), Fixed.like(x, strides=True)
-        network, fixed = self._compiled
-        fixed.check(x)
+            self._compiled = self._compile(x), x.shape, x.stride()
+        network, shape, stride = self._compiled
+        if x.shape != shape or x.stride() != stride:
+            this, that = f"{tuple(shape)} in strides of {stride}", f"{tuple(x.shape)} in strides of {x.stride()}"
+            raise BadParameter(f"This network was compiled for {this}, and cannot run {that}.")
         return network(x)
 
     def _compile(self, x: Tensor) -> Network:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.engine.fixed import Fixed
+from service.errors import BadParameter
 from service.networks import Network
 
 # On import openvino would report to its vendor unless the user has opted out; it does without where the reporter is
@@ -32,19 +32,19 @@ class CompiledNetwork:
     """Scores lie in a buffer that belongs to the batch buffer: they are valid until that is handed over again.
 
     request  makes something that computes one batch at a time
-    example  a batch like all that will come
     streams  batch buffers that are in use, at most
     """
 
-    def __init__(self, request: Callable[[], Any], example: Tensor, streams: int) -> None:
-        self._fixed = Fixed.like(example)
+    def __init__(self, request: Callable[[], Any], shape: torch.Size, streams: int) -> None:
+        self._shape = shape
         self._request = request
         self._streams = streams
         self._bound: dict[int, _Bound] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x], contiguous, as the example -> float32 [B, K, z, y, x]. Raises BadParameter."""
-        self._fixed.check(x)
+        """[B, C, z, y, x], contiguous, of the example's shape -> float32 [B, K, z, y, x]. Raises BadParameter."""
+        if x.shape != self._shape:
+            raise BadParameter(f"This network was made for {tuple(self._shape)} and cannot run {tuple(x.shape)}.")
         # Windows arrive in a few buffers for good, one for each stream, which are handed over once and then only read.
         bound = self._bound.get(x.data_ptr())
         if bound is None:
@@ -102,4 +102,4 @@ def make(module: nn.Module, example: Tensor, precision: str, streams: int = 1) -
         "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
     }
     compiled = openvino.Core().compile_model(graph, "CPU", options)
-    return CompiledNetwork(compiled.create_infer_request, example, streams)
+    return CompiledNetwork(compiled.create_infer_request, example.shape, streams)

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from service import config
-from service.engine import compiled, cudagraph, eager, openvino, tensorrt, winograd
+from service.engine import compiled, cudagraph, eager, openvino, packed, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.networks import Network, weight_bytes
+
+# Seconds that torch.compile takes on a slow machine.
+SLOW_COMPILATION = 30.0
 
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3
@@ -39,11 +42,12 @@ class Kind:
     transform  applied to the prepared module first
     suits      whether it makes anything of a module that others do not
     compiles   by torch.compile, and so in one of its modes
+    optional   whether it runs without torch.compile as well, and does so unless a mode is asked for
     precisions that it computes, of those that the device has
     float32    batch and weights stay float32; `precision` is a hint to the engine
     packs      whether it keeps weights in a layout of its own, beside those of the module
     divides    whether it divides the cores among streams itself, and so is made for a number of them
-    slow_build seconds that making it takes on a slow machine: not begun with less time left
+    slow_build seconds that making it takes on a slow machine, torch.compile left out: not begun with less time left
     missing    why it cannot be used here, None where it can
     caution    what everybody who uses it is told
     """
@@ -53,6 +57,7 @@ class Kind:
     transform: Callable[[nn.Module], nn.Module] = lambda module: module
     suits: Callable[[nn.Module], bool] = lambda _module: True
     compiles: bool = False
+    optional: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     float32: bool = False
     packs: bool = False
@@ -71,6 +76,12 @@ def _make_compiled(module: nn.Module, example: Tensor, choice: Choice, settings:
     return compiled.make(module, choice.compile_mode or "default", freeze=freeze)
 
 
+def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
+    if choice.compile_mode is not None:
+        return _make_compiled(module, example, choice, settings)
+    return eager.make(packed.pack(module))
+
+
 def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
     return cudagraph.make(module, example)
 
@@ -84,6 +95,15 @@ def _make_tensorrt(module: nn.Module, example: Tensor, _choice: Choice, settings
 
 
 KINDS: dict[str, Kind] = {
+    "winograd": Kind(
+        _make_winograd,
+        {"cpu": ("channels_last_3d",)},
+        transform=winograd.accelerate,
+        suits=lambda module: winograd.candidates(module) > 0,
+        precisions=("fp32",),
+        compiles=True,
+        optional=True,
+    ),
     "openvino": Kind(
         _make_openvino,
         {"cpu": ("contiguous",)},
@@ -94,17 +114,8 @@ KINDS: dict[str, Kind] = {
         missing=openvino.missing,
     ),
     "cudagraph": Kind(_make_cudagraph, {"cuda": BOTH}),
-    "winograd": Kind(
-        _make_compiled,
-        {"cpu": ("channels_last_3d",)},
-        transform=winograd.accelerate,
-        suits=lambda module: winograd.candidates(module) > 0,
-        precisions=("fp32",),
-        compiles=True,
-        slow_build=30.0,
-    ),
     # On the CPU inductor lays convolutions out by itself, and the input's format matters little.
-    "compiled": Kind(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True, slow_build=30.0),
+    "compiled": Kind(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True),
     "tensorrt": Kind(
         _make_tensorrt,
         {"cuda": ("contiguous",)},
@@ -137,7 +148,7 @@ def choices(
     found = []
     kinds = KINDS if settings.kind == "auto" else {settings.kind: KINDS[settings.kind]}
     for name, kind in kinds.items():
-        modes = compile_modes(settings, device) if kind.compiles else (None,)
+        modes = compile_modes(settings, kind, device)
         able = (precision for precision in precisions if precision in kind.precisions)
         for precision, mode, memory_format in itertools.product(able, modes, memory_formats(settings, kind, device)):
             found.append(Choice(name, precision, memory_format, batch_size, mode))
@@ -152,18 +163,25 @@ def memory_formats(settings: config.Engine, kind: Kind, device: torch.device) ->
     return ("channels_last_3d" if settings.channels_last else "contiguous",)
 
 
-def compile_modes(settings: config.Engine, device: torch.device) -> tuple[str, ...]:
-    """`auto`: where launches cost (CUDA) reduce-overhead, then max-autotune; default elsewhere."""
+def compile_modes(settings: config.Engine, kind: Kind, device: torch.device) -> tuple[str | None, ...]:
+    """`auto`: where launches cost (CUDA) reduce-overhead, then max-autotune; default elsewhere. None: not compiled."""
+    if not kind.compiles:
+        return (None,)
     if settings.compile_mode != "auto":
         return (settings.compile_mode,)
-    if device.type != "cuda":
-        return ("default",)
-    return ("reduce-overhead", "max-autotune") if settings.kind == "auto" else ("reduce-overhead",)
+    if device.type == "cuda":
+        return ("reduce-overhead", "max-autotune") if settings.kind == "auto" else ("reduce-overhead",)
+    return (None, "default") if kind.optional else ("default",)
+
+
+def slow_build(choice: Choice) -> float:
+    """Seconds that making it takes on a slow machine."""
+    return KINDS[choice.engine].slow_build if choice.compile_mode is None else SLOW_COMPILATION
 
 
 def one_at_a_time(choice: Choice, settings: config.Engine) -> bool:
     """Whether only one batch may be computed at a time: torch.compile's guards want the threads that were there."""
-    return KINDS[choice.engine].compiles and not settings.freeze
+    return choice.compile_mode is not None and not settings.freeze
 
 
 def batch_dtype(choice: Choice) -> torch.dtype:
@@ -182,14 +200,16 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
     began = time.perf_counter()
     with torch.inference_mode():
         transformed = kind.transform(module)
+        # Now, as engines may take weights out of it, in a layout whose bytes nobody tells.
+        nbytes = weight_bytes(transformed)
         network = kind.make(transformed, example, choice, settings)
         for _ in range(WARM_UP_CALLS):
             network(example)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
-    packed = kind.packs or (kind.compiles and settings.freeze and example.device.type == "cpu")
-    own = (transformed is not module) + packed
-    return Built(network, time.perf_counter() - began, own * weight_bytes(transformed))
+    frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
+    own = (transformed is not module) + (kind.packs or frozen)
+    return Built(network, time.perf_counter() - began, own * nbytes)
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from service.engine.plans import Choice, Trial
-from service.engine.select import KINDS, first_line
+from service.engine.select import first_line, slow_build
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 FAR_BEHIND = 0.7
 # More windows at once take more memory, and must bring more than noise does.
 WORTH_IT = 1.02
+# Compiling takes most of a start, every time, and must bring more than this.
+WORTH_COMPILING = 1.03
 FIRST_CALLS, CALLS, FINAL_CALLS = 3, 10, 12
 DUEL_SECONDS, FINAL_SECONDS = 2.0, 5.0
 FINALISTS = 3
@@ -75,6 +77,11 @@ class _Runner(Generic[Made]):
         """Windows per second."""
         return self.choice.streams * self.choice.sw_batch_size / self.least
 
+    @property
+    def worth(self) -> float:
+        """The rate, less what compiling must bring."""
+        return self.rate / WORTH_COMPILING if self.choice.compile_mode else self.rate
+
     def trial(self, verdict: str) -> Trial:
         return Trial(self.choice, verdict, self.rate, self.difference, self.build_seconds)
 
@@ -102,7 +109,7 @@ class Tuner(Generic[Made]):
         self._began = clock()
         self._trials: dict[Choice, Trial] = {}
         self._passed: list[_Runner[Made]] = []
-        self._builds: dict[str, float] = {}
+        self._builds: dict[tuple[str, str | None], float] = {}
 
     def run(self, candidates: Sequence[Choice], batch_sizes: Sequence[int], streams: Sequence[int] = ()) -> Won[Made]:
         """The best of `candidates` and of the best one's other batch sizes and streams, and what became of each.
@@ -119,8 +126,7 @@ class Tuner(Generic[Made]):
         self._spread(streams)
         best = self._final()
         for runner in self._passed:
-            slower = f"slower: {runner.rate / best.rate:.0%} of the best"
-            self._trials[runner.choice] = runner.trial("chosen" if runner is best else slower)
+            self._trials[runner.choice] = runner.trial(_verdict(runner, best))
         return Won(best.entrant.made, tuple(self._trials.values()))
 
     @property
@@ -129,7 +135,7 @@ class Tuner(Generic[Made]):
         return self._clock() - self._began
 
     def _best(self) -> _Runner[Made] | None:
-        return max(self._passed, key=lambda runner: runner.rate, default=None)
+        return max(self._passed, key=lambda runner: runner.worth, default=None)
 
     def _climb(self, batch_sizes: Sequence[int]) -> None:
         """Other batch sizes of the fastest, larger ones first, in each direction for as long as it pays."""
@@ -170,7 +176,7 @@ class Tuner(Generic[Made]):
                 return f"{passed.choice.precision} is as good"
         if (reason := self._fits(choice)) is not None:
             return reason
-        needed = self._builds.get(choice.engine, KINDS[choice.engine].slow_build)
+        needed = self._builds.get((choice.engine, choice.compile_mode), slow_build(choice))
         left = self._rules.seconds - self.seconds
         last_resort = choice.engine == "eager" and not self._passed
         if left < needed and not last_resort:
@@ -182,7 +188,8 @@ class Tuner(Generic[Made]):
         try:
             entrant = self._enter(choice)
             runner = _Runner(choice, entrant, self._clock() - began)
-            self._builds[choice.engine] = max(runner.build_seconds, self._builds.get(choice.engine, 0.0))
+            made = choice.engine, choice.compile_mode
+            self._builds[made] = max(runner.build_seconds, self._builds.get(made, 0.0))
             if not self._keeps_up(runner):
                 return runner.trial("dropped: far behind in its first calls")
             difference = entrant.differs()
@@ -211,15 +218,15 @@ class Tuner(Generic[Made]):
 
     def _final(self) -> _Runner[Made]:
         """The last few in turn, from scratch; of nearly equal ones the one with fewer windows per call."""
-        ranking = sorted(self._passed, key=lambda runner: runner.rate, reverse=True)
+        ranking = sorted(self._passed, key=lambda runner: runner.worth, reverse=True)
         finalists = ranking[:FINALISTS]
         if len(finalists) > 1:
             for runner in finalists:
                 runner.least = math.inf
             self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
-        fastest = max(finalists, key=lambda runner: runner.rate)
-        near = [runner for runner in finalists if runner.rate * WORTH_IT >= fastest.rate]
-        return min(near, key=lambda runner: (runner.choice.sw_batch_size * runner.choice.streams, -runner.rate))
+        fastest = max(finalists, key=lambda runner: runner.worth)
+        near = [runner for runner in finalists if runner.worth * WORTH_IT >= fastest.worth]
+        return min(near, key=lambda runner: (runner.choice.sw_batch_size * runner.choice.streams, -runner.worth))
 
     def _take_turns(self, runners: Sequence[_Runner[Made]], rounds: int, seconds: float) -> None:
         deadline = self._clock() + seconds
@@ -230,6 +237,17 @@ class Tuner(Generic[Made]):
                 runner.least = min(runner.least, self._clock() - began)
             if self._clock() > deadline:
                 return
+
+
+def _verdict(runner: _Runner[Made], best: _Runner[Made]) -> str:
+    """Of one that passed."""
+    share = runner.rate / best.rate
+    if runner is best:
+        return "chosen"
+    if share < 1:
+        return f"slower: {share:.0%} of the best"
+    dear = "compiling" if runner.choice.compile_mode and not best.choice.compile_mode else "more windows at once"
+    return f"hardly faster: {share:.0%} of the chosen is not worth {dear}"
 
 
 def batch_sizes(base: int, most: int, *, on_cpu: bool) -> tuple[int, ...]:

@@ -62,7 +62,9 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, K, z, y, x], channels last."""
-        y: Tensor = torch.ops.stackseg.convolve(x, self.weights, self.bias, self.outputs, self.rectify)
+        # An operator is what torch.compile leaves alone; to call one, torch imports its compiler, which takes seconds.
+        run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
+        y: Tensor = run(x, self.weights, self.bias, self.outputs, self.rectify)
         return y
 
 
@@ -123,11 +125,8 @@ def pack(weight: Tensor) -> Tensor:
     return torch.cat([block.reshape(-1) for block in torch.split(sampled, blocks, dim=2)])
 
 
-# Inductor keeps the layout of an operator's inputs as eager mode has it, which with one window is not channels last,
-# and would convert them; this one takes any.
-@torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, rectify: bool) -> Tensor:  # noqa: FBT001
-    """The kernel as an operator that torch.compile leaves as it is; `weights` as from `pack`."""
+    """The kernel; `weights` as from `pack`. Raises MemoryError."""
     x = x.contiguous(memory_format=torch.channels_last_3d)
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
@@ -142,7 +141,12 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, rect
     return y
 
 
-@convolve.register_fake
+# Inductor keeps the layout of an operator's inputs as eager mode has it, which with one window is not channels last,
+# and would convert them; this one takes any.
+_operator = torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))(convolve)
+
+
+@_operator.register_fake
 def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _rectify: bool) -> Tensor:  # noqa: FBT001
     return _empty(x, outputs)
 

@@ -1,0 +1,111 @@
+"""Convolutions with their weights in the layout of oneDNN's kernels, and with the activation behind them taken in.
+
+That is most of what freezing does for a compiled graph on a CPU, without the seconds that each start compiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from service.engine.sequences import steps
+
+Layer = nn.Conv3d | nn.ConvTranspose3d
+
+
+class Activation(NamedTuple):
+    """What oneDNN applies to a convolution's result, by its name for it."""
+
+    name: str = "none"
+    scalars: tuple[float, ...] = ()
+
+
+class Convolution(nn.Module):
+    """What a float32 `layer` on the CPU computes, with an activation behind it; channels last in and out.
+
+    Weights are laid out for the shape of the first input. Inputs of other shapes are right as well, if slower.
+    """
+
+    def __init__(self, layer: Layer, activation: Activation) -> None:
+        super().__init__()
+        # Until its weights are laid out, for an input of the shape to come.
+        self._unpacked: Tensor | None = layer.weight
+        # Not a buffer: what is in a layout of oneDNN's can neither be moved nor copied.
+        self._weight = torch.empty(0)
+        self.bias, self.activation = layer.bias, activation
+        # All that the kernels are told besides tensors: padding, of the output as well where transposed, and so on.
+        shared = (list(layer.stride), list(layer.dilation), layer.groups)
+        padding = [list(_padding(layer))]
+        if transposed := isinstance(layer, nn.ConvTranspose3d):
+            padding.append(list(layer.output_padding))
+        self.geometry = (*padding, *shared)
+        operators = torch.ops.mkldnn
+        self._pack = (
+            operators._reorder_convolution_transpose_weight if transposed else operators._reorder_convolution_weight
+        )
+        self._run = operators._convolution_transpose_pointwise if transposed else operators._convolution_pointwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, z, y, x] -> [B, K, z, y, x]."""
+        x = _channels_last(x)
+        if self._unpacked is not None:
+            self._weight = self._pack(self._unpacked, *self.geometry, list(x.shape))
+            self._unpacked = None
+        y: Tensor = self._run(
+            x, self._weight, self.bias, *self.geometry, self.activation.name, list(self.activation.scalars), ""
+        )
+        return y
+
+
+def pack(module: nn.Module) -> nn.Module:
+    """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`."""
+    present = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not present or isinstance(module, torch.jit.ScriptModule):
+        return module
+    for step, following in itertools.pairwise(list(steps(module))):
+        if _suits(step.module) and (activation := _activation(following.module)) is not None:
+            step.put(Convolution(step.module, activation))
+            following.put(nn.Identity())
+    for name, child in module.named_children():
+        if _suits(child):
+            module._modules[name] = Convolution(child, Activation())
+        elif not isinstance(child, Convolution):
+            pack(child)
+    return module
+
+
+def _suits(module: nn.Module) -> TypeGuard[Layer]:
+    if not isinstance(module, Layer) or module.padding_mode != "zeros":
+        return False
+    ordinary = module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
+    if isinstance(module, nn.ConvTranspose3d):
+        return ordinary and module.groups == 1
+    # Even kernels are padded more on one side, which these kernels cannot.
+    return ordinary and (module.padding != "same" or all(edge % 2 for edge in module.kernel_size))
+
+
+def _padding(layer: Layer) -> tuple[int, ...]:
+    if isinstance(layer.padding, str):
+        if layer.padding == "valid":
+            return (0, 0, 0)
+        return tuple(step * (edge - 1) // 2 for edge, step in zip(layer.kernel_size, layer.dilation, strict=True))
+    return tuple(layer.padding)
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    # Without a slope, as in nn.ReLU, oneDNN makes zero of NaN, which then nobody finds.
+    if isinstance(module, nn.LeakyReLU) and module.negative_slope:
+        return Activation("leaky_relu", (module.negative_slope,))
+    return None
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """The same values in that order, and in strides that say so even where there is one channel."""
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    if x.shape[1] > 1:
+        return x
+    depth, height, width = x.shape[2:]
+    return x.as_strided(x.shape, (depth * height * width, 1, height * width, width, 1))
