@@ -106,3 +106,31 @@ def test_too_many_pages_are_too_large() -> None:
 def test_an_absurd_number_of_tags_is_refused() -> None:
     with pytest.raises(BadFile, match="entries"):
         structure.scan(io.BytesIO(b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100)))
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("tag", [256, 259, 262])
+def test_a_page_among_many_that_differs_in_one_entry_has_another_layout(
+    bigtiff: bool, byteorder: str, tag: int
+) -> None:
+    stream = written([np.zeros((4, 5), np.uint16)] * 5, bigtiff=bigtiff, byteorder=byteorder)
+    with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
+        place = tiff.pages[2].tags[tag].valueoffset
+    content = bytearray(stream.getvalue())
+    content[place if byteorder == "<" else place + 1] += 1
+
+    layouts = list(structure.scan(io.BytesIO(content)).layouts.values())
+
+    assert [layout == layouts[0] for layout in layouts] == [True, True, False, True, True]
+
+
+def test_values_of_every_page_must_lie_within_the_file() -> None:
+    stream = written([np.zeros((4, 5), np.uint16)] * 5, resolution=(3.5, 4.5))
+    with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
+        entry = tiff.pages[3].tags["YResolution"].offset
+    content = bytearray(stream.getvalue())
+    content[entry + 8 : entry + 12] = struct.pack("<I", len(content) - 4)
+
+    with pytest.raises(BadFile, match="tag 283 of page 3 lies beyond its end"):
+        structure.scan(io.BytesIO(content))

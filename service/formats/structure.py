@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from service.errors import BadFile, TooLarge, UnsupportedMedia
 
@@ -57,12 +57,13 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     flavour, offset = header(stream)
     offsets: list[int] = []
     layouts: dict[int, bytes] = {}
+    directories = _Directories(stream, flavour, size)
     while offset:
         if offset in layouts:
             raise BadFile("The file's chain of pages runs in a circle. Save it again with another program.")
         if len(offsets) == max_pages:
             raise TooLarge(f"The file has more than {max_pages} pages. Send a part of it.")
-        layouts[offset], following = _directory(stream, flavour, offset, len(offsets), size)
+        layouts[offset], following = directories.read(offset, len(offsets))
         offsets.append(offset)
         offset = following
     if not offsets:
@@ -88,30 +89,89 @@ def header(stream: BinaryIO) -> tuple[Flavour, int]:
     raise UnsupportedMedia(f"The file {what}. Send a TIFF: ImageJ, OME-TIFF, BigTIFF or plain pages.")
 
 
-def _directory(stream: BinaryIO, flavour: Flavour, offset: int, index: int, size: int) -> tuple[bytes, int]:
-    """Layout of one page, and the offset of the next directory (0 after the last)."""
-    cut = BadFile(
-        f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its {size}"
-        " bytes. Copy or export it again."
-    )
-    if offset + flavour.count.size > size:
-        raise cut
-    stream.seek(offset)
-    count = flavour.count.unpack(stream.read(flavour.count.size))[0]
-    if count > MAX_TAGS:
-        raise BadFile(f"The directory of page {index} claims {count} entries: the file is damaged.")
-    length = count * flavour.entry.size
-    data = stream.read(length + flavour.offset.size)
-    if len(data) < length + flavour.offset.size:
-        raise cut
-    parts = []
-    for tag, kind, number, value in flavour.entry.iter_unpack(data[:length]):
-        long = number * _TYPE_SIZES.get(kind, 0)
-        if long > len(value) and flavour.offset.unpack(value)[0] + long > size:
+class _Pattern(NamedTuple):
+    """What decides in a page directory, and what has to be looked at nevertheless in another one that has it too.
+
+    length  of the directory in bytes
+    mask    those bits of it, as one number, that decide about the layout, and about how long values are
+    bits    the directory under that mask
+    layout  of the page
+    far     tags whose values lie elsewhere, where in the directory it says where, and how many bytes they have
+    """
+
+    length: int
+    mask: int
+    bits: int
+    layout: bytes
+    far: tuple[tuple[int, int, int], ...]
+
+    def fits(self, data: bytes) -> bool:
+        """Whether another directory has the same layout, and values of the same lengths in the same places."""
+        return len(data) == self.length and int.from_bytes(data, "little") & self.mask == self.bits
+
+
+class _Directories:
+    """Reads the page directories of one file of `size` bytes.
+
+    Pages of a stack have directories that differ in places alone, so that only the first is looked at entry by entry.
+    """
+
+    def __init__(self, stream: BinaryIO, flavour: Flavour, size: int) -> None:
+        self._stream, self._flavour, self._size = stream, flavour, size
+        self._last: _Pattern | None = None
+
+    def read(self, offset: int, index: int) -> tuple[bytes, int]:
+        """Layout of one page, and the offset of the next directory (0 after the last)."""
+        data = self._bytes(offset, index)
+        pattern = self._last
+        if pattern is not None and pattern.fits(data):
+            for tag, place, length in pattern.far:
+                self._check(data, place, length, tag, index)
+        else:
+            pattern = self._last = self._look(data, index)
+        return pattern.layout, self._flavour.offset.unpack_from(data, len(data) - self._flavour.offset.size)[0]
+
+    def _bytes(self, offset: int, index: int) -> bytes:
+        """The entries, and behind them the offset of the next directory."""
+        stream, flavour = self._stream, self._flavour
+        cut = BadFile(
+            f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its"
+            f" {self._size} bytes. Copy or export it again."
+        )
+        if offset + flavour.count.size > self._size:
+            raise cut
+        stream.seek(offset)
+        count = flavour.count.unpack(stream.read(flavour.count.size))[0]
+        if count > MAX_TAGS:
+            raise BadFile(f"The directory of page {index} claims {count} entries: the file is damaged.")
+        length = count * flavour.entry.size + flavour.offset.size
+        data = stream.read(length)
+        if len(data) < length:
+            raise cut
+        return data
+
+    def _look(self, data: bytes, index: int) -> _Pattern:
+        """Entry by entry."""
+        entry, width = self._flavour.entry, self._flavour.offset.size
+        parts, far, mask = [], [], bytearray()
+        for start in range(0, len(data) - width, entry.size):
+            tag, kind, number, value = entry.unpack_from(data, start)
+            place, length = start + entry.size - width, number * _TYPE_SIZES.get(kind, 0)
+            if length > width:
+                self._check(data, place, length, tag, index)
+                far.append((tag, place, length))
+            decides = tag in _LAYOUT_TAGS
+            mask += b"\xff" * (entry.size - width) + (b"\xff" if decides else b"\0") * width
+            if decides:
+                parts.append(
+                    struct.pack("=HHQ", tag, kind, number) + _value(self._stream, self._flavour, value, length)
+                )
+        bits = int.from_bytes(mask, "little")
+        return _Pattern(len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(parts)), tuple(far))
+
+    def _check(self, data: bytes, place: int, length: int, tag: int, index: int) -> None:
+        if self._flavour.offset.unpack_from(data, place)[0] + length > self._size:
             raise BadFile(f"The file is cut short: tag {tag} of page {index} lies beyond its end. Copy it again.")
-        if tag in _LAYOUT_TAGS:
-            parts.append(struct.pack("=HHQ", tag, kind, number) + _value(stream, flavour, value, long))
-    return b"".join(sorted(parts)), flavour.offset.unpack(data[length:])[0]
 
 
 def _value(stream: BinaryIO, flavour: Flavour, value: bytes, length: int) -> bytes:
