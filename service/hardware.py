@@ -180,6 +180,11 @@ def return_freed(device: torch.device) -> None:
     """Let others have the memory that this process has freed, and torch or the C library would keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return_pages()
+
+
+def return_pages() -> None:
+    """Let others have the host's memory that this process has freed, and the C library would keep for later."""
     # Only glibc has it, and only glibc keeps so much.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -36,6 +36,7 @@ from service.residents import Standing
 from service.segmenter import Result, Segmenter
 from service.station import Load, Seat, Station, station_settings
 from service.store import Outcome
+from service.trimming import Trimmer
 from service.volume import Description, Extent, Options, Segmentation, Selection, Volume
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
@@ -97,6 +98,7 @@ class Runtime:
         self._version = version("stackseg")
         self._started = time.monotonic()
         self._reader: Reader
+        self._trimmer = Trimmer()
         # What was found in the repository; whether it is loaded the station knows.
         self._found: dict[str, ModelState] = {}
         self._first: tuple[str, ...] = ()
@@ -121,6 +123,7 @@ class Runtime:
             shared_bytes=self.settings.references.decoded_bytes,
             processes=READERS,
         )
+        self._trimmer.start()
         self._show_gauges()
         self._found = {state.name: state for state in self._read_models()}
         specs = {name: state.spec for name, state in self._found.items() if state.spec is not None}
@@ -150,6 +153,7 @@ class Runtime:
         for station in self.stations:
             if not station.stop(JOIN_SECONDS):
                 log.warning("%s is still busy after %s s; leaving it behind", station.name, JOIN_SECONDS)
+        self._trimmer.stop()
         self._reader.close()
         self.readers.shutdown()
         self.lookers.shutdown()
