@@ -29,7 +29,7 @@ from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job
 from service.metrics import Metrics
-from service.planning import Estimate, Outlook
+from service.planning import Estimate
 from service.references import References
 from service.repository import ModelSpec
 from service.residents import Standing
@@ -246,11 +246,12 @@ class Runtime:
         return segmenter
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
-        """What segmenting it would take. Of a model that is not loaded only windows are known, and memory is guessed.
+        """What segmenting it would take. Of a model that was never loaded only windows are known; memory is guessed.
 
         Raises BadParameter and TooLarge.
         """
-        return (self._loaded(spec.name) or Outlook(spec, self.settings)).estimate(volume, options)
+        loaded = self._loaded(spec.name)
+        return loaded.estimate(volume, options) if loaded else self.stations[0].outlook(spec).estimate(volume, options)
 
     def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""

@@ -216,7 +216,7 @@ class Segmenter:
         allows, Cancelled once `cancelled()` is true between two
         batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
         """
-        plan, needed = self._outlook.plan(options), self.estimate(volume, options)
+        plan, needed = self.outlook.plan(options), self.estimate(volume, options)
         check_memory(needed, hardware.available_memory())
         stages = Stages()
         with torch.inference_mode(), translated(needed, self._device):
@@ -280,14 +280,15 @@ class Segmenter:
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """What segmenting a volume of this shape and voxel size would take. Raises BadParameter and TooLarge."""
-        return self._outlook.estimate(volume, options)
+        return self.outlook.estimate(volume, options)
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
-        return self._outlook.output(options)
+        return self.outlook.output(options)
 
     @property
-    def _outlook(self) -> Outlook:
+    def outlook(self) -> Outlook:
+        """What can be said of requests, with what is known of the model by now."""
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"
         choice = self._choice
@@ -295,7 +296,7 @@ class Segmenter:
 
     def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
         """Estimate the width of the objects, and plan anew with it where that brings something."""
-        plan = self._outlook.plan(options)
+        plan = self.outlook.plan(options)
 
         base = _ratios(working_size(volume, self.spec), volume)
         sizer = Sizer(image, base, self.spec, self._look(plan, run))
@@ -304,7 +305,7 @@ class Segmenter:
             return _Sized(plan, needed, found.diameter, (found.note,))
         sized = replace(options, diameter=found.diameter)
         try:
-            more = self._outlook.estimate(volume, sized)
+            more = self.outlook.estimate(volume, sized)
             check_memory(more, hardware.available_memory())
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {found.diameter} wide, yet the stack is used as it is sampled: {error}"

@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from service import hardware
+from service import hardware, warmup
 from service.config import MOST_STREAMS, Settings
 from service.device import Device, Share
 from service.engine import compiled
 from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
-from service.planning import Estimate
+from service.planning import Estimate, Outlook
 from service.repository import ModelSpec
 from service.residents import Lease, Residents, too_large
 from service.segmenter import Result, Segmenter, exhausted
@@ -61,6 +61,7 @@ class Station:
         self._load_seconds: dict[str, float] = {}
         # How models run here, those that were loaded at some time.
         self.manners: dict[str, str] = {}
+        self._outlooks: dict[str, Outlook] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free)
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
@@ -120,6 +121,14 @@ class Station:
         there = self.residents.look(model) is not None or self.residents.is_awaited(model)
         loading = 0.0 if there else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
         return failed, self.queue.full or bool(self.residents.starting), self.queue.expected + loading
+
+    def outlook(self, spec: ModelSpec) -> Outlook:
+        """What can be said of requests to a model: as it runs here or last did, else as one does that nobody tuned."""
+        if spec.name in self._outlooks:
+            return self._outlooks[spec.name]
+        here = self.settings, self._torch_device
+        batch_size, streams = warmup.batch_size(*here), warmup.streams(*here)
+        return Outlook(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
 
     @property
     def loaded_bytes(self) -> int:
@@ -186,6 +195,7 @@ class Station:
             needed = self._guess(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
         self._load_seconds[name] = time.monotonic() - began
+        self._outlooks[name] = segmenter.outlook
         report = segmenter.report()
         layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
         self.manners[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.errors import Cancelled
-from service.planning import Estimate, make_plan
+from service.planning import Estimate, Outlook, make_plan
 from service.segmenter import EngineReport, Result
 from service.volume import Segmentation
 
@@ -52,6 +52,10 @@ class FakeSegmenter:
         kind = self.output(options)
         segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
         return Result(segmentation, {"windows": 0.5}, self.notes)
+
+    @property
+    def outlook(self) -> Outlook:
+        return Outlook(self.spec, self.settings)
 
     def estimate(self, volume: Any, options: Any) -> Estimate:
         plan = make_plan(self.spec, self.settings, options)

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
+from service.segmenter import Segmenter
 from service.station import station_settings
 from service.volume import Options, Volume
 from service.windows import Blending, SlidingWindow
@@ -291,6 +293,25 @@ def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path
         assert states(runtime)["alpha"] == "ready"
         made: Any = [runtime.segmenter(name) for name in ("alpha", "beta", "gamma")]
         assert [fake.tuned for fake in made] == [False, True, True], "nothing is tried out on demand"
+
+
+def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then_do(
+    three: Path, tmp_path: Path, stack: Volume
+) -> None:
+    sections: dict[str, Any] = {
+        "models": {"folder": three, "serve": ["alpha", "beta"]},
+        "device": {"name": "cpu", "threads": 2},
+        "engine": {"kind": "eager", "streams": 2, "cache_folder": tmp_path / "plans"},
+    }
+    with running(settings(three, tmp_path, **sections), Segmenter) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        spec, station = runtime.spec("beta"), runtime.stations[0]
+        expected = station.outlook(spec)
+        assert (expected.streams, expected.window_bytes) == (2, None)
+        runtime.submit(spec, stack, Options()).future.result(60)
+        known = runtime.segmenter("beta").outlook
+        assert expected == replace(known, window_bytes=None)
+        assert station.outlook(spec) == known
 
 
 def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
