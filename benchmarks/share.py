@@ -33,8 +33,8 @@ from end_to_end import ROOT, server, synthetic_nuclei
 from numpy.typing import NDArray
 from processes import cpu_seconds
 
+from service.blending import Grid
 from service.repository import read_spec
-from service.windows import Grid
 
 # Different from each other, so that no client's labels could be mistaken for another's.
 STACKS = 8

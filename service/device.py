@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from service.blending import Slab
 from service.errors import Cancelled
-from service.windows import Image, Part, Slab, SlidingWindow
+from service.windows import Image, Part, SlidingWindow
 
 T = TypeVar("T")
 

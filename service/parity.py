@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from service.blending import Grid
 from service.errors import NonFiniteScores, StackSegError
 from service.formats import tiff
 from service.postprocess import make_decoder
 from service.preprocess import Size, prepare
 from service.repository import ModelSpec
 from service.volume import Array, OutputKind, Segmentation, Selection
-from service.windows import Grid, SlidingWindow
+from service.windows import SlidingWindow
 
 SAMPLE_BYTES = 2**30
 OVERLAP = 0.25

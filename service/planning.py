@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from service.arrays import LARGE_BYTES
+from service.blending import Grid
 from service.config import Settings
 from service.errors import BadParameter, TooLarge
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
 from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume
-from service.windows import Grid
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2

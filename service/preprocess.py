@@ -25,6 +25,7 @@ from service.repository import (
     RangeNormalisation,
     ZScoreNormalisation,
 )
+from service.stitching import stitching
 from service.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, label_dtype
 
 Size = tuple[int, int, int]
@@ -121,6 +122,9 @@ class Scaling:
     def write(self, pixels: Array, out: Tensor) -> None:
         """The same into `out`, of the pixels' shape and any floating dtype."""
         plain = self.substitute is None and self.scale != 0 and np.isfinite((self.offset, self.scale)).all()
+        if plain and stitching.cuts(pixels, out):
+            stitching.cut(pixels, out, self.offset, self.scale, (self.lowest, self.highest))
+            return
         if not plain or out.dtype != torch.float32 or not _torch_reads(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
             return

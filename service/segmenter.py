@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from service import hardware
 from service.arrays import allocator
 from service.ascent import ascent
+from service.blending import Grid, Slab
 from service.config import Settings
 from service.engine import compiled, plans, select
 from service.engine.plans import Trial
@@ -31,9 +32,10 @@ from service.preprocess import Size, normalised, on_grid, resample, working_size
 from service.repository import Instances, ModelSpec
 from service.sizing import Collector, Memory, Sizer, in_a_stack, stretch_of
 from service.skipping import Skipped, Skipper, Skipping
+from service.stitching import stitching
 from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.warmup import Warm, WarmUp
-from service.windows import Grid, Image, Slab, SlidingWindow
+from service.windows import Image, SlidingWindow
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +167,10 @@ class Segmenter:
 
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
-        if self._device.type == "cpu" and isinstance(self.spec.decoding, Instances):
-            ascent.prepare()
+        if self._device.type == "cpu":
+            stitching.prepare()
+            if isinstance(self.spec.decoding, Instances):
+                ascent.prepare()
         warm = self._warm_up.run(tune=tune)
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
         for warning in self.report().warnings:

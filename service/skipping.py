@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.blending import Blending, Grid
 from service.postprocess import make_decoder
 from service.preprocess import Blocks
 from service.repository import Instances, ModelSpec
 from service.volume import Volume
-from service.windows import Blending, Grid, Image, Passage, Sparse
+from service.windows import Image, Passage, Sparse
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
 Look = Callable[[Tensor], Tensor]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from service import hardware
+from service.blending import Blending
 from service.config import MOST_STREAMS, Settings
 from service.engine import arithmetic, plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
@@ -23,7 +24,7 @@ from service.engine.prepare import prepare
 from service.networks import Network, weight_bytes
 from service.parity import Parity
 from service.repository import ModelSpec
-from service.windows import Blending, SlidingWindow
+from service.windows import SlidingWindow
 
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
 # where ATen has a slow path for small batches; a GPU needs several to be busy at all.

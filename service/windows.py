@@ -13,22 +13,17 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from service.errors import Cancelled, NonFiniteScores
+from service.blending import Blender, Blending, Grid, Size, Slab, blender, finite, triple
+from service.errors import Cancelled
 from service.networks import Network
+from service.stitching import Stitching, stitching
 
-Size = tuple[int, int, int]
 Box = tuple[int, slice, slice, slice, slice]
-
-LEAST_WEIGHT = 1e-3
-
-# Scores of windows that are not computed become final all at once: no more bytes of them than these at a time.
-SKIPPED_BYTES = 2**26
 
 
 class Image(Protocol):
@@ -72,74 +67,6 @@ class Sparse:
         return self.image[box]
 
 
-class Slab(NamedTuple):
-    """Finished scores, float32 [1, K, z, y, X], of the planes from `z0` and the rows from `y0` on."""
-
-    z0: int
-    y0: int
-    scores: Tensor
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Where the windows lie on a volume of `size` (Z, Y, X) that is padded to at least one window.
-
-    roi       edges of a window
-    before    voxels of padding in front of each axis
-    padded    edges of the padded volume
-    starts    first voxel of the windows along each axis, in the padded volume
-    """
-
-    size: Size
-    roi: Size
-    before: Size
-    padded: Size
-    starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-    @classmethod
-    def cover(cls, size: Size, roi: Size, overlap: float) -> Grid:
-        """The positions that MONAI would take for this overlap (a share of the window, 0 <= overlap < 1)."""
-        missing = [max(edge - length, 0) for edge, length in zip(roi, size, strict=True)]
-        padded = _triple([length + m for length, m in zip(size, missing, strict=True)])
-        steps = [_step(length, edge, overlap) for length, edge in zip(padded, roi, strict=True)]
-        z, y, x = (_starts(length, edge, step) for length, edge, step in zip(padded, roi, steps, strict=True))
-        return cls(size, roi, _triple([m // 2 for m in missing]), padded, (z, y, x))
-
-    @property
-    def count(self) -> int:
-        """Number of windows."""
-        z, y, x = self.starts
-        return len(z) * len(y) * len(x)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of windows along x."""
-        return len(self.starts[0]) * len(self.starts[1])
-
-    @property
-    def shared_planes(self) -> int:
-        """Most planes that two layers of windows, one z start after the other, have in common."""
-        steps = (after - start for start, after in itertools.pairwise(self.starts[0]))
-        return max((self.roi[0] - step for step in steps), default=0)
-
-    def rows_to_skip(self, outputs: int, batch_size: int) -> int:
-        """Most rows without a window that is computed between two that are: their slabs leave with one batch."""
-        row = 4 * outputs * self.roi[0] * self.roi[1] * self.padded[2]
-        return max(SKIPPED_BYTES // (row * batch_size), 1)
-
-    def positions(self) -> Iterator[Size]:
-        """First voxels of the windows, z slowest."""
-        return itertools.product(*self.starts)
-
-
-@dataclass(frozen=True)
-class Blending:
-    """How much a voxel counts by its place in the window; `sigma` is a share of the edge (Gaussian only)."""
-
-    mode: Literal["constant", "gaussian"] = "gaussian"
-    sigma: float = 0.125
-
-
 class SlidingWindow:
     """Runs one network over volumes of any size, always calling it with one shape.
 
@@ -147,6 +74,7 @@ class SlidingWindow:
     batch_size  B
     device      where batches, weights and scores live
     streams     threads that may call it at the same time, each with a batch of its own
+    kernel      what blends, where it suits
     """
 
     def __init__(  # noqa: PLR0913
@@ -161,8 +89,10 @@ class SlidingWindow:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
+        kernel: Stitching = stitching,
     ) -> None:
         self._network = network
+        self._kernel = kernel
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
@@ -230,8 +160,8 @@ class SlidingWindow:
 
     def passage(self, image: Image, overlap: float) -> Passage:
         """The way of `image` through these windows, from the first on."""
-        grid = Grid.cover(_triple(image.shape[2:]), self._roi, overlap)
-        return Passage(image, grid, self._blending, self.batch.device)
+        grid = Grid.cover(triple(image.shape[2:]), self._roi, overlap)
+        return Passage(image, grid, self._blending, self.batch.device, self._kernel)
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], stream: int = 0) -> list[Tensor]:
@@ -269,15 +199,18 @@ class Passage:
     Made by `SlidingWindow.passage`. One thread at a time may take and one at a time may blend; filling is anybody's.
     """
 
-    def __init__(self, image: Image, grid: Grid, blending: Blending, device: torch.device) -> None:
+    def __init__(
+        self, image: Image, grid: Grid, blending: Blending, device: torch.device, kernel: Stitching = stitching
+    ) -> None:
         skipped, self._elsewhere = frozenset[Size](), torch.empty(0)
         if isinstance(image, Sparse):
             skipped, self._elsewhere = image.skipped, image.scores[:, None, None, None]
             image = image.image
-        self._image, self._grid, self._blending, self._device = image, grid, blending, device
+        self._image, self._grid = image, grid
+        self._blending, self._device, self._kernel = blending, device, kernel
         self._positions = (place for place in grid.positions() if place not in skipped)
         self._to_blend = grid.positions()
-        self._blender: _Blender | None = None
+        self._blender: Blender | None = None
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
         # An axis that is shorter than the window lies in its middle.
         self._inside = tuple(slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
@@ -312,9 +245,9 @@ class Passage:
         if self._grid.count == 1:
             # Alone in its place, a window has a weight that cancels.
             self.done = 1
-            return [Slab(0, 0, _finite(scores.float())[(slice(None), slice(None), *self._inside)].clone())]
+            return [Slab(0, 0, finite(scores.float())[(slice(None), slice(None), *self._inside)].clone())]
         if self._blender is None:
-            self._blender = _Blender(self._grid, scores.shape[1], self._blending, self._device)
+            self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
         slabs = list[Slab | None]()
         for place, window in zip(places, scores, strict=True):
             slabs += self._skip(self._blender, place)
@@ -325,127 +258,9 @@ class Passage:
             slabs.append(self._blender.finish())
         return [slab for slab in slabs if slab is not None]
 
-    def _skip(self, blender: _Blender, until: Size | None) -> Iterator[Slab | None]:
+    def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab | None]:
         """Take in the windows that are not computed before the next one that is, or None: all that are left."""
         for place in self._to_blend:
             if place == until:
                 return
-            yield blender.add(place, self._elsewhere.expand(-1, *self._grid.roi))
-
-
-class _Blender:
-    """Weighted sums of one row of windows along x at a time, and the sums of their weights.
-
-    row     [K, roi z, roi y, X]: the windows of this row, and the part of the row before that lies in it
-    layer   [K, z, Y, X]: the planes of the layer before (one z start) that this layer reaches
-    Weights have the same shapes without K, and those of a single row are the same for all rows.
-
-    Nothing is zeroed that is written anyway: the buffers do not fit a processor's cache.
-    """
-
-    def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device) -> None:
-        self._grid = grid
-        self._importance = importance_map(grid.roi, blending, device)
-        shared = (grid.shared_planes, *grid.padded[1:])
-        self._row = torch.empty((outputs, *grid.roi[:2], grid.padded[2]), device=device)
-        self._layer = torch.empty((outputs, *shared), device=device)
-        self._layer_weight = torch.empty(shared, device=device)
-        self._one_row = torch.zeros(self._row.shape[1:], device=device)
-        for left in grid.starts[2]:
-            self._one_row[:, :, left : left + grid.roi[2]] += self._importance
-        self._weight = self._one_row.clone()
-        self._reached = 0
-        self._z = self._y = -1
-        # The first rows of this row came from the one before, the first columns of the others from its windows.
-        self._carried = self._right = 0
-
-    def add(self, place: Size, window: Tensor) -> Slab | None:
-        """Add the scores [K, *roi] of one window; gives the scores that became final, if any."""
-        z, y, left = place
-        slab = self._next_row(z, y) if self._z >= 0 and (z, y) != (self._z, self._y) else None
-        self._z, self._y = z, y
-        carried, known = self._carried, max(self._right - left, 0)
-        here = self._row[..., left : left + self._grid.roi[2]]
-        old, new = slice(carried), slice(carried, None)
-        here[:, :, old].addcmul_(window[:, :, old], self._importance[:, old])
-        here[:, :, new, :known].addcmul_(window[:, :, new, :known], self._importance[:, new, :known])
-        torch.mul(window[:, :, new, known:], self._importance[:, new, known:], out=here[:, :, new, known:])
-        self._right = left + self._grid.roi[2]
-        return slab
-
-    def finish(self) -> Slab:
-        """What is left after the last window."""
-        return self._leave(self._grid.roi[0], self._grid.roi[1])
-
-    def _next_row(self, z: int, y: int) -> Slab:
-        """Take leave of this row, as far as the one that begins at (z, y) does not reach into it."""
-        depth, height, _ = self._grid.roi
-        self._right = 0
-        if z != self._z:
-            slab = self._leave(z - self._z, height)
-            self._weight.copy_(self._one_row)
-            self._carried, self._reached = 0, depth - (z - self._z)
-            return slab
-        step = y - self._y
-        slab = self._leave(self._final_planes(), step)
-        self._carried = kept = height - step
-        for sums in (self._row, self._weight):
-            part = sums[..., step:, :]
-            # Source and target overlap where windows do by more than a half.
-            sums[..., :kept, :].copy_(part if kept <= step else part.clone())
-        self._weight[:, kept:] = 0
-        self._weight += self._one_row
-        return slab
-
-    def _final_planes(self) -> int:
-        """Planes of this layer that no later one reaches."""
-        later = (start for start in self._grid.starts[0] if start > self._z)
-        return next(later, self._z + self._grid.roi[0]) - self._z
-
-    def _leave(self, planes: int, rows: int) -> Slab:
-        """Take leave of the first `rows` of this row: `planes` of them are final, the next layer gets the others."""
-        kept = self._grid.roi[0] - planes
-        for all_sums, layer in ((self._row, self._layer), (self._weight, self._layer_weight)):
-            sums, here = all_sums[..., :rows, :], layer[..., self._y : self._y + rows, :]
-            sums[..., : self._reached, :, :] += here[..., : self._reached, :, :]
-            here[..., :kept, :, :].copy_(sums[..., planes:, :, :])
-        scores = self._row[:, :planes, :rows] / self._weight[:planes, :rows]
-        # Only an axis that holds a single window is padded, so what is cut off is cut off its only slab.
-        inside = (slice(first, first + n) for first, n in zip(self._grid.before, self._grid.size, strict=True))
-        return Slab(self._z, self._y, _finite(scores)[(None, slice(None), *inside)])
-
-
-def _finite(scores: Tensor) -> Tensor:
-    """The same scores. Raises NonFiniteScores."""
-    # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
-    if not torch.isfinite(scores.sum()):
-        raise NonFiniteScores("The network returned NaN or infinite scores for this volume; try precision fp32.")
-    return scores
-
-
-@lru_cache(maxsize=16)
-def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tensor:
-    """Weight of every voxel of a window, float32 [*roi]: that of `monai.data.utils.compute_importance_map`."""
-    weight = torch.ones((), device=device)
-    if blending.mode == "gaussian":
-        for edge in roi:
-            middle = (edge - 1) / 2
-            distance = torch.arange(edge, dtype=torch.float32, device=device) - middle
-            weight = weight.unsqueeze(-1) * torch.exp(distance**2 / (-2 * (blending.sigma * edge) ** 2))
-    # Where a Gaussian is next to nothing, dividing by it would make noise of rounding.
-    return weight.expand(roi).clamp(min=LEAST_WEIGHT).contiguous()
-
-
-def _starts(length: int, edge: int, step: int) -> tuple[int, ...]:
-    """Every `step` voxels from 0, the last window moved back so that it ends where the volume ends."""
-    count = -(-(length - edge) // step) + 1
-    return tuple(min(index * step, length - edge) for index in range(count))
-
-
-def _step(length: int, edge: int, overlap: float) -> int:
-    return edge if length == edge else max(int(edge * (1 - overlap)), 1)
-
-
-def _triple(values: Sequence[int]) -> Size:
-    z, y, x = values
-    return z, y, x
+            yield sums.add(place, self._elsewhere.expand(-1, *self._grid.roi))

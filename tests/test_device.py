@@ -12,9 +12,10 @@ import torch
 from fakes import until
 from torch import Tensor
 
+from service.blending import Blending, Slab
 from service.device import Device, Share
 from service.errors import Cancelled, NonFiniteScores
-from service.windows import Blending, Network, Slab, SlidingWindow
+from service.windows import Network, SlidingWindow
 
 ROI = (4, 4, 4)
 EVIL = 666.0

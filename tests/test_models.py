@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from service.blending import Blending
 from service.config import read_settings
 from service.engine.prepare import prepare
 from service.formats import tiff
@@ -22,7 +23,7 @@ from service.training.evaluate import score
 from service.training.synthesis import Scene, synthesise
 from service.training.tissues import Tissue, synthesise_tissue
 from service.volume import Diameter, Options, Selection, Volume, parse_size
-from service.windows import Blending, SlidingWindow
+from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]

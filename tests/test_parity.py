@@ -5,10 +5,11 @@ import pytest
 import torch
 from live import as_tiff
 
+from service.blending import Blending
 from service.parity import Parity, image_of, noise, share_differing
 from service.repository import Sample
 from service.volume import Segmentation
-from service.windows import Blending, SlidingWindow
+from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")
 

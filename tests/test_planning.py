@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from service.blending import SKIPPED_BYTES
 from service.config import Limits, Settings, Windows
 from service.errors import BadParameter
 from service.planning import Plan, activation_bytes, estimate, make_plan
 from service.volume import Description, Options, Volume, VoxelSize
-from service.windows import SKIPPED_BYTES
 
 MEASURE = """
 import sys

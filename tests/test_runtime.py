@@ -15,6 +15,7 @@ import torch
 from fakes import FakeSegmenter, until
 
 from service import hardware
+from service.blending import Blending
 from service.config import Settings
 from service.errors import (
     BrokenModel,
@@ -30,7 +31,7 @@ from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 from service.segmenter import Segmenter
 from service.station import station_settings
 from service.volume import Options, Volume
-from service.windows import Blending, SlidingWindow
+from service.windows import SlidingWindow
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:

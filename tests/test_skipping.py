@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from service.blending import Grid
 from service.config import Device, Engine, Settings, Windows
 from service.preprocess import Image, Scaling
 from service.repository import Instances, ModelSpec
 from service.segmenter import Segmenter
 from service.skipping import DIMMEST, NOISE, Skipped, Skipper, background, surveyed, usual_scores
 from service.volume import Diameter, Options, Volume
-from service.windows import Grid, Sparse
+from service.windows import Sparse
 
 edges = st.integers(1, 12)
 sizes = st.tuples(edges, edges, edges)

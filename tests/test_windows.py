@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
+from service.blending import SKIPPED_BYTES, Blending, Grid, importance_map
 from service.errors import Cancelled, NonFiniteScores
-from service.windows import SKIPPED_BYTES, Blending, Grid, SlidingWindow, Sparse, importance_map
+from service.stitching import Stitching, stitching
+from service.windows import SlidingWindow, Sparse
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending("gaussian", 0.125)
@@ -19,8 +21,17 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 blendings = st.sampled_from([GAUSSIAN, CONSTANT])
 
 
-def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1):
-    return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU)
+kernels = pytest.mark.parametrize("kernel", [Stitching(), stitching], ids=["torch", "kernel"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    stitching.prepare()
+    assert stitching.suits(CPU)
+
+
+def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernel=stitching):
+    return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU, kernel=kernel)
 
 
 def whole(slabs) -> Tensor:
@@ -36,17 +47,21 @@ def whole(slabs) -> Tensor:
     return torch.cat([*layers, torch.cat(rows, 3)], 2)
 
 
+@kernels
 @settings(max_examples=60, deadline=None)
-@given(sizes, rois, overlaps, st.integers(1, 5), blendings, st.integers(1, 3))
-def test_identity_network_gives_the_image_back(size, roi, overlap, batch_size, blending, channels):
+@given(
+    size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 5), blending=blendings, channels=st.integers(1, 3)
+)
+def test_identity_network_gives_the_image_back(kernel, size, roi, overlap, batch_size, blending, channels):
     image = torch.rand(1, channels, *size)
-    window = make(lambda x: x, roi, batch_size, blending, channels)
+    window = make(lambda x: x, roi, batch_size, blending, channels, kernel)
     torch.testing.assert_close(whole(window.run(image, overlap)), image, atol=1e-6, rtol=1e-5)
 
 
+@kernels
 @settings(max_examples=40, deadline=None)
-@given(sizes, rois, overlaps, st.integers(1, 4), blendings)
-def test_equals_monai(size, roi, overlap, batch_size, blending):
+@given(size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 4), blending=blendings)
+def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
     image = torch.randn(1, 2, *size)
@@ -54,7 +69,7 @@ def test_equals_monai(size, roi, overlap, batch_size, blending):
         expected = sliding_window_inference(
             image, roi, 1, network, overlap=overlap, mode=blending.mode, sigma_scale=blending.sigma
         )
-        got = whole(make(network, roi, batch_size, blending, channels=2).run(image, overlap))
+        got = whole(make(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
     assert got.shape == expected.shape
     assert (got - expected).abs().max() < 1e-5
 
@@ -150,13 +165,14 @@ def test_cancelling_stops_before_the_next_batch():
     assert len(calls) == 2
 
 
+@kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("z", [0, 9])
-def test_scores_that_are_not_finite_are_refused(value, z):
+def test_scores_that_are_not_finite_are_refused(value, z, kernel):
     image = torch.zeros(1, 1, 10, 6, 6)
     image[0, 0, z, 3, 3] = value
     with pytest.raises(NonFiniteScores, match="fp32"):
-        whole(make(lambda x: x, (4, 4, 4)).run(image, 0.25))
+        whole(make(lambda x: x, (4, 4, 4), kernel=kernel).run(image, 0.25))
 
 
 def test_another_network_runs_through_the_same_batch_buffer():
@@ -184,9 +200,11 @@ def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blend
     return (sums / weights)[(None, slice(None), *inside)]
 
 
+@kernels
 @settings(max_examples=40, deadline=None)
-@given(sizes, rois, overlaps, st.integers(1, 4), blendings, st.randoms(use_true_random=False))
-def test_windows_that_are_skipped_have_their_scores_and_their_weight(size, roi, overlap, batch_size, blending, random):
+@given(data=st.data(), size=sizes, roi=rois, overlap=overlaps, blending=blendings)
+def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, data, size, roi, overlap, blending):
+    batch_size, random = data.draw(st.integers(1, 4)), data.draw(st.randoms(use_true_random=False))
     grid = Grid.cover(size, roi, overlap)
     computed = random.sample(list(grid.positions()), random.randint(1, grid.count))
     skipped = frozenset(grid.positions()) - set(computed)
@@ -196,7 +214,7 @@ def test_windows_that_are_skipped_have_their_scores_and_their_weight(size, roi, 
         calls.append(len(x))
         return x
 
-    window = make(network, roi, batch_size, blending, channels=2)
+    window = make(network, roi, batch_size, blending, 2, kernel)
     got = whole(window.run(Sparse(image, skipped, scores), overlap))
     torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
     assert len(calls) == -(-len(computed) // batch_size)

@@ -1,0 +1,274 @@
+// Cutting windows out of images and blending their scores, one pass each. `service/blending.py` and
+// `service/preprocess.py` say what is computed, and compute the same with torch and NumPy.
+//
+// What is cut and what comes from a network may have any strides, counted in elements; buffers of sums lie densely.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+template <typename T> inline float widened(T value) { return static_cast<float>(value); }
+
+inline float widened(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline void store(float value, float &out) { out = value; }
+
+// To the nearest, of two that are as near to the even one; NaN stays NaN.
+inline void store(float value, BFloat16 &out) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  out.bits = static_cast<uint16_t>(value != value ? 0x7FC0 : rounded);
+}
+
+// A part of a line is too short for the processor to see by itself where the next ones will be: some lines ahead they are
+// asked for, which makes it twice as fast.
+constexpr int64_t AHEAD = 4;
+constexpr int64_t CACHE_LINE = 64;
+
+template <bool ToWrite> inline void fetch(const void *begin, int64_t bytes) {
+  const char *const from = static_cast<const char *>(begin);
+  for (int64_t i = 0; i < bytes; i += CACHE_LINE)
+    __builtin_prefetch(from + i, ToWrite);
+}
+
+struct Scaling {
+  float offset, scale, lowest, highest;
+};
+
+template <typename Pixel, typename Out>
+void cut_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, int64_t count, Scaling s) {
+  for (int64_t x = 0; x < count; ++x) {
+    float value = (widened(from[x * from_step]) - s.offset) / s.scale;
+    value = value < s.lowest ? s.lowest : value;
+    store(value > s.highest ? s.highest : value, out[x * out_step]);
+  }
+}
+
+template <typename Pixel, typename Out>
+void cut(const Pixel *pixels, const int64_t *steps, Out *out, const int64_t *out_steps, const int64_t *size, Scaling s,
+         int threads) {
+  const bool dense = steps[2] == 1 && out_steps[2] == 1;
+#pragma omp parallel for num_threads(threads)
+  for (int64_t z = 0; z < size[0]; ++z)
+    for (int64_t y = 0; y < size[1]; ++y) {
+      const Pixel *const from = pixels + z * steps[0] + y * steps[1];
+      Out *const to = out + z * out_steps[0] + y * out_steps[1];
+      if (y + AHEAD < size[1]) fetch<false>(from + AHEAD * steps[1], size[2] * steps[2] * sizeof(Pixel));
+      if (dense)
+        cut_line(from, 1, to, 1, size[2], s);
+      else
+        cut_line(from, steps[2], to, out_steps[2], size[2], s);
+    }
+}
+
+template <typename Pixel>
+void cut_into(const void *pixels, const int64_t *steps, void *out, int32_t narrow, const int64_t *out_steps,
+              const int64_t *size, Scaling s, int threads) {
+  const Pixel *const from = static_cast<const Pixel *>(pixels);
+  if (narrow)
+    cut(from, steps, static_cast<BFloat16 *>(out), out_steps, size, s, threads);
+  else
+    cut(from, steps, static_cast<float *>(out), out_steps, size, s, threads);
+}
+
+// Adds the first `known` weighted scores of a line to what is there, and puts the others where nothing was yet.
+template <typename Score>
+inline void add_line(const Score *__restrict scores, int64_t step, float weight, const float *__restrict along, float least,
+                     int64_t known, int64_t count, float *__restrict sums) {
+  for (int64_t x = 0; x < known; ++x)
+    sums[x] += std::max(weight * along[x], least) * widened(scores[x * step]);
+  for (int64_t x = known; x < count; ++x)
+    sums[x] = std::max(weight * along[x], least) * widened(scores[x * step]);
+}
+
+// With the usual steps known to the compiler: dense, and channels last with few channels.
+template <typename Score>
+void add_any_line(const Score *scores, int64_t step, float weight, const float *along, float least, int64_t known,
+                  int64_t count, float *sums) {
+  switch (step) {
+  case 1:
+    return add_line(scores, 1, weight, along, least, known, count, sums);
+  case 2:
+    return add_line(scores, 2, weight, along, least, known, count, sums);
+  case 3:
+    return add_line(scores, 3, weight, along, least, known, count, sums);
+  case 4:
+    return add_line(scores, 4, weight, along, least, known, count, sums);
+  default:
+    return add_line(scores, step, weight, along, least, known, count, sums);
+  }
+}
+
+// Of windows: how many outputs they have, and their edges. Of a row of them: how long it is, where in its ring of rows it
+// begins.
+struct Row {
+  int64_t outputs, depth, height, across, width, first;
+
+  float *line(float *row, int64_t k, int64_t z, int64_t y) const {
+    const int64_t place = first + y < height ? first + y : first + y - height;
+    return row + ((k * depth + z) * height + place) * width;
+  }
+};
+
+// Importance is the product of three vectors, but at least so much.
+struct Importance {
+  const float *z, *y, *x;
+  float least;
+};
+
+template <typename Score>
+void add(const Score *scores, const int64_t *steps, Row shape, Importance importance, int64_t left, int64_t known,
+         int64_t carried, float *row, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t z = 0; z < shape.depth; ++z)
+    for (int64_t k = 0; k < shape.outputs; ++k)
+      for (int64_t y = 0; y < shape.height; ++y) {
+        if (y + AHEAD < shape.height) fetch<true>(shape.line(row, k, z, y + AHEAD) + left, shape.across * sizeof(float));
+        add_any_line(scores + k * steps[0] + z * steps[1] + y * steps[2], steps[3], importance.z[z] * importance.y[y],
+                     importance.x, importance.least, y < carried ? shape.across : known, shape.across,
+                     shape.line(row, k, z, y) + left);
+      }
+}
+
+// Where windows begin along one axis.
+struct Starts {
+  const int64_t *first;
+  int64_t count;
+};
+
+// The sums of the weights of all windows over one line of the volume.
+void weigh(Row shape, Importance importance, const Starts *starts, int64_t z, int64_t y, float *__restrict weights) {
+  std::fill(weights, weights + shape.width, 0.0f);
+  for (int64_t i = 0; i < starts[0].count; ++i) {
+    const int64_t in_z = z - starts[0].first[i];
+    if (in_z < 0 || in_z >= shape.depth) continue;
+    for (int64_t j = 0; j < starts[1].count; ++j) {
+      const int64_t in_y = y - starts[1].first[j];
+      if (in_y < 0 || in_y >= shape.height) continue;
+      const float weight = importance.z[in_z] * importance.y[in_y];
+      for (int64_t n = 0; n < starts[2].count; ++n) {
+        float *__restrict const here = weights + starts[2].first[n];
+        for (int64_t x = 0; x < shape.across; ++x)
+          here[x] += std::max(weight * importance.x[x], importance.least);
+      }
+    }
+  }
+}
+
+// Means out of sums; returns the largest of the bits of their magnitudes, which tell what is not finite.
+int32_t divide(const float *__restrict sums, const float *__restrict weights, int64_t count, float *__restrict means) {
+  int32_t largest = 0;
+  for (int64_t x = 0; x < count; ++x) {
+    means[x] = sums[x] / weights[x];
+    largest = std::max(largest, static_cast<int32_t>(bits_of(means[x]) & INT32_MAX));
+  }
+  return largest;
+}
+
+void accumulate(const float *__restrict from, int64_t count, float *__restrict sums) {
+  for (int64_t x = 0; x < count; ++x)
+    sums[x] += from[x];
+}
+
+constexpr int32_t INFINITE = 0x7F800000;
+
+} // namespace
+
+extern "C" {
+
+// pixels [size] -> out [size]: minus offset, by scale, within the limits.
+//
+// kind    of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
+// narrow  out is bfloat16, else float32
+void stackseg_cut(const void *pixels, int32_t kind, const int64_t *steps, void *out, int32_t narrow,
+                  const int64_t *out_steps, const int64_t *size, float offset, float scale, float lowest, float highest,
+                  int32_t threads) {
+  const Scaling s{offset, scale, lowest, highest};
+  switch (kind) {
+  case 0:
+    return cut_into<uint8_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+  case 1:
+    return cut_into<int8_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+  case 2:
+    return cut_into<uint16_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+  case 3:
+    return cut_into<int16_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+  default:
+    return cut_into<float>(pixels, steps, out, narrow, out_steps, size, s, threads);
+  }
+}
+
+// Adds the weighted scores of one window to the row that it lies in.
+//
+// scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` between its elements
+// shape    outputs, depth, height, across; width of the row, and where in its ring its first row lies
+// weights  importance along z, y and x, one after the other; it is at least `least`
+// left     where in the row the window begins, and how many columns from there on have sums
+// carried  so many rows have sums in all columns
+// row      [outputs, depth, height, width]
+void stackseg_add(const void *scores, int32_t narrow, const int64_t *steps, const int64_t *shape, const float *weights,
+                  float least, int64_t left, int64_t known, int64_t carried, float *row, int32_t threads) {
+  const Row r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  const Importance importance{weights, weights + r.depth, weights + r.depth + r.height, least};
+  if (narrow)
+    add(static_cast<const BFloat16 *>(scores), steps, r, importance, left, known, carried, row, threads);
+  else
+    add(static_cast<const float *>(scores), steps, r, importance, left, known, carried, row, threads);
+}
+
+// Takes leave of the first `rows` of a row of windows: the first `planes` are final, the next layer gets the others.
+//
+// starts   of the windows along z, y and x, one after the other; `counts` says how many there are
+// z, y     where the row begins in the volume
+// reached  planes that the layer before reaches
+// layer    [outputs, shared, length, width], of which rows from `y` on are used
+// scratch  [threads, width]
+// means    [outputs, planes, rows, width]
+//
+// Returns 1 where a score is not finite, else 0.
+int32_t stackseg_leave(float *row, const int64_t *shape, const float *weights, float least, const int64_t *starts,
+                       const int64_t *counts, int64_t z, int64_t y, int64_t planes, int64_t rows, int64_t reached,
+                       float *layer, int64_t shared, int64_t length, float *scratch, float *means, int32_t threads) {
+  const Row r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  const Importance importance{weights, weights + r.depth, weights + r.depth + r.height, least};
+  const Starts along[] = {{starts, counts[0]}, {starts + counts[0], counts[1]}, {starts + counts[0] + counts[1], counts[2]}};
+  int32_t largest = 0;
+  // Rows are divided, not planes: a plane of the layer is read before another one is written to its place.
+#pragma omp parallel for num_threads(threads) reduction(max : largest)
+  for (int32_t part = 0; part < threads; ++part) {
+    float *const sums_of_weights = scratch + part * r.width;
+    for (int64_t i = 0; i < r.depth; ++i)
+      for (int64_t j = rows * part / threads; j < rows * (part + 1) / threads; ++j) {
+        if (i < planes) weigh(r, importance, along, z + i, y + j, sums_of_weights);
+        for (int64_t k = 0; k < r.outputs; ++k) {
+          float *const sums = r.line(row, k, i, j);
+          float *const below = layer + ((k * shared + i) * length + y + j) * r.width;
+          if (i < reached) accumulate(below, r.width, sums);
+          if (i < planes)
+            largest = std::max(largest, divide(sums, sums_of_weights, r.width,
+                                               means + ((k * planes + i) * rows + j) * r.width));
+          else
+            std::memcpy(below - planes * length * r.width, sums, r.width * sizeof(float));
+        }
+      }
+  }
+  return largest >= INFINITE;
+}
+}

@@ -1,0 +1,181 @@
+"""Cutting windows and blending their scores in C++, in the memory of a CPU; `stitching.cpp` says how.
+
+The same comes out as of torch, which takes several passes over the same memory. Cutting is exact to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.kernels import shelf
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+
+# What each function takes and gives: pointers, 32-bit and 64-bit integers, floats, or nothing.
+KINDS: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int32,
+    "q": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "-": None,
+}
+SIGNATURES = (
+    ("stackseg_cut", "pippippffffi", "-"),
+    ("stackseg_add", "pipppfqqqpi", "-"),
+    ("stackseg_leave", "pppfppqqqqqpqqppi", "i"),
+)
+
+PIXELS = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
+FLOATS = (torch.float32, torch.bfloat16)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Row:
+    """Sums of one row of windows along x, and of the planes of the layer before that it shares; contiguous.
+
+    sums     float32 [K, z, y, X], a ring along y that begins at `first`
+    layer    float32 [K, shared z, Y, X]
+    weights  importance of a voxel by its place in a window along z, y and x, float32; the product is at least `least`
+    starts   of all windows along each axis
+    Raises ValueError for what does not fit together.
+    """
+
+    sums: Tensor
+    layer: Tensor
+    weights: tuple[Tensor, Tensor, Tensor]
+    least: float
+    starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        outputs, depth, height, width = self.sums.shape
+        edges = tuple(map(len, self.weights))
+        own = (self.sums, self.layer)
+        alike = all(one.dtype == torch.float32 and one.device.type == "cpu" for one in (*own, *self.weights))
+        if not alike or not all(one.is_contiguous() for one in own) or edges[:2] != (depth, height):
+            raise ValueError("sums and weights must be float32 in the memory of the CPU, and as large as windows")
+        inside = min(self.starts[2]) >= 0 and max(self.starts[2]) + edges[2] <= width
+        if not inside or (self.layer.shape[0], self.layer.shape[3]) != (outputs, width):
+            raise ValueError(f"windows from {self.starts[2]} on leave a row of {width} columns, or the layer differs")
+        self.edges = (outputs, *edges, width)
+        self.every_weight = torch.cat(self.weights)
+        self.every_start = _integers(*(start for along in self.starts for start in along))
+        self.counts = _integers(*map(len, self.starts))
+
+    @property
+    def shape(self) -> ctypes.Array[ctypes.c_int64]:
+        """As the kernel takes it."""
+        return _integers(*self.edges, self.first)
+
+
+class Stitching:
+    """The compiled functions, once `prepare` has made them; without a compiler there are none."""
+
+    def __init__(self) -> None:
+        self._library: ctypes.CDLL | None = None
+        self._tried = False
+
+    def prepare(self) -> None:
+        """Compile, which takes a second or two, or load what an earlier start has kept. That it fails is no error."""
+        if self._tried:
+            return
+        self._tried = True
+        try:
+            library = shelf.load(SOURCE, FLAGS)
+        except OSError as error:
+            log.warning("Windows are cut and blended several times as slowly, without the kernel for it: %s", error)
+            return
+        for name, takes, gives in SIGNATURES:
+            function = getattr(library, name)
+            function.argtypes, function.restype = [KINDS[letter] for letter in takes], KINDS[gives]
+        self._library = library
+
+    def suits(self, device: torch.device) -> bool:
+        """Whether it is there, and can blend on this device."""
+        return self._library is not None and device.type == "cpu"
+
+    def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
+        """Whether it can make `out` of these pixels."""
+        whole = all(step % pixels.itemsize == 0 for step in pixels.strides) and pixels.flags.aligned
+        return self.suits(out.device) and pixels.dtype in PIXELS and out.dtype in FLOATS and whole
+
+    def cut(self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]) -> None:
+        """Write (pixels - offset) / scale, within the limits, into `out`.
+
+        pixels  [z, y, x] of a type that `cuts` allows, with any strides
+        out     float32 or bfloat16, of the same shape, with any strides
+        """
+        if not self.cuts(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
+            raise ValueError(f"{pixels.dtype} {pixels.shape} cannot be cut into {out.dtype} {list(out.shape)}")
+        steps = [step // pixels.itemsize for step in pixels.strides]
+        self._functions.stackseg_cut(
+            *(pixels.ctypes.data, PIXELS.index(pixels.dtype), _integers(*steps)),
+            *(out.data_ptr(), out.dtype == torch.bfloat16, _integers(*out.stride()), _integers(*pixels.shape)),
+            *(offset, scale, *limits, torch.get_num_threads()),
+        )
+
+    def add(self, row: Row, window: Tensor, left: int, known: int, carried: int) -> None:
+        """Add the weighted scores of one window, [K, z, y, x] with any strides, to the sums from column `left` on.
+
+        known    so many of its columns have sums already; the others get their first
+        carried  so many of its rows have sums in every column
+        """
+        if window.dtype not in FLOATS:
+            window = window.float()
+        across, width = row.edges[3:]
+        fits = window.shape == row.edges[:4] and window.device.type == "cpu"
+        if not fits or not 0 <= left <= width - across or not 0 <= known <= across:
+            raise ValueError(f"scores {list(window.shape)} at {left} cannot be added to a row {list(row.sums.shape)}")
+        self._functions.stackseg_add(
+            *(window.data_ptr(), window.dtype == torch.bfloat16, _integers(*window.stride()), row.shape),
+            *(row.every_weight.data_ptr(), row.least, left, known, carried, row.sums.data_ptr()),
+            torch.get_num_threads(),
+        )
+
+    def leave(self, row: Row, place: tuple[int, int], leaving: tuple[int, int], reached: int) -> tuple[Tensor, bool]:
+        """Weighted means, float32 [K, planes, rows, X], of the first planes and rows, and whether all are finite.
+
+        place    where the row begins in the volume, (z, y)
+        leaving  how many planes and rows
+        reached  planes of the layer before that are added; those of the row that do not leave take their place
+        """
+        outputs, depth, height, _, width = row.edges
+        (z, y), (planes, rows), (shared, length) = place, leaving, row.layer.shape[1:3]
+        if not 0 < planes <= depth or not 0 < rows <= height or not 0 <= y <= length - rows:
+            raise ValueError(f"{planes} planes and {rows} rows cannot leave a row {list(row.sums.shape)} at {y}")
+        if not max(reached, depth - planes) <= shared:
+            raise ValueError(f"{depth - planes} planes are kept and {reached} added in a layer of {shared}")
+        threads = torch.get_num_threads()
+        scratch, means = torch.empty((threads, width)), torch.empty((outputs, planes, rows, width))
+        failed = self._functions.stackseg_leave(
+            *(row.sums.data_ptr(), row.shape, row.every_weight.data_ptr(), row.least, row.every_start, row.counts),
+            *(z, y, planes, rows, reached, row.layer.data_ptr(), shared, length),
+            *(scratch.data_ptr(), means.data_ptr(), threads),
+        )
+        return means, not failed
+
+    @property
+    def _functions(self) -> ctypes.CDLL:
+        if self._library is None:
+            raise RuntimeError("prepare() has not made the kernel")
+        return self._library
+
+
+stitching = Stitching()
+"""The one of this process; what runs windows on a CPU prepares it when it starts."""
+
+
+def _integers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)

@@ -1,0 +1,174 @@
+"""Windows are cut and blended in C++ as with NumPy and torch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from service.blending import Blending, Grid, Slab, blender
+from service.config import Settings
+from service.preprocess import Scaling
+from service.repository import ModelSpec
+from service.segmenter import Segmenter
+from service.stitching import PIXELS, Row, Stitching, stitching
+
+CPU = torch.device("cpu")
+GAUSSIAN = Blending()
+LAYOUTS = {
+    "contiguous": lambda scores: scores,
+    "channels last": lambda scores: scores.to(memory_format=torch.channels_last_3d),
+    "bfloat16": lambda scores: scores.bfloat16(),
+    "bfloat16, channels last": lambda scores: scores.bfloat16().to(memory_format=torch.channels_last_3d),
+    "float64": lambda scores: scores.double(),
+    "part of a larger one": lambda scores: torch.cat([scores, scores], 4)[..., : scores.shape[4]],
+}
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Stitching:
+    stitching.prepare()
+    assert stitching.suits(CPU)
+    return stitching
+
+
+def blended(kernel: Stitching, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
+    made = blender(grid, windows.shape[1], blending, CPU, kernel)
+    slabs = [made.add(place, window) for place, window in zip(grid.positions(), windows, strict=True)]
+    return [slab for slab in (*slabs, made.finish()) if slab is not None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(*[st.integers(1, 13)] * 3),
+    roi=st.tuples(*[st.integers(1, 7)] * 3),
+    overlap=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9]),
+    outputs=st.integers(1, 6),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    mode=st.sampled_from(["constant", "gaussian"]),
+)
+def test_slabs_are_those_of_torch(kernel, seed, size, roi, overlap, outputs, layout, mode):
+    torch.manual_seed(seed)
+    grid = Grid.cover(size, roi, overlap)
+    windows = LAYOUTS[layout](torch.randn(grid.count, outputs, *roi))
+    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (Stitching(), kernel))
+    for expected, made in zip(with_torch, found, strict=True):
+        assert made[:2] == expected[:2]
+        torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_any_number_of_threads_gives_the_same_bits(kernel, threads):
+    grid = Grid.cover((9, 11, 13), (4, 6, 5), 0.5)
+    windows = torch.randn(grid.count, 3, *grid.roi)
+    alone = blended(kernel, grid, windows, GAUSSIAN)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = blended(kernel, grid, windows, GAUSSIAN)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a.scores, b.scores) for a, b in zip(alone, together, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(PIXELS),
+    size=st.tuples(*[st.integers(1, 9)] * 3),
+    steps=st.tuples(*[st.sampled_from([1, 2, -1])] * 3),
+    narrow=st.booleans(),
+    last=st.booleans(),
+    limits=st.sampled_from([(-1e6, 1e6), (0.0, 1.0)]),
+)
+def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, last, limits):
+    random = np.random.default_rng(seed)
+    every = tuple(length * abs(step) for length, step in zip(size, steps, strict=True))
+    if dtype.kind == "f":
+        pixels = (random.standard_normal(every) * 1e3).astype(dtype)
+    else:
+        pixels = random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, every, dtype, endpoint=True)
+    pixels = pixels[tuple(slice(None, None, step) for step in steps)]
+    pixels.flags.writeable = False
+    scaling = Scaling(*random.uniform(0.1, 300, 2).tolist(), *limits)
+    out = torch.empty(1, 2, *size, dtype=torch.bfloat16 if narrow else torch.float32)
+    if last:
+        out = out.to(memory_format=torch.channels_last_3d)
+    assert kernel.cuts(pixels, out)
+    kernel.cut(pixels, out[0, 1], scaling.offset, scaling.scale, limits)
+    assert torch.equal(out[0, 1], torch.from_numpy(scaling.apply(pixels)).to(out.dtype))
+
+
+def test_other_types_and_devices_are_left_to_others(kernel):
+    pixels = np.zeros((1, 2, 3), np.uint16)
+    assert kernel.cuts(pixels, torch.empty(1, 2, 3))
+    assert not kernel.cuts(pixels.astype(np.float64), torch.empty(1, 2, 3))
+    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
+    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, device="meta"))
+    assert not kernel.suits(torch.device("cuda"))
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
+    grid = Grid.cover((6, 6, 9), (4, 4, 4), 0.25)
+
+    def row(**changed):
+        made = {
+            "sums": torch.zeros(2, 4, 4, 9),
+            "layer": torch.zeros(2, 2, 6, 9),
+            "weights": (torch.ones(4),) * 3,
+            "least": 1e-3,
+            "starts": grid.starts,
+        }
+        return Row(**(made | changed))
+
+    for changed in (
+        {"sums": torch.zeros(2, 4, 4, 9, dtype=torch.float64)},
+        {"sums": torch.zeros(2, 4, 9, 4).transpose(2, 3)},
+        {"sums": torch.zeros(2, 4, 5, 9)},
+        {"layer": torch.zeros(2, 2, 6, 8)},
+        {"starts": ((0,), (0,), (0, 6))},
+    ):
+        with pytest.raises(ValueError, match=r"sums and weights|leave a row"):
+            row(**changed)
+    for window, left, known in (
+        (torch.zeros(2, 4, 4, 5), 0, 0),
+        (torch.zeros(2, 4, 4, 4), 6, 0),
+        (torch.zeros(2, 4, 4, 4), 0, 5),
+    ):
+        with pytest.raises(ValueError, match="cannot be added"):
+            kernel.add(row(), window, left, known, 0)
+    for place, leaving, reached in (((0, 3), (2, 4), 0), ((0, 0), (5, 4), 0), ((0, 0), (1, 4), 0), ((0, 0), (4, 4), 3)):
+        with pytest.raises(ValueError, match=r"leave|kept"):
+            kernel.leave(row(), place, leaving, reached)
+    with pytest.raises(ValueError, match="cut"):
+        kernel.cut(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
+
+
+def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    none = Stitching()
+    with caplog.at_level(logging.WARNING):
+        none.prepare()
+        none.prepare()
+    assert not none.suits(CPU)
+    assert sum("without the kernel" in record.message for record in caplog.records) == 1
+    grid = Grid.cover((3, 4, 5), (3, 4, 5), 0)
+    (slab,) = blended(none, grid, torch.ones(1, 1, 3, 4, 5), GAUSSIAN)
+    assert torch.equal(slab.scores, torch.ones(1, 1, 3, 4, 5))
+
+
+def test_warming_up_prepares_it(bands: ModelSpec, monkeypatch):
+    fresh = Stitching()
+    monkeypatch.setattr("service.segmenter.stitching", fresh)
+    segmenter = Segmenter(
+        bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
+    )
+    assert not fresh.suits(CPU)
+    segmenter.warm_up()
+    assert fresh.suits(CPU)
