@@ -127,6 +127,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     from service.metrics import Stages  # noqa: PLC0415
     from service.schemas import Query, explain  # noqa: PLC0415
     from service.segmenter import Segmenter  # noqa: PLC0415
+    from service.station import device_of  # noqa: PLC0415
 
     given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
     try:
@@ -136,15 +137,15 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     models = settings.models
     spec = choose(read_repository(models.folder, models.serve), query.model, models.default)
     stages = Stages()
-    with tempfile.TemporaryDirectory(prefix="segment-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="segment-") as scratch, device_of(settings) as device:
         with stages.measure("read"):
             volume = tiff.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
             if options.measurements is not None and (kind := segmenter.output(query.options)) != "labels":
                 raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
-            segmenter.warm_up()
-        result = segmenter.segment(volume, query.options)
+            device.call(segmenter.warm_up)
+        result = segmenter.segment(volume, query.options, run=device.run)
         stages.update(result.seconds)
         with stages.measure("write"):
             tiff.write(result.segmentation, options.result)

@@ -6,8 +6,9 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ from service.worker import Worker
 COPIES = 3
 # Until it was loaded once.
 ASSUMED_LOAD_SECONDS = 10.0
+# For a batch that is being computed while nobody waits for it any more.
+CLOSE_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,7 @@ class Station:
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
-        streams, divide = _division(settings, on_host=self._on_host)
-        self._device = Device("device", streams, divide)
+        self._device = _device(settings, on_host=self._on_host)
         # With more, each of many requests would have threads of its own, which wait for their next work by turning in
         # circles, on cores that the network needs.
         self._worker = Worker("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
@@ -296,12 +298,24 @@ def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
     return found
 
 
-def _division(settings: Settings, *, on_host: bool) -> tuple[int, Callable[[int], None]]:
-    """Streams that a device may have at most, and what gives one of several its part of the cores."""
+@contextmanager
+def device_of(settings: Settings) -> Iterator[Device]:
+    """The device of `settings.device.name` as a station has it, for as long as nobody serves. Raises ConfigError."""
+    device = _device(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
+    device.start()
+    try:
+        yield device
+    finally:
+        device.close()
+        device.join(CLOSE_SECONDS)
+
+
+def _device(settings: Settings, *, on_host: bool) -> Device:
+    """With as many streams as a model may have at most, each of which gets its part of the cores."""
     cores = settings.device.threads or hardware.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
-    return most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1))
+    return Device("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))
 
 
 def _needs(needed: Estimate) -> Needs:

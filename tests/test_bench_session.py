@@ -1,4 +1,5 @@
 import json
+from threading import get_ident
 
 import pytest
 import torch
@@ -6,9 +7,10 @@ import torch
 from service.bench import requests, show, timing
 from service.bench.networks import Row
 from service.bench.session import Wanted, run
-from service.config import Settings
+from service.config import Settings, overruled
 from service.errors import BadParameter
 from service.segmenter import Segmenter
+from service.station import device_of
 
 SETTINGS = Settings.model_validate(
     {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
@@ -36,13 +38,15 @@ def report(bands, trace):
 def test_requests_are_measured_stage_by_stage(report):
     answered = report.answered
     stages = answered.stages
-    assert list(stages) == ["read", "normalise", "copy", "forward", "blend", "postprocess", "write", "total"]
+    assert list(stages) == ["read", "normalise", "windows", "postprocess", "write", "total"]
     for spread in stages.values():
         assert 0 < spread.least <= spread.median <= spread.most
     assert sum(stages[name].least for name in list(stages)[:-1]) <= stages["total"].most
     assert answered.windows == 2 * 2 * 3
-    inside = stages["copy"].median + stages["forward"].median + stages["blend"].median
-    assert answered.windows_per_second == pytest.approx(12 / inside)
+    assert answered.windows_per_second == pytest.approx(12 / answered.stitched.median)
+    for ratio in (answered.stitching, answered.cpu_stitching):
+        assert 0.1 < ratio.least <= ratio.median <= ratio.most < 3
+    assert answered.stitching.least >= answered.bare.least / answered.stitched.most
     assert report.voxels_per_second == pytest.approx(20 * 40 * 70 / stages["total"].median)
     assert report.gflop_per_second == pytest.approx(report.gflop * answered.windows_per_second)
     assert report.peak_share == pytest.approx(report.gflop_per_second / report.peaks["fp32"])
@@ -50,20 +54,33 @@ def test_requests_are_measured_stage_by_stage(report):
     assert list(report.starts) == ["fixed"]
 
 
-def test_a_bare_loop_makes_as_many_forwards_as_the_request(bands, tmp_path):
-    segmenter, batches = Segmenter(bands, SETTINGS), []
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands, tmp_path, streams):
+    settings = overruled(overruled(SETTINGS, "engine", {"streams": streams}), "device", {"threads": streams})
+    shape = (16, 40, 70)
+    with device_of(settings) as device:
+        segmenter, calls = Segmenter(bands, settings), []
 
-    def counted(network):
-        return lambda batch: batches.append(len(batch)) or network(batch)
+        def counted(network):
+            return lambda batch: calls.append((len(batch), get_ident(), torch.get_num_threads())) or network(batch)
 
-    segmenter.warm_up()
-    segmenter.instrument(counted)
-    requests.write_stack(bands, SHAPE, tmp_path / "stack.tif")
-    line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, torch.device("cpu"))
-    line.once()
-    assert batches == [2] * 6
-    assert line.bare_loop() > 0
-    assert batches == [2] * 12
+        device.call(segmenter.warm_up)
+        segmenter.instrument(counted)
+        requests.write_stack(bands, shape, tmp_path / "stack.tif")
+        line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, device, streams)
+        with pytest.raises(RuntimeError, match="no request"):
+            line.stitched()
+        line.once()
+        batches = -(-line.windows // 2)
+        assert batches % 2
+        for work in (line.stitched, line.bare_loop, line.stitched):
+            calls.clear()
+            work()
+            assert [size for size, _, _ in calls] == [2] * batches
+            if work == line.bare_loop:
+                assert len({thread for _, thread, _ in calls[:-1]}) == streams
+                assert {threads for _, _, threads in calls[:-1]} == {1}
+                assert calls[-1][2] == streams
 
 
 def test_a_trace_is_written(report, trace):
@@ -73,7 +90,9 @@ def test_a_trace_is_written(report, trace):
 def test_a_table_a_picture_and_every_number(report, tmp_path):
     text = "\n".join(show.lines(report))
     for words in (
-        "| forward |",
+        "| windows |",
+        "windows from pixels to scores: ",
+        "in CPU seconds ",
         "first request",
         "windows/s",
         "GFLOP/s of a large fp32",

@@ -103,7 +103,7 @@ def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.Captur
     numbers = tmp_path / "bench.json"
     arguments = ["--shape", 4, 20, 20, "--repeats", 1, "--json", numbers, "--plot", tmp_path / "bench.png"]
     assert run("bench", "--config", config, "--device", "cpu", *arguments) == 0
-    assert "| forward |" in capsys.readouterr().out
+    assert "| windows |" in capsys.readouterr().out
     assert json.loads(numbers.read_text())["model"] == "bands/1"
     assert (tmp_path / "bench.png").exists()
     assert run("bench", "--config", config, "--repeats", 0) == 1

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from service import hardware
 from service.bench.timing import synchronise
+from service.blending import Slab
+from service.device import Device
 from service.errors import BadParameter
 from service.formats import tiff
 from service.metrics import Stages
-from service.networks import Network
 from service.parity import image_of
 from service.repository import ModelSpec
 from service.segmenter import Segmenter
 from service.volume import Array, Options, Segmentation, Selection
+from service.windows import Image, SlidingWindow
 
 LIMIT_BYTES = 2**40
 
@@ -32,53 +38,109 @@ Size = tuple[int, int, int]
 
 
 class Requests:
-    """Requests for one stack to one warm segmenter, whose work on windows is told apart.
+    """Requests for one stack to one warm segmenter, its windows by themselves, and the forwards of these alone.
 
-    windows  of the stack
-    batch    as the last forward got it, [B, C, *roi]
+    windows  of the stack, once there was a request
+    threads  of all streams of the device together
     """
 
-    def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: torch.device) -> None:
+    def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: Device, threads: int) -> None:
         self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
-        self._network: Network = lambda x: x
-        self._batch_began = self._copy = self._forward = 0.0
+        self._threads = threads
+        self._seen: tuple[SlidingWindow, Image, float] | None = None
+        self._crew: ThreadPoolExecutor | None = None
         self.windows = 0
-        self.batch = torch.empty(0)
-        segmenter.instrument(self._timed)
 
     def once(self) -> dict[str, float]:
         """Seconds of one request, by stage and in `total`.
 
-        normalise  statistics of the stack, resampling, copying to a GPU
-        copy       windows into the batch; on a CPU their pixels become float32 on the way
-        forward    the network, until the device has finished
+        normalise    statistics of the stack, resampling, copying to a GPU
+        windows      waiting for scores; while they are decoded, further ones are computed
+        postprocess  decoding
         """
         stages = Stages()
-        self._copy = self._forward = 0.0
         with stages.measure("read"):
             volume = tiff.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
-        result = self._segmenter.segment(volume, AS_SAMPLED, cancelled=self._begin, progress=self._count)
+        result = self._segmenter.segment(volume, AS_SAMPLED, run=self._run, progress=self._count)
         stages.add("normalise", result.seconds["prepare"])
-        stages.add("copy", self._copy)
-        stages.add("forward", self._forward)
-        stages.add("blend", result.seconds["windows"] - self._copy - self._forward)
+        stages.add("windows", result.seconds["windows"])
         stages.add("postprocess", result.seconds["decode"])
         with stages.measure("write"):
             tiff.write(result.segmentation, self._folder / "labels.tif")
         return stages.seconds | {"total": stages.total}
 
-    def bare_loop(self) -> float:
-        """Seconds of as many forwards as one request needs, of its last batch, and nothing else."""
-        began = time.perf_counter()
-        self.forward(-(-self.windows // len(self.batch)))
-        return time.perf_counter() - began
+    def stitched(self) -> None:
+        """All windows of the latest request once more, from its pixels to finished scores, which nobody decodes."""
+        window, image, overlap = self._latest
+        with torch.inference_mode():
+            deque(self._device.run(window, image, overlap, cancelled=lambda: False, progress=_nothing), maxlen=0)
+
+    def bare_loop(self) -> None:
+        """As many forwards as that takes, in as many streams with as many threads, and nothing else.
+
+        What is left over is computed by all threads together, as a device does it.
+        """
+        batches, streams = -(-self.windows // len(self.batch)), self._latest[0].streams
+        each, rest = divmod(batches, streams)
+        if streams > 1:
+            list(self._streams.map(lambda stream: self._forwards(stream, each), range(streams)))
+            self.forward(rest)
+        else:
+            self.forward(batches)
 
     def forward(self, times: int = 1) -> None:
-        """The network on the last batch, until the device has finished."""
+        """The network on the batch of the first stream by all threads, until the device has finished."""
+
+        def work() -> None:
+            before = torch.get_num_threads()
+            hardware.use_threads(self._threads)
+            try:
+                self._forwards(0, times)
+            finally:
+                # As the device has left it, and believes it to be.
+                hardware.use_threads(before)
+
+        self._device.call(work)
+
+    @property
+    def batch(self) -> Tensor:
+        """As the first stream gets it, [B, C, *roi]."""
+        return self._latest[0].batch
+
+    def _forwards(self, stream: int, times: int) -> None:
+        window = self._latest[0]
         with torch.inference_mode():
             for _ in range(times):
-                self._network(self.batch)
-        synchronise(self._device)
+                window.network(window.batches[stream])
+        synchronise(self.batch.device)
+
+    @property
+    def _latest(self) -> tuple[SlidingWindow, Image, float]:
+        if self._seen is None:
+            raise RuntimeError("there was no request yet")
+        return self._seen
+
+    @property
+    def _streams(self) -> ThreadPoolExecutor:
+        if self._crew is None:
+            streams = self._latest[0].streams
+            self._crew = ThreadPoolExecutor(
+                streams, "bare", partial(hardware.use_threads, max(self._threads // streams, 1))
+            )
+        return self._crew
+
+    def _run(
+        self,
+        window: SlidingWindow,
+        image: Image,
+        overlap: float,
+        /,
+        *,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> Iterator[Slab]:
+        self._seen = window, image, overlap
+        return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
     def plain_script(self) -> dict[str, float]:
         """Seconds by stage of `benchmarks/plain.py`, in a process of its own with as many threads.
@@ -87,7 +149,7 @@ class Requests:
         """
         model, result = self._segmenter.spec.folder, self._folder / "plain.tif"
         command = [sys.executable, str(PLAIN), str(self._stack), str(result), "--model", str(model)]
-        command += ["--threads", str(torch.get_num_threads()), "--device", str(self._device)]
+        command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
         done = subprocess.run(command, cwd=PLAIN.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise BadParameter(f"The plain script failed: {(done.stderr.strip().splitlines() or ['silently'])[-1]}")
@@ -96,34 +158,18 @@ class Requests:
         return {{"decode": "postprocess"}.get(name, name): taken for name, taken in stages.items()} | {"total": total}
 
     def profile(self, trace: Path) -> None:
-        """Write a trace of one request, for chrome://tracing or Perfetto."""
+        """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
         volume = tiff.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
             self._segmenter.segment(volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))
 
-    def _begin(self) -> bool:
-        """Segmenters ask before every batch whether the request is cancelled: from there on windows are copied."""
-        self._batch_began = time.perf_counter()
-        return False
-
     def _count(self, _done: int, total: int) -> None:
         self.windows = total
 
-    def _timed(self, network: Network) -> Network:
-        self._network = network
 
-        def call(batch: Tensor) -> Tensor:
-            synchronise(self._device)
-            began = time.perf_counter()
-            scores = network(batch)
-            synchronise(self._device)
-            self._copy += began - self._batch_began
-            self._forward += time.perf_counter() - began
-            self.batch = batch
-            return scores
-
-        return call
+def _nothing(_done: int, _total: int) -> None:
+    """Nobody counts."""
 
 
 def tiled(spec: ModelSpec, shape: Size) -> Array:

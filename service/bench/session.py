@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from service.errors import BadParameter
 from service.networks import load
 from service.repository import ModelSpec
 from service.segmenter import EngineReport, Segmenter
+from service.station import device_of
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +55,25 @@ class Answered:
     """What requests took: one that was the first, then the repeats.
 
     stages     seconds of those, `total` among them
-    stitching  windows per second of a request over those of a bare loop of forwards, repeat by repeat
+    stitched   seconds of the windows by themselves, from pixels to scores; `bare`: of a bare loop of their forwards
+    stitching  windows per second of the former over those of the latter, pair by pair; `cpu_stitching`: CPU seconds
     plain      the same of the plain script; `speedup` is its time over ours, repeat by repeat
     """
 
     windows: int
     first: float
     stages: dict[str, Spread]
+    stitched: Spread
+    bare: Spread
     stitching: Spread
+    cpu_stitching: Spread
     plain: dict[str, Spread]
     speedup: Spread | None
 
     @property
     def windows_per_second(self) -> float:
-        """Of copying, forward and blending."""
-        return self.windows / sum(self.stages[stage].median for stage in ("copy", "forward", "blend"))
+        """From pixels to scores."""
+        return self.windows / self.stitched.median
 
 
 @dataclass
@@ -111,36 +117,39 @@ def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
     """Measure one model. Raises what `Segmenter` raises, and BadParameter."""
     if wanted.baseline and not requests.PLAIN.exists():
         raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
-    device = hardware.choose_device(settings.device.name)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+    torch_device = hardware.choose_device(settings.device.name)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, device_of(settings) as device:
         folder = Path(name)
         requests.write_stack(spec, wanted.shape, folder / "stack.tif")
         if wanted.cold:
             settings = overruled(settings, "engine", {"cache_folder": folder / "cache"})
-        starts, segmenter = _start(spec, settings, wanted)
-        line = Requests(segmenter, folder / "stack.tif", folder, device)
+        starts, segmenter = device.call(lambda: _start(spec, settings, wanted))
+        threads = settings.device.threads or hardware.usable_cores()
+        # The thread that normalises and decodes here has no others beside it.
+        hardware.use_threads(threads)
+        line = Requests(segmenter, folder / "stack.tif", folder, device, threads)
         answered = _repeat(line, wanted)
         shape = (spec.input.channels, *spec.input.roi_size)
-        yardstick = Yardstick(device, flop_of_window(load(spec), shape) / 1e9)
+        yardstick = Yardstick(torch_device, flop_of_window(load(spec), shape) / 1e9)
         yardstick.measure(segmenter.report().precision)
         report = Report(
             model=spec.identifier,
             shape=wanted.shape,
-            device=hardware.device_name(device),
-            threads=torch.get_num_threads(),
+            device=hardware.device_name(torch_device),
+            threads=threads,
             engine=segmenter.report(),
             starts=starts,
             answered=answered,
             gflop=yardstick.gflop,
             peaks=yardstick.peaks,
             peak_bytes=peak_bytes(),
-            device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            device_bytes=torch.cuda.max_memory_allocated(torch_device) if torch_device.type == "cuda" else 0,
         )
         if wanted.profile is not None:
             line.profile(wanted.profile)
         if wanted.compare_engines or wanted.batch_sizes:
             sizes = wanted.batch_sizes or (len(line.batch),)
-            makers, in_use = engines(spec, settings, device, sizes), [_in_use(line, report.engine)]
+            makers, in_use = engines(spec, settings, torch_device, sizes), [_in_use(line, report.engine)]
             report.rows += build_and_race("engines", in_use, makers, yardstick, wanted.build_seconds)
         if wanted.compare_optimisations:
             report.rows += compare_optimisations(spec, yardstick, len(line.batch), wanted.build_seconds)
@@ -163,22 +172,48 @@ def _start(spec: ModelSpec, settings: Settings, wanted: Wanted) -> tuple[dict[st
 def _repeat(line: Requests, wanted: Wanted) -> Answered:
     first = line.once()["total"]
     log.info("first request: %.2f s", first)
-    ours, bare, plain = [], [], []
+    # The first time each stream has to find memory for its layers.
+    line.bare_loop()
+    ours, plain, pairs = [], [], list[Pair]()
     for repeat in range(wanted.repeats):
         ours.append(line.once())
-        bare.append(line.bare_loop())
         log.info("request %d of %d: %.2f s", repeat + 1, wanted.repeats, ours[-1]["total"])
+        pairs.append(_pair(line))
         if wanted.baseline:
             plain.append(line.plain_script())
             log.info("plain script: %.2f s", plain[-1]["total"])
+    seconds, cpu_seconds = zip(*pairs, strict=True)
+    (bare, stitched), (cpu_bare, cpu_stitched) = (zip(*one, strict=True) for one in (seconds, cpu_seconds))
     return Answered(
         windows=line.windows,
         first=first,
         stages=_spreads(ours),
-        stitching=Spread.ratio(bare, [taken["copy"] + taken["forward"] + taken["blend"] for taken in ours]),
+        stitched=Spread.of(stitched),
+        bare=Spread.of(bare),
+        stitching=Spread.ratio(bare, stitched),
+        cpu_stitching=Spread.ratio(cpu_bare, cpu_stitched),
         plain=_spreads(plain),
         speedup=Spread.ratio([p["total"] for p in plain], [o["total"] for o in ours]) if plain else None,
     )
+
+
+class Pair(NamedTuple):
+    """Seconds of a bare loop and of the windows by themselves."""
+
+    seconds: tuple[float, float]
+    cpu_seconds: tuple[float, float]
+
+
+def _pair(line: Requests) -> Pair:
+    """Each twice, there and back, so that a machine that becomes slower does not favour one of them."""
+    taken = {line.bare_loop: [0.0, 0.0], line.stitched: [0.0, 0.0]}
+    for call in (line.bare_loop, line.stitched, line.stitched, line.bare_loop):
+        began, cpu_began = time.perf_counter(), time.process_time()
+        call()
+        taken[call][0] += (time.perf_counter() - began) / 2
+        taken[call][1] += (time.process_time() - cpu_began) / 2
+    (bare, cpu_bare), (stitched, cpu_stitched) = taken.values()
+    return Pair((bare, stitched), (cpu_bare, cpu_stitched))
 
 
 def _spreads(runs: list[dict[str, float]]) -> dict[str, Spread]:

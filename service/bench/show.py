@@ -23,7 +23,8 @@ def lines(report: Report) -> Iterator[str]:
     """Everything for people to read."""
     engine = report.engine
     yield f"{report.device}, {report.threads} threads, torch {report.torch_version}"
-    how = f"{engine.engine} {engine.precision} {engine.memory_format}, {engine.sw_batch_size} windows at once"
+    at_once = f"{engine.sw_batch_size} windows at once in {engine.streams} streams"
+    how = f"{engine.engine} {engine.precision} {engine.memory_format}, {at_once}"
     yield f"{report.model}: {how}"
     yield "ready after " + ", ".join(f"{seconds:.1f} s ({planned})" for planned, seconds in report.starts.items())
     yield ""
@@ -46,7 +47,10 @@ def _requests(report: Report) -> Iterator[str]:
     yield f"{answered.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
     share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {report.engine.precision} matrix product"
     yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
-    yield f"windows per second, of those of a bare loop of forwards: {_ratio(answered.stitching)}"
+    loops = f"{_seconds(answered.stitched)} s, a bare loop of their forwards {_seconds(answered.bare)} s"
+    yield f"windows from pixels to scores: {loops}"
+    ratios = f"{_ratio(answered.stitching)}, in CPU seconds {_ratio(answered.cpu_stitching)}"
+    yield f"windows per second, of those of a bare loop of forwards: {ratios}"
     if answered.speedup is not None:
         yield f"times as fast as the plain script: {_ratio(answered.speedup)}"
     device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
