@@ -1,7 +1,12 @@
+import copy
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from service.engine import norms
 from service.engine.norms import ChannelsLastNorm, lay_out
 from service.engine.prepare import prepare
 
@@ -21,6 +26,11 @@ def image(offset=0.0):
     return x.to(memory_format=torch.channels_last_3d)
 
 
+def exactly(module, x):
+    """In float64, by torch."""
+    return copy.deepcopy(module).double()(x.contiguous().double()).float()
+
+
 NORMS = [
     nn.InstanceNorm3d(12),
     nn.InstanceNorm3d(12, affine=True),
@@ -38,8 +48,70 @@ def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, offset):
     x = image(offset)
     y = lay_out(nn.Sequential(norm))(x)
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
-    torch.testing.assert_close(y, norm.double()(x.contiguous().double()).float(), atol=1e-4, rtol=1e-4)
-    norm.float()
+    torch.testing.assert_close(y, exactly(norm, x), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("norm", NORMS[1:3], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+def test_without_a_compiler_torch_computes_the_same(norm, offset, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    norms._library.cache_clear()
+    try:
+        network, x = nn.Sequential(with_weights(norm), nn.LeakyReLU(0.2)), image(offset)
+        torch.testing.assert_close(lay_out(copy.deepcopy(network))(x), exactly(network, x), atol=1e-4, rtol=1e-4)
+    finally:
+        norms._library.cache_clear()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.tuples(st.integers(2, 13), st.integers(1, 13), st.integers(1, 13)),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    members=st.integers(1, 11),
+    activation=st.sampled_from([nn.ReLU(), nn.LeakyReLU(0.3), nn.PReLU(), nn.Identity()]),
+    seed=st.integers(0, 2**31),
+)
+@torch.inference_mode()
+def test_any_shape_gives_what_torch_gives(size, batch, groups, members, activation, seed):
+    torch.manual_seed(seed)
+    norm = with_weights(nn.GroupNorm(groups, groups * members))
+    x = 3 * torch.randn(batch, groups * members, *size) + 20
+    network = nn.Sequential(norm, nn.Dropout(), activation).eval()
+    fast = lay_out(copy.deepcopy(network))
+    assert isinstance(fast[2], nn.Identity)
+    torch.testing.assert_close(fast(x), exactly(network, x), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_an_activation_has_a_slope_for_each_channel():
+    slopes = nn.PReLU(12)
+    slopes.weight.data = torch.linspace(-1, 1, 12)
+    network, x = nn.Sequential(nn.GroupNorm(4, 12), slopes), image()
+    torch.testing.assert_close(lay_out(copy.deepcopy(network))(x), exactly(network, x), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_result_does_not_depend_on_threads():
+    norm = lay_out(nn.Sequential(nn.GroupNorm(2, 24)))
+    x = torch.randn(3, 24, 20, 20, 20)
+    before, expected = torch.get_num_threads(), norm(x)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(norm(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(), nn.Identity()], ids=repr)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_not_lost(activation, value):
+    x = image()
+    x[1, 5, 2, 3, 4] = value
+    assert not torch.isfinite(lay_out(nn.Sequential(nn.GroupNorm(4, 12), activation))(x).sum())
 
 
 @torch.inference_mode()
@@ -57,7 +129,7 @@ def test_traced_it_computes_the_same():
     norm = with_weights(nn.GroupNorm(4, 12))
     x = image(offset=50.0)
     network = torch.compile(lay_out(nn.Sequential(norm)), fullgraph=True, backend="eager")
-    torch.testing.assert_close(network(x), norm.double()(x.contiguous().double()).float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(network(x), exactly(norm, x), atol=1e-4, rtol=1e-4)
 
 
 def test_norms_with_running_statistics_and_other_modules_stay():

@@ -2,31 +2,59 @@
 
 ATen has no 3D instance norm for that layout, its group norm loses digits there (1e-3 of a standard deviation where the
 mean is five of them), and inductor takes both apart in the order of contiguous tensors. Summed over voxels as vectors
-of channels, they take one pass to measure and one to apply, with whatever is fused behind.
+of channels, they take one pass to measure and one to apply, with the activation behind them: `norms.cpp` does that for
+float32 on a CPU, and torch elsewhere, in compiled graphs, and where there is no C++ compiler.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import logging
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from service.engine.sequences import steps
+from service.kernels import shelf
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 VOXELS = (2, 3, 4)
+
+log = logging.getLogger(__name__)
 
 
 class ChannelsLastNorm(nn.Module):
-    """What `nn.GroupNorm` computes over `groups` of channels; as many groups as channels make an instance norm."""
+    """What `nn.GroupNorm` computes over `groups` of channels; as many groups as channels make an instance norm.
+
+    slope  [C]: what is negative is multiplied by it, once it is normalised; None: nothing follows
+    """
 
     weight: Tensor | None
     bias: Tensor | None
+    slope: Tensor | None
 
-    def __init__(self, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    def __init__(self, groups: int, channels: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
         super().__init__()
-        self.groups, self.eps = groups, eps
+        self.groups, self.channels, self.eps = groups, channels, eps
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
+        self.register_buffer("slope", None)
+
+    def activate(self, slope: Tensor) -> None:
+        """Let an activation follow, `slope` [1] or [C]."""
+        self.slope = slope.detach().expand(self.channels).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> the same shape, dtype and layout; moments are taken in float32."""
+        if not torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype == torch.float32:
+            library = _library()
+            if library is not None:
+                return self._in_one(x, library)
         variance, mean = _moments(x.float())
         if self.groups < x.shape[1]:
             variance, mean = _of_groups(variance, mean, self.groups)
@@ -36,7 +64,21 @@ class ChannelsLastNorm(nn.Module):
         shift = -mean * scale
         if self.bias is not None:
             shift = shift + self.bias
-        return (x * scale[..., None, None, None] + shift[..., None, None, None]).to(x.dtype)
+        y = (x * scale[..., None, None, None] + shift[..., None, None, None]).to(x.dtype)
+        return y if self.slope is None else functional.prelu(y, self.slope)
+
+    def _in_one(self, x: Tensor, library: ctypes.CDLL) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        y = torch.empty_like(x)
+        batch, channels, depth, height, width = x.shape
+        pointers = (x, self.weight, self.bias, self.slope, y)
+        failed = library.stackseg_normalise(
+            *(tensor.data_ptr() if tensor is not None else None for tensor in pointers),
+            *(batch, depth * height * width, channels, self.groups, self.eps, torch.get_num_threads()),
+        )
+        if failed:
+            raise MemoryError("no memory for the moments of a norm")
+        return y
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,9 +100,19 @@ def _of_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor, Ten
 
 
 def lay_out(module: nn.Module) -> nn.Module:
-    """Replace every instance norm without running statistics, and every group norm, in place."""
+    """Replace every instance norm without running statistics, and every group norm, in place.
+
+    Rectifiers that follow in a sequence are taken in, leaky and parametric ones included.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return module
+    for step, following in itertools.pairwise(list(steps(module))):
+        slope = _slope(following.module)
+        norm = _replacement(step.module) if slope is not None else None
+        if norm is not None and slope is not None:
+            norm.activate(slope)
+            step.put(norm)
+            following.put(nn.Identity())
     for name, child in module.named_children():
         replacement = _replacement(child)
         if replacement is None:
@@ -70,9 +122,32 @@ def lay_out(module: nn.Module) -> nn.Module:
     return module
 
 
-def _replacement(module: nn.Module) -> nn.Module | None:
+def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
     if isinstance(module, nn.GroupNorm):
-        return ChannelsLastNorm(module.num_groups, module.weight, module.bias, module.eps)
+        return ChannelsLastNorm(module.num_groups, module.num_channels, module.weight, module.bias, module.eps)
     if isinstance(module, nn.InstanceNorm3d) and not module.track_running_stats:
-        return ChannelsLastNorm(module.num_features, module.weight, module.bias, module.eps)
+        channels = module.num_features
+        return ChannelsLastNorm(channels, channels, module.weight, module.bias, module.eps)
     return None
+
+
+def _slope(activation: nn.Module) -> Tensor | None:
+    """What it multiplies by what is negative, [1] or [C]."""
+    if isinstance(activation, nn.PReLU):
+        return activation.weight
+    if isinstance(activation, nn.LeakyReLU):
+        return torch.tensor([activation.negative_slope])
+    return torch.zeros(1) if isinstance(activation, nn.ReLU) else None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernel, None where it cannot be compiled."""
+    try:
+        library = shelf.load(SOURCE, FLAGS)
+    except OSError as error:
+        log.warning("Norms take several times as long, without the kernel for them: %s", error)
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.stackseg_normalise.argtypes = [pointer] * 5 + [size] * 4 + [ctypes.c_double, ctypes.c_int]
+    return library
