@@ -36,9 +36,11 @@ MEMORY_SHARE = 0.5
 # What a foreign engine raises where it cannot run a network.
 FAILURES = (RuntimeError, OSError, ImportError)
 UNTUNED = (
-    "It was loaded on demand, and faster ways to run it than eagerly were never tried: name it in models.load for one "
-    "start, or run stackseg bench with it, and the fastest is known from then on."
+    "It was loaded on demand, and ways to run it were never compared: name it in models.load for one start, or run "
+    "stackseg bench with it, and the fastest is known from then on."
 )
+# Seconds that making an engine may take, on a slow machine, where somebody waits for a model that is loaded on demand.
+QUICK_BUILD = 5.0
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,8 @@ class WarmUp:
     def run(self, *, tune: bool = True) -> Warm:
         """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
 
-        Without `tune` nothing is tried that takes minutes: what nobody has found out then runs eagerly, with a warning.
+        Without `tune` nothing is tried that takes minutes: what nobody has found out then runs in the first way that is
+        made quickly and right, with a warning.
         An engine that was asked for and fails is replaced by the eager one, with a warning; an error of that one
         passes through.
         """
@@ -106,8 +109,7 @@ class WarmUp:
                 reason = select.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
         if not tune:
-            name = precision.choose(self._settings.engine.precision, self._native).name
-            return self._warned(self._eager(name), UNTUNED)
+            return self._at_once()
         warm = self._tuned(circumstances)
         if warm.plan is not None:
             _keep(folder, warm.plan)
@@ -198,11 +200,46 @@ class WarmUp:
             reason = f"The {choice.engine} engine failed, so the model runs eagerly: {select.first_line(error)}"
             return self._warned(self._eager(name), *warnings, reason)
 
+    def _at_once(self) -> Warm:
+        """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
+        parity = self._parity()
+        name = precision.choose(self._settings.engine.precision, self._native).name
+        for choice in self._candidates(self._streams):
+            quick = choice.engine != "eager" and select.slow_build(choice) <= QUICK_BUILD
+            if not quick or choice.precision != name or self._fits(choice) is not None:
+                continue
+            try:
+                warm = self.build(choice)
+                right = parity.difference(warm.window) <= self._tolerance
+            except FAILURES as error:
+                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, select.first_line(error))
+                continue
+            if right:
+                return replace(warm, warnings=(*warm.warnings, UNTUNED))
+        return self._warned(self._eager(name), UNTUNED)
+
+    def _parity(self) -> Parity:
+        return Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
+
+    @property
+    def _tolerance(self) -> float:
+        """A precision that the operator chose is the operator's responsibility; one that we choose is ours."""
+        settings = self._settings.engine
+        return settings.tolerance if settings.precision == "auto" else 1.0
+
+    def _candidates(self, streams: int) -> list[Choice]:
+        """All that the settings leave open, in so many streams where that is possible."""
+        settings = self._settings.engine
+        names = precision.candidates(settings.precision, self._native)
+        return [
+            replace(choice, streams=1 if select.one_at_a_time(choice, settings) else streams)
+            for choice in select.choices(settings, self._device, names, self._batch_size)
+        ]
+
     def _tuned(self, circumstances: dict[str, str]) -> Warm:
         settings = self._settings.engine
-        parity = Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
-        # A precision that the operator chose is the operator's responsibility; one that we choose is ours.
-        rules = tune.Rules(settings.tune_seconds, settings.tolerance if settings.precision == "auto" else 1.0)
+        parity = self._parity()
+        rules = tune.Rules(settings.tune_seconds, self._tolerance)
 
         # Those in the race are held by it, and what has left it gives its memory back.
         alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
@@ -220,14 +257,9 @@ class WarmUp:
             return tune.Entrant(run, lambda: parity.difference(warm.window), warm)
 
         tuner = tune.Tuner(enter, rules, fits=self._fits)
-        names = precision.candidates(settings.precision, self._native)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
-            fixed = 1 if self._more_streams else self._streams
-            candidates = [
-                replace(choice, streams=1 if select.one_at_a_time(choice, settings) else fixed)
-                for choice in select.choices(settings, self._device, names, self._batch_size)
-            ]
+            candidates = self._candidates(1 if self._more_streams else self._streams)
             won = tuner.run(candidates, self._batch_sizes, self._more_streams)
         except tune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)

@@ -218,6 +218,31 @@ def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings,
     assert "runs eagerly in fp32" in warm.warnings[0]
 
 
+def broken(_module):
+    raise RuntimeError("not here")
+
+
+@pytest.mark.parametrize(
+    ("make", "seconds", "engine"),
+    [
+        (lambda module: module, 1.0, "other"),
+        (lambda module: module, 60.0, "eager"),
+        (lambda module: lambda x: module(x).flip(1), 1.0, "eager"),
+        (broken, 1.0, "eager"),
+    ],
+    ids=["quick and right", "slow", "wrong", "broken"],
+)
+def test_on_demand_nothing_is_compared_but_what_is_quick_and_right_is_taken(
+    bands, settings, only, make, seconds, engine, tmp_path
+):
+    only("eager", other=replace(kind_of(make), slow_build=seconds))
+    warm = warm_up(bands, settings()).run(tune=False)
+    assert warm.choice.engine == engine
+    assert warm.plan is None
+    assert "on demand" in warm.warnings[-1]
+    assert not (tmp_path / "cache").exists()
+
+
 def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, only):
     only("eager")
     trials = warm_up(bands, settings(), window_bytes=2**50).run()
