@@ -119,3 +119,34 @@ def test_graphs_count_as_recompilations_only_while_nothing_is_loaded() -> None:
         assert turn.recompilations == 0
         network(torch.rand(1, 1, 5, 5, 5))
     assert turn.recompilations == 1
+
+
+class Rectified(nn.Module):
+    """A convolution before every spelling of a rectifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        functional = nn.functional
+        self.module = nn.ReLU(inplace=True)
+        self.spellings = [
+            *(self.module, functional.relu, functional.relu_, torch.relu, torch.relu_, Tensor.relu),
+            *(lambda x: x.relu_(), lambda x: functional.relu(input=x), lambda x: functional.relu(x, inplace=True)),
+        ]
+        self.convolutions = nn.ModuleList(nn.Conv3d(4, 4, 1) for _ in self.spellings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution, rectify in zip(self.convolutions, self.spellings, strict=True):
+            x = rectify(convolution(x))
+        return x
+
+
+@torch.inference_mode()
+def test_what_is_not_finite_within_a_frozen_network_reaches_its_scores():
+    torch.manual_seed(0)
+    network = Rectified().eval().requires_grad_(requires_grad=False)
+    frozen = compiled.make(network, "default", freeze=True)
+    x = torch.rand(2, 4, 4, 4, 4)
+    torch.testing.assert_close(frozen(x), network(x), atol=1e-5, rtol=1e-5)
+    x[1, 2, 3, 0, 1] = torch.nan
+    assert torch.equal(torch.isnan(frozen(x)), torch.isnan(network(x)))
+    assert torch.isnan(network(x)).any()

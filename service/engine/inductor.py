@@ -16,6 +16,7 @@ from torch._dynamo import lookup_backend
 from torch._inductor import config as inductor
 from torch._inductor import list_mode_options
 from torch.fx import GraphModule
+from torch.nn import functional
 
 from service.errors import BadParameter
 from service.networks import Network
@@ -76,7 +77,7 @@ class _Frozen:
         made: list[tuple[Callable[..., Sequence[Tensor]], int]] = []
 
         def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-            run = lookup_backend("inductor")(graph, inputs)
+            run = lookup_backend("inductor")(_keep_nan(graph), inputs)
             made.append((run, len(inputs)))
             return run
 
@@ -90,3 +91,18 @@ class _Frozen:
         if made or inputs != 1:
             raise RuntimeError("weights could not be made constants of the compiled graph")
         return lambda batch: run(batch)[0]
+
+
+def _keep_nan(graph: GraphModule) -> GraphModule:
+    """Rectifiers as maxima, in place: inductor fuses a convolution with the former, and oneDNN's makes zero of NaN.
+
+    It would be lost then in the middle of a network, and with it the news that scores are wrong.
+    """
+    functions = {torch.relu, torch.relu_, functional.relu, functional.relu_}
+    for node in graph.graph.nodes:
+        if node.target in functions or (node.op == "call_method" and node.target in {"relu", "relu_"}):
+            in_place = node.target in {"relu_", torch.relu_, functional.relu_} or node.kwargs.get("inplace", False)
+            node.op, node.target = "call_function", torch.clamp_min_ if in_place else torch.clamp_min
+            node.args, node.kwargs = (node.args[0] if node.args else node.kwargs["input"], 0.0), {}
+    graph.recompile()
+    return graph
