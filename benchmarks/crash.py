@@ -1,12 +1,13 @@
 """Kill the service at random moments, with jobs in every state: nothing may be lost, and nothing be half-written.
 
-python benchmarks/crash.py [--kills 50] [--models FOLDER] [--seed 0] [--json FILE]
+python benchmarks/crash.py [--kills 50] [--models FOLDER] [--engine eager] [--seed 0] [--json FILE]
 
 A client posts stacks small and large, slow uploads among them, cancels some jobs, and fetches results, until SIGKILL
 ends the server: during its start, or up to three seconds after it is ready. After every kill the database is checked
 and the next server started in the same folder. Each job that was answered with 202 must be there and end as it should;
 each result must be the labels that the model gives for this stack in this process, voxel by voxel. Raises
 AssertionError where that does not hold. Without --models a tiny model with random weights is made: it starts quickly.
+With `--engine auto` the engine is chosen before the first kill, and all starts find the plan.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from service.volume import Options, Volume
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
 LARGE, SMALL = (64, 192, 192), (16, 48, 48)
+EAGER = {"kind": "eager"}
 STATES = ("waiting", "running", "done", "cancelled")
 
 MODEL: dict[str, Any] = {
@@ -102,7 +104,7 @@ class Server:
         self._config, self._log = folder / "config.yaml", folder / "log"
         content = {
             "models": {"folder": str(models)},
-            "engine": {"kind": "eager"},
+            "engine": EAGER,
             "device": {"name": "cpu", "threads": 1},
             "limits": {"waiting": waiting, "cache_bytes": 0},
             "jobs": {"folder": str(self.jobs), "attempts": 1000},
@@ -230,10 +232,11 @@ class Client:
         self.compared += 1
 
 
-def run(kills: int, models: Path, folder: Path, seed: int = 0) -> dict[str, Any]:
+def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "eager") -> dict[str, Any]:
     """Kill so many times, then let everything finish; gives the figures. AssertionError where a promise is broken."""
     rng = random.Random(seed)
-    server, client = Server(models, folder), Client(make_stacks(models), rng)
+    chosen = {"kind": engine, "cache_folder": str(folder / "cache")}
+    server, client = Server(models, folder, engine=chosen), Client(make_stacks(models, chosen), rng)
     starts: list[float] = []
     seen: Counter[str] = Counter()
     early = 0
@@ -316,8 +319,8 @@ def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np
     return file.getvalue(), pixels
 
 
-def make_stacks(models: Path) -> list[Stack]:
-    settings = Settings.model_validate({"engine": {"kind": "eager"}, "device": {"name": "cpu", "threads": 1}})
+def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
+    settings = Settings.model_validate({"engine": engine, "device": {"name": "cpu", "threads": 1}})
     (spec,) = read_repository(models).values()
     segmenter = Segmenter(spec, settings)
     segmenter.warm_up()
@@ -360,10 +363,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--models", type=Path, help="a repository with one semantic model")
+    parser.add_argument("--engine", choices=["eager", "auto", "winograd"], default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    measure(options, lambda models, folder: run(options.kills, models, folder, options.seed))
+    measure(options, lambda models, folder: run(options.kills, models, folder, options.seed, options.engine))
 
 
 if __name__ == "__main__":

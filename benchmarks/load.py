@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import httpx2
 import numpy as np
 import tifffile
-from crash import Server, Stack, make_stacks, measure
+from crash import EAGER, Server, Stack, make_stacks, measure
 from processes import descriptors, resident, threads
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -156,7 +156,7 @@ class User:
 def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, Any]:
     """Let clients at a server for so long; gives the figures. Raises AssertionError where something is wrong."""
     server = Server(models, folder, waiting=max(clients // 2, 1))
-    stacks = make_stacks(models)
+    stacks = make_stacks(models, EAGER)
     server.start()
     http = server.client()
     assert http is not None
