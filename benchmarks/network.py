@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from service import hardware
-from service.engine import compiled, precision, winograd
+from service.engine import compiled, packed, precision, winograd
 from service.engine.prepare import prepare
 from service.networks import Network, load
 from service.repository import read_spec
@@ -88,8 +88,9 @@ def variants(
     run = compiled.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
     yield Row(f"compiled {dtype}, channels-last, folded", run, x)
     if on_cpu and dtype == torch.float32 and winograd.candidates(laid_out):
+        yield Row("Winograd convolutions, others packed", packed.pack(winograd.accelerate(laid_out)), x)
         run = compiled.make(winograd.accelerate(laid_out), "default", freeze=True)
-        yield Row("the same with Winograd convolutions", run, x)
+        yield Row("Winograd convolutions, compiled and frozen", run, x)
 
 
 def main() -> None:

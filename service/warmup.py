@@ -168,6 +168,7 @@ class WarmUp:
             "device": hardware.device_name(self._device),
             "python": platform.python_version(),
             "engine": settings.engine.model_dump_json(exclude={"cache_folder"}),
+            "engines": plans.engines(),
             "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
         }
         facts |= {name: _version(name) for name in LIBRARIES}

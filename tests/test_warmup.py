@@ -145,7 +145,7 @@ def test_other_weights_are_tuned_anew(bands, settings):
         warm_up(spec, settings(), load(bands)) for spec in (bands, bands.model_copy(update={"weights": weights}))
     )
     assert one.circumstances() != other.circumstances()
-    assert {"device", "torch", "threads", "openvino"} <= one.circumstances().keys()
+    assert {"device", "torch", "threads", "openvino", "engines"} <= one.circumstances().keys()
 
 
 def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settings, only):

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -92,6 +93,13 @@ def home(configured: Path | None) -> Path:
         return configured / FOLDER
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(caches) / "stackseg" / FOLDER
+
+
+@cache
+def engines() -> str:
+    """What the engines are made of, as a number: after an update in place another plan may be better."""
+    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in {".py", ".cpp"})
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
