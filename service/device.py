@@ -1,9 +1,9 @@
 """The threads that may touch a device: each is a stream of batches of windows, of several requests where it can.
 
-Preparing, decoding and writing happen in the threads of the requests; what these wait for here is the network. A batch
-has one shape whatever is in it, so windows of requests that run through the same network share its room. A GPU has one
-stream. On a CPU several batches at once, with a part of the cores each, keep these busier than one after the other with
-all of them: nobody waits at the end of every layer for the thread that was slowest.
+Preparing, decoding and writing happen in the threads of the requests; what these wait for here is the network. Windows
+of requests that run through the same one share the room of a batch, as most networks take the same time however full it
+is. A GPU has one stream. On a CPU several batches at once, with a part of the cores each, keep these busier than one
+after the other with all of them: nobody waits at the end of every layer for the thread that was slowest.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class Device:
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
     for ever, and gets at least half of the device. The other takes the one with the fewest windows left, so that a
     small stack waits for a batch or two however large those are that came before it. What room a batch then has, the
-    next ones by the same rule get, as far as they run through the same network. A batch that would not be full waits
-    for those that are being computed: something may come, and alone it has the whole device.
+    next ones by the same rule get, as far as they run through the same network. A batch that would not be full, and
+    take as long as a full one, waits for those that are being computed: something may come, and alone it has the whole
+    device.
     """
 
     def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _among: None) -> None:
@@ -296,7 +297,8 @@ class Device:
             return True
         window = lanes[0].window
         fewest = min(window.streams, *(running.window.streams for running in self._busy.values()))
-        return len(self._busy) < fewest and sum(lane.passage.left for lane in lanes) >= window.room
+        enough = 1 if window.elastic else window.room
+        return len(self._busy) < fewest and sum(lane.passage.left for lane in lanes) >= enough
 
     def _chosen(self) -> list[_Lane]:
         """Those with windows in the next batch, the one that must have some first."""
@@ -328,7 +330,7 @@ class Device:
         each = (time.monotonic() - began) / batch.among / taken
         for (lane, flight), own in zip(flights, scores, strict=True):
             mine = len(flight.part.places)
-            flight.share = Share(mine, mine * window.room / taken, mine * each)
+            flight.share = Share(mine, mine * window.slots(taken) / taken, mine * each)
             self._arrive(lane, flight, own)
         return True
 

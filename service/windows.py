@@ -68,13 +68,14 @@ class Sparse:
 
 
 class SlidingWindow:
-    """Runs one network over volumes of any size, always calling it with one shape.
+    """Runs one network over volumes of any size, always calling it with one shape, or fewer windows if it is elastic.
 
     network     [B, C, *roi] -> [B, K, *roi], any floating dtype out; in: `dtype`
     batch_size  B
     device      where batches, weights and scores live
     streams     threads that may call it at the same time, each with a batch of its own
     kernel      what blends, where it suits
+    elastic     whether the network takes fewer windows as well, with the same scores to the bit
     """
 
     def __init__(  # noqa: PLR0913
@@ -90,8 +91,9 @@ class SlidingWindow:
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
         kernel: Stitching = stitching,
+        elastic: bool = False,
     ) -> None:
-        self._network = network
+        self._network, self._elastic = network, elastic
         self._kernel = kernel
         self._roi = roi
         self._blending = blending
@@ -102,7 +104,7 @@ class SlidingWindow:
 
     @property
     def batch(self) -> Tensor:
-        """The batch buffer of the first stream, [B, C, *roi]: in shape, dtype and strides the network sees no other."""
+        """The batch buffer of the first stream, [B, C, *roi]: in dtype and strides the network sees no other."""
         return self._batches[0]
 
     @property
@@ -120,10 +122,15 @@ class SlidingWindow:
         """What the windows run through."""
         return self._network
 
-    def with_network(self, network: Network) -> SlidingWindow:
+    @property
+    def elastic(self) -> bool:
+        """Whether a batch that is not full takes less time than a full one."""
+        return self._elastic
+
+    def with_network(self, network: Network, *, elastic: bool = False) -> SlidingWindow:
         """The same windows in the same batch buffers through another network."""
         other = copy.copy(self)
-        other._network = network
+        other._network, other._elastic = network, elastic
         return other
 
     def with_streams(self, streams: int) -> SlidingWindow:
@@ -134,8 +141,12 @@ class SlidingWindow:
 
     @property
     def room(self) -> int:
-        """Windows per call of the network."""
+        """Windows per call of the network, at most."""
         return len(self.batch)
+
+    def slots(self, windows: int) -> int:
+        """What a batch of so many windows has room for."""
+        return windows if self._elastic else self.room
 
     def run(
         self,
@@ -170,7 +181,8 @@ class SlidingWindow:
         Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
         call.
         """
-        batch = self._batches[stream]
+        lengths = [len(part.places) for part in parts]
+        batch = self._batches[stream][: self.slots(sum(lengths))]
         slots = iter(batch)
         for passage, places in parts:
             for place in places:
@@ -182,7 +194,6 @@ class SlidingWindow:
         if scores.is_cuda:
             # Who asks how long a batch takes means until it is computed, not until the device was told to.
             torch.cuda.current_stream(scores.device).synchronize()
-        lengths = [len(part.places) for part in parts]
         return list(torch.split(scores[: sum(lengths)], lengths))
 
 

@@ -94,9 +94,9 @@ def before_a_device(streams: int) -> Iterator[Requests]:
     assert standing.device._lanes == []
 
 
-def windows(network: Network, room: int = 4, streams: int = 1) -> SlidingWindow:
+def windows(network: Network, room: int = 4, streams: int = 1, *, elastic: bool = False) -> SlidingWindow:
     blending, device = Blending("constant"), torch.device("cpu")
-    return SlidingWindow(network, 1, ROI, room, blending=blending, device=device, streams=streams)
+    return SlidingWindow(network, 1, ROI, room, blending=blending, device=device, streams=streams, elastic=elastic)
 
 
 def whole(slabs: Iterator[Slab]) -> Tensor:
@@ -296,12 +296,13 @@ class Reused:
 
     def __call__(self, batch: Tensor) -> Tensor:
         time.sleep(0.002 * (next(self._calls) * 7 % 5))
-        answer = self._answers.setdefault(str(threading.get_ident()), torch.empty_like(batch))
-        return answer.copy_(batch)
+        answer = self._answers.setdefault(str(threading.get_ident()), torch.empty(2, *batch.shape[1:]))
+        return answer[: len(batch)].copy_(batch)
 
 
-def test_streams_give_everyone_the_same_as_one_does(streaming: Requests) -> None:
-    window = windows(Reused(), 2, streams=3)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_streams_give_everyone_the_same_as_one_does(streaming: Requests, elastic: bool) -> None:
+    window = windows(Reused(), 2, streams=3, elastic=elastic)
     streaming.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
@@ -358,6 +359,20 @@ def test_a_batch_that_is_not_full_waits_for_those_that_are_computed(streaming: R
     for other in others:
         other.result(10)
     assert sorted(network.who()) == [[1, 0], [2, 3]]
+
+
+def test_a_batch_that_costs_no_more_than_its_windows_waits_for_nothing(streaming: Requests) -> None:
+    meeting = threading.Barrier(3)
+
+    def network(batch: Tensor) -> Tensor:
+        meeting.wait(10)
+        return batch
+
+    streaming.device.start()
+    window = windows(network, 2, streams=3, elastic=True)
+    for request in [streaming.post(window, image(1, value)) for value in (1, 2, 3)]:
+        request.result(10)
+    assert all(share.windows == share.slots == 1 for share in streaming.shares)
 
 
 def test_a_call_waits_for_all_streams_and_they_for_it(streaming: Requests) -> None:

@@ -67,6 +67,29 @@ def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     assert isinstance(build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).network, nn.ReLU)
 
 
+@pytest.mark.parametrize(
+    ("network", "any_batch", "elastic"),
+    [
+        (lambda x: 2 * x, True, True),
+        (lambda x: 2 * x, False, False),
+        (lambda x: 2 * x + len(x), True, False),
+    ],
+    ids=["any batch", "not said to be", "other scores"],
+)
+def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch, network, any_batch, elastic):
+    kind = select.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
+    monkeypatch.setitem(KINDS, "other", kind)
+    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
+
+
+def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled():
+    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1)).eval()
+    module.requires_grad_(requires_grad=False)
+    example = torch.zeros(2, 8, 8, 8, 8).to(memory_format=torch.channels_last_3d)
+    choice = choice_of("winograd", memory_format="channels_last_3d")
+    assert build(module, example, choice, config.Engine()).elastic
+
+
 def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
     kind = select.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
     monkeypatch.setitem(KINDS, "other", kind)

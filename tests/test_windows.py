@@ -175,6 +175,24 @@ def test_scores_that_are_not_finite_are_refused(value, z, kernel):
         whole(make(lambda x: x, (4, 4, 4), kernel=kernel).run(image, 0.25))
 
 
+def test_an_elastic_network_is_given_no_more_windows_than_there_are():
+    lengths = []
+
+    def network(x):
+        lengths.append(len(x))
+        return 2 * x
+
+    image = torch.rand(1, 1, 4, 4, 12)
+    rigid = make(network, (4, 4, 4), batch_size=2)
+    elastic = rigid.with_network(network, elastic=True)
+    expected = whole(rigid.run(image, 0.0))
+    assert lengths == [2, 2]
+    assert torch.equal(whole(elastic.run(image, 0.0)), expected)
+    assert lengths == [2, 2, 2, 1]
+    assert (rigid.slots(1), elastic.slots(1)) == (2, 1)
+    assert not elastic.with_network(network).elastic, "another network need not be"
+
+
 def test_another_network_runs_through_the_same_batch_buffer():
     window = make(lambda x: x, (4, 4, 4))
     doubled = window.with_network(lambda x: 2 * x)

@@ -47,6 +47,7 @@ class Kind:
     float32    batch and weights stay float32; `precision` is a hint to the engine
     packs      whether it keeps weights in a layout of its own, beside those of the module
     divides    whether it divides the cores among streams itself, and so is made for a number of them
+    any_batch  whether it may take fewer windows than it was made for, unless it was compiled
     slow_build seconds that making it takes on a slow machine, torch.compile left out: not begun with less time left
     missing    why it cannot be used here, None where it can
     caution    what everybody who uses it is told
@@ -62,6 +63,7 @@ class Kind:
     float32: bool = False
     packs: bool = False
     divides: bool = False
+    any_batch: bool = False
     slow_build: float = 5.0
     missing: Callable[[], str | None] = _present
     caution: str | None = None
@@ -103,6 +105,7 @@ KINDS: dict[str, Kind] = {
         precisions=("fp32",),
         compiles=True,
         optional=True,
+        any_batch=True,
     ),
     "openvino": Kind(
         _make_openvino,
@@ -130,11 +133,17 @@ KINDS: dict[str, Kind] = {
 
 
 class Built(NamedTuple):
-    """A network that has run. `seconds`: making it and the first calls; `nbytes`: of weights beside the module's."""
+    """A network that has run.
+
+    seconds  making it and the first calls
+    nbytes   of weights beside the module's
+    elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has
+    """
 
     network: Network
     seconds: float
     nbytes: int = 0
+    elastic: bool = False
 
 
 def choices(
@@ -205,11 +214,20 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         network = kind.make(transformed, example, choice, settings)
         for _ in range(WARM_UP_CALLS):
             network(example)
+        elastic = kind.any_batch and choice.compile_mode is None and _is_elastic(network, example)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    return Built(network, time.perf_counter() - began, own * nbytes)
+    return Built(network, time.perf_counter() - began, own * nbytes, elastic)
+
+
+def _is_elastic(network: Network, example: Tensor) -> bool:
+    """Whether each smaller batch gives what it gives within the whole one."""
+    generator = torch.Generator(example.device).manual_seed(0)
+    batch = torch.empty_like(example).uniform_(generator=generator)
+    scores = network(batch).clone()
+    return all(torch.equal(network(batch[:length]), scores[:length]) for length in range(1, len(batch)))
 
 
 def first_line(error: BaseException) -> str:
