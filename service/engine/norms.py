@@ -51,7 +51,9 @@ class ChannelsLastNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> the same shape, dtype and layout; moments are taken in float32."""
-        if not torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype == torch.float32:
+        on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+        # Norms without weights may be given other channels than they state; the kernel reads a slope for each.
+        if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels:
             library = _library()
             if library is not None:
                 return self._in_one(x, library)
