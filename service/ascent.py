@@ -7,22 +7,20 @@ costs microseconds however few voxels there are; here they are one pass each, on
 from __future__ import annotations
 
 import ctypes
-import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.kernels import shelf
+from service.kernels import Kernel
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
-# What each function takes and gives: pointers, 32-bit and 64-bit integers, or nothing.
-KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "q": ctypes.c_int64, "-": None}
+# What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
     ("stackseg_fill", "pppqqqqp", "-"),
     ("stackseg_climb", "pqqqipppppp", "q"),
@@ -36,8 +34,6 @@ PASSES = 2**16
 
 # Places in a block are 32-bit integers.
 MOST = 2**31 - 1
-
-log = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
@@ -71,27 +67,11 @@ class Climb(NamedTuple):
     foreground: Tensor
 
 
-class Ascent:
+class Ascent(Kernel):
     """The compiled functions, once `prepare` has made them; without a compiler there are none."""
 
     def __init__(self) -> None:
-        self._library: ctypes.CDLL | None = None
-        self._tried = False
-
-    def prepare(self) -> None:
-        """Compile, which takes a second or two, or load what an earlier start has kept. That it fails is no error."""
-        if self._tried:
-            return
-        self._tried = True
-        try:
-            library = shelf.load(SOURCE, FLAGS)
-        except OSError as error:
-            log.warning("Instances are decoded several times as slowly, without the kernel for it: %s", error)
-            return
-        for name, takes, gives in SIGNATURES:
-            function = getattr(library, name)
-            function.argtypes, function.restype = [KINDS[letter] for letter in takes], KINDS[gives]
-        self._library = library
+        super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
 
     def suits(self, device: torch.device, voxels: int = 0) -> bool:
         """Whether it is there, and can work on blocks of so many voxels on this device."""
@@ -171,12 +151,6 @@ class Ascent:
             *(pieces.data_ptr(), pieces.stride(0), pieces.stride(1), (ctypes.c_int64 * 3)(*labels.shape)),
             *(numbers.data_ptr(), len(numbers), labels.ctypes.data, labels.itemsize == 4),
         )
-
-    @property
-    def _functions(self) -> ctypes.CDLL:
-        if self._library is None:
-            raise RuntimeError("prepare() has not made the kernel")
-        return self._library
 
 
 ascent = Ascent()

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 from service import hardware
 
@@ -79,6 +80,50 @@ class Shelf:
 
 shelf = Shelf()
 """The one of this process: libraries are loaded once, whoever asks for them."""
+
+
+class Kernel:
+    """The functions of one source, once `prepare` has compiled it; without a compiler there are none.
+
+    signatures  name, what it takes and what it gives: pointers, 32-bit and 64-bit integers, floats, or - for nothing
+    without     what the log says in that case
+    """
+
+    KINDS: ClassVar[dict[str, Any]] = {
+        "p": ctypes.c_void_p,
+        "i": ctypes.c_int32,
+        "q": ctypes.c_int64,
+        "f": ctypes.c_float,
+        "-": None,
+    }
+
+    def __init__(
+        self, source: Path, flags: Sequence[str], signatures: Sequence[tuple[str, str, str]], without: str
+    ) -> None:
+        self._source, self._flags, self._signatures, self._without = source, flags, signatures, without
+        self._library: ctypes.CDLL | None = None
+        self._tried = False
+
+    def prepare(self) -> None:
+        """Compile, which takes a second or two, or load what an earlier start has kept. That it fails is no error."""
+        if self._tried:
+            return
+        self._tried = True
+        try:
+            library = shelf.load(self._source, self._flags)
+        except OSError as error:
+            log.warning("%s, without the kernel for it: %s", self._without, error)
+            return
+        for name, takes, gives in self._signatures:
+            function = getattr(library, name)
+            function.argtypes, function.restype = [self.KINDS[letter] for letter in takes], self.KINDS[gives]
+        self._library = library
+
+    @property
+    def _functions(self) -> ctypes.CDLL:
+        if self._library is None:
+            raise RuntimeError("prepare() has not made the kernel")
+        return self._library
 
 
 def _is_open(folder: Path, own: Path) -> bool:

@@ -6,7 +6,6 @@ The same comes out as of torch, which takes several passes over the same memory.
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.kernels import shelf
+from service.kernels import Kernel
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
-# What each function takes and gives: pointers, 32-bit and 64-bit integers, floats, or nothing.
-KINDS: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int32,
-    "q": ctypes.c_int64,
-    "f": ctypes.c_float,
-    "-": None,
-}
+# What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
     ("stackseg_cut", "pippippffffi", "-"),
     ("stackseg_add", "pipppfqqqpi", "-"),
@@ -37,8 +29,6 @@ SIGNATURES = (
 
 PIXELS = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
 FLOATS = (torch.float32, torch.bfloat16)
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -80,27 +70,11 @@ class Row:
         return _integers(*self.edges, self.first)
 
 
-class Stitching:
+class Stitching(Kernel):
     """The compiled functions, once `prepare` has made them; without a compiler there are none."""
 
     def __init__(self) -> None:
-        self._library: ctypes.CDLL | None = None
-        self._tried = False
-
-    def prepare(self) -> None:
-        """Compile, which takes a second or two, or load what an earlier start has kept. That it fails is no error."""
-        if self._tried:
-            return
-        self._tried = True
-        try:
-            library = shelf.load(SOURCE, FLAGS)
-        except OSError as error:
-            log.warning("Windows are cut and blended several times as slowly, without the kernel for it: %s", error)
-            return
-        for name, takes, gives in SIGNATURES:
-            function = getattr(library, name)
-            function.argtypes, function.restype = [KINDS[letter] for letter in takes], KINDS[gives]
-        self._library = library
+        super().__init__(SOURCE, FLAGS, SIGNATURES, "Windows are cut and blended several times as slowly")
 
     def suits(self, device: torch.device) -> bool:
         """Whether it is there, and can blend on this device."""
@@ -165,12 +139,6 @@ class Stitching:
             *(scratch.data_ptr(), means.data_ptr(), threads),
         )
         return means, not failed
-
-    @property
-    def _functions(self) -> ctypes.CDLL:
-        if self._library is None:
-            raise RuntimeError("prepare() has not made the kernel")
-        return self._library
 
 
 stitching = Stitching()
