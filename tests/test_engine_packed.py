@@ -1,5 +1,10 @@
 """Packed convolutions against torch's own."""
 
+import copy
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +13,19 @@ from service.engine import packed
 
 FORMAT = torch.channels_last_3d
 SIZE = (7, 10, 9)
+NARROW = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no BF16 here"),
+)
+DTYPES = [torch.float32, NARROW]
+# Of the scale of the results: float32 sums in another order, and BF16 results that are rounded once.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+
+TAKEN_IN = [
+    *(nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.3), nn.LeakyReLU(0.0), nn.LeakyReLU(-0.2)),
+    *(nn.PReLU(init=0.2), nn.PReLU(init=0.0), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")),
+]
+LEFT = [nn.ReLU6(), nn.Hardtanh(), nn.PReLU(16, init=0.2), nn.ELU(), nn.Tanh()]
 
 LAYERS = [
     nn.Conv3d(8, 16, 3, padding=1),
@@ -24,21 +42,51 @@ LAYERS = [
 ]
 
 
+def computed(layer, activation, dtype):
+    """The same twice: in float32 with weights that `dtype` can hold, and packed in that dtype."""
+    sequence = copy.deepcopy(nn.Sequential(layer, *([activation] if activation else []))).eval()
+    sequence.requires_grad_(requires_grad=False)
+    narrow = sequence.to(dtype)
+    return copy.deepcopy(narrow).float(), packed.pack(narrow)
+
+
 @pytest.mark.parametrize("layer", LAYERS, ids=repr)
-@pytest.mark.parametrize("activation", [None, nn.ReLU(), nn.LeakyReLU(0.3)], ids=repr)
+@pytest.mark.parametrize("activation", [None, nn.ReLU(), nn.LeakyReLU(0.3), nn.PReLU()], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_it_computes_what_the_layer_does(layer, activation):
-    plain = nn.Sequential(layer, *([activation] if activation else [])).eval()
-    fast = packed.pack(nn.Sequential(*plain))
+def test_it_computes_what_the_layer_does(layer, activation, dtype):
+    plain, fast = computed(layer, activation, dtype)
     assert isinstance(fast[0], packed.Convolution)
-    assert not isinstance(activation, nn.LeakyReLU) or isinstance(fast[1], nn.Identity)
     # The weights are laid out for the first batch; others are computed as well.
-    for batch in (2, 1, 3):
-        x = torch.randn(batch, layer.in_channels, *SIZE)
+    for batch, size in ((2, SIZE), (1, SIZE), (3, (5, 8, 12))):
+        x = torch.randn(batch, layer.in_channels, *size).to(dtype)
+        expected = plain(x.float())
         for given in (x, x.to(memory_format=FORMAT)):
             scores = fast(given)
+            assert scores.dtype == dtype
             assert scores.stride(1) == 1, "channels last, even from one channel"
-            torch.testing.assert_close(scores, plain(x), rtol=1e-5, atol=1e-5)
+            assert (scores.float() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("activation", TAKEN_IN + LEFT, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_an_activation_that_follows_is_taken_in_if_that_is_the_same(activation, dtype):
+    plain, fast = computed(nn.Conv3d(8, 16, 3), activation, dtype)
+    assert isinstance(fast[1], nn.Identity) == (activation in TAKEN_IN)
+    x = 4 * torch.randn(2, 8, *SIZE).to(dtype)
+    expected = plain(x.float())
+    # What is left to torch is rounded twice.
+    assert (fast(x).float() - expected).abs().max() <= 2 * TOLERANCES[dtype] * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_what_a_rectifier_makes_of_negative_values_is_lost_in_any_sum():
+    fast = packed.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
+    scores = fast(100 * torch.randn(2, 8, *SIZE))
+    negative = scores[scores < 0]
+    assert negative.numel() > 0
+    assert torch.equal(negative + 1e-20, torch.full_like(negative, 1e-20))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +131,50 @@ def test_weights_are_kept_once():
     assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "the bias alone"
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(), nn.LeakyReLU(0.0)], ids=repr)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("activation", TAKEN_IN, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[3], LAYERS[6], LAYERS[9]], ids=repr)
 @torch.inference_mode()
-def test_a_value_that_is_not_finite_is_not_lost(activation, value):
-    fast = packed.pack(nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), activation))
-    x = torch.zeros(1, 1, 4, 4, 4)
-    x[0, 0, 1, 1, 1] = value
+def test_nan_is_not_lost(activation, dtype, layer):
+    plain, fast = computed(layer, activation, dtype)
+    assert isinstance(fast[1], nn.Identity)
+    x = torch.zeros(2, layer.in_channels, *SIZE).to(dtype)
+    x[0, 0, 3, 5, 5] = float("nan")
+    assert fast(x).isnan()[plain(x.float()).isnan()].all()
+
+
+@pytest.mark.parametrize("activation", TAKEN_IN, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_infinity_is_not_lost(activation, dtype):
+    _, fast = computed(nn.Conv3d(1, 4, 3, padding=1), activation, dtype)
+    x = torch.zeros(1, 1, 4, 4, 4).to(dtype)
+    x[0, 0, 1, 1, 1] = float("inf")
     assert not torch.isfinite(fast(x).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_fewer_windows_give_the_same_bits(dtype):
+    _, fast = computed(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), dtype)
+    x = torch.randn(3, 8, *SIZE).to(dtype)
+    assert torch.equal(fast(x)[:1], fast(x[:1]))
+
+
+OLD_PROCESSOR = """
+import torch
+from torch import nn
+from service.engine import packed
+wide, narrow = nn.Conv3d(8, 16, 3), nn.Conv3d(8, 16, 3).bfloat16()
+module = packed.pack(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
+assert isinstance(module[0], packed.Convolution) and module[2] is narrow
+x = torch.zeros(2, 8, 5, 5, 5)
+x[0, 0, 2, 2, 2] = float("nan")
+assert module[:2](x)[0].isnan().all()
+"""
+
+
+@pytest.mark.parametrize("features", ["SSE41", "AVX2"])
+def test_without_bf16_in_onednn_only_float32_is_packed(features):
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": features}
+    subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, check=True, timeout=120)

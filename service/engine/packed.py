@@ -15,16 +15,23 @@ from service.engine.sequences import steps
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
+# A rectifier's slope for oneDNN. Without one it makes zero of NaN, which then nobody finds; with this one it makes of
+# what is negative something that no sum with anything but zeros differs by.
+ALMOST_ZERO = 2.0**-100
+
 
 class Activation(NamedTuple):
     """What oneDNN applies to a convolution's result, by its name for it."""
 
     name: str = "none"
     scalars: tuple[float, ...] = ()
+    algorithm: str = ""
 
 
 class Convolution(nn.Module):
-    """What a float32 `layer` on the CPU computes, with an activation behind it; channels last in and out.
+    """What a float32 or bfloat16 `layer` on the CPU computes, with an activation behind it; channels last in and out.
+
+    Sums and the activation are float32, and rounded to the layer's dtype once.
 
     Weights are laid out for the shape of the first input. Inputs of other shapes are right as well, if slower.
     """
@@ -54,9 +61,8 @@ class Convolution(nn.Module):
         if self._unpacked is not None:
             self._weight = self._pack(self._unpacked, *self.geometry, list(x.shape))
             self._unpacked = None
-        y: Tensor = self._run(
-            x, self._weight, self.bias, *self.geometry, self.activation.name, list(self.activation.scalars), ""
-        )
+        name, scalars, algorithm = self.activation
+        y: Tensor = self._run(x, self._weight, self.bias, *self.geometry, name, list(scalars), algorithm)
         return y
 
 
@@ -80,7 +86,7 @@ def pack(module: nn.Module) -> nn.Module:
 def _suits(module: nn.Module) -> TypeGuard[Layer]:
     if not isinstance(module, Layer) or module.padding_mode != "zeros":
         return False
-    ordinary = module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
+    ordinary = module.weight.device.type == "cpu" and _computes(module.weight.dtype)
     if isinstance(module, nn.ConvTranspose3d):
         return ordinary and module.groups == 1
     # Even kernels are padded more on one side, which these kernels cannot.
@@ -95,11 +101,30 @@ def _padding(layer: Layer) -> tuple[int, ...]:
     return tuple(layer.padding)
 
 
+def _computes(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        # Elsewhere the operators refuse it, which torch's own convolutions do not.
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
 def _activation(module: nn.Module) -> Activation | None:
-    # Without a slope, as in nn.ReLU, oneDNN makes zero of NaN, which then nobody finds.
-    if isinstance(module, nn.LeakyReLU) and module.negative_slope:
-        return Activation("leaky_relu", (module.negative_slope,))
-    return None
+    """What oneDNN has for it, None where that would lose NaN or is something else."""
+    slope = _slope(module)
+    if slope is not None:
+        return Activation("leaky_relu", (slope or ALMOST_ZERO,))
+    if isinstance(module, nn.SiLU):
+        return Activation("swish")
+    return Activation("gelu", algorithm=module.approximate) if isinstance(module, nn.GELU) else None
+
+
+def _slope(module: nn.Module) -> float | None:
+    """What multiplies negative values of all channels."""
+    if isinstance(module, nn.ReLU):
+        return 0.0
+    if isinstance(module, nn.LeakyReLU):
+        return module.negative_slope
+    return module.weight.item() if isinstance(module, nn.PReLU) and module.num_parameters == 1 else None
 
 
 def _channels_last(x: Tensor) -> Tensor:
