@@ -6,6 +6,7 @@ Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activati
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +45,32 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     return x.reshape(batch, outputs, z * bz, y * by, w * bx)
 
 
+class SpaceToDepth(nn.Module):
+    """`space_to_depth`, where an engine can replace it."""
+
+    def __init__(self, block: Sequence[int]) -> None:
+        super().__init__()
+        bz, by, bx = block
+        self.block = (bz, by, bx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
+        return space_to_depth(x, self.block)
+
+
+class DepthToSpace(nn.Module):
+    """`depth_to_space`, where an engine can replace it."""
+
+    def __init__(self, block: Sequence[int]) -> None:
+        super().__init__()
+        bz, by, bx = block
+        self.block = (bz, by, bx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
+        return depth_to_space(x, self.block)
+
+
 class _Block(nn.Sequential):
     """Twice 3x3x3 convolution, batch norm, ReLU."""
 
@@ -75,8 +102,8 @@ class ShuffleUNet(nn.Module):
         block: Sequence[int] = (2, 2, 2),
     ) -> None:
         super().__init__()
-        self.block = tuple(block)
-        factor = self.block[0] * self.block[1] * self.block[2]
+        factor = math.prod(block)
+        self.unfold, self.fold = SpaceToDepth(block), DepthToSpace(block)
         levels = list(itertools.pairwise(widths))
         self.stem = _Block(in_channels * factor, widths[0])
         self.down = nn.ModuleList(
@@ -94,14 +121,15 @@ class ShuffleUNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, in_channels, z, y, x] -> [B, out_channels, z, y, x]."""
-        features = [self.stem(space_to_depth(x, self.block))]
+        features = [self.stem(self.unfold(x))]
         for down in self.down:
             features.append(down(features[-1]))
         top = features.pop()
         for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
             # In place: fresh memory for another sum costs more than the sum.
             top = merge(up(top).add_(features.pop()))
-        return depth_to_space(self.head(top), self.block)
+        scores: Tensor = self.fold(self.head(top))
+        return scores
 
 
 def _from_monai(name: str) -> Callable[..., nn.Module]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from service.engine import shuffles
 from service.engine.sequences import steps
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -67,7 +68,10 @@ class Convolution(nn.Module):
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`."""
+    """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`.
+
+    What folds voxels into channels on a CPU is replaced as well.
+    """
     present = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not present or isinstance(module, torch.jit.ScriptModule):
         return module
@@ -78,6 +82,8 @@ def pack(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         if _suits(child):
             module._modules[name] = Convolution(child, Activation())
+        elif (shuffle := shuffles.replacement(child)) is not None:
+            module._modules[name] = shuffle
         elif not isinstance(child, Convolution):
             pack(child)
     return module
