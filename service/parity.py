@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.blending import Grid
 from service.errors import NonFiniteScores, StackSegError
 from service.formats import tiff
-from service.postprocess import make_decoder
+from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, prepare
 from service.repository import ModelSpec
 from service.volume import Array, OutputKind, Segmentation, Selection
@@ -38,16 +37,23 @@ class Parity:
         self._image = image_of(spec).to(device)
         self._expected: Segmentation | None = None
 
-    def fill(self, batch: Tensor) -> None:
-        """Put windows of the image into `batch`, [B, C, *roi], over and over."""
-        grid = Grid.cover(_size(self._image), self._spec.input.roi_size, OVERLAP)
-        missing = [edge - length for edge, length in zip(grid.padded, grid.size, strict=True)]
-        padded = functional.pad(self._image, [0, missing[2], 0, missing[1], 0, missing[0]])
-        places = list(grid.positions())
-        for slot in range(len(batch)):
-            z, y, x = places[slot % len(places)]
-            depth, height, width = grid.roi
-            batch[slot].copy_(padded[0, :, z : z + depth, y : y + height, x : x + width])
+    def row(self, windows: int) -> Tensor:
+        """The image over and over, float32 [1, C, Z, Y, X], as large as so many windows in a row along x."""
+        z, y, x = self._spec.input.roi_size
+        edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
+        ends = (
+            torch.arange(edge, device=self._image.device) % length
+            for edge, length in zip(edges, _size(self._image), strict=True)
+        )
+        row = self._image
+        for axis, places in enumerate(ends, start=2):
+            row = row.index_select(axis, places)
+        return row
+
+    def decoder(self, image: Tensor) -> Decoder:
+        """What makes labels of the scores of an image [1, C, Z, Y, X], or classes where the model has no objects."""
+        kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
+        return make_decoder(self._spec, _size(image), kind, None)
 
     def difference(self, window: SlidingWindow) -> float:
         """Share of the image's voxels with another label than the reference's; NaN where scores are not finite."""
@@ -61,8 +67,7 @@ class Parity:
 
     @torch.inference_mode()
     def _segment(self, window: SlidingWindow) -> Segmentation:
-        kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
-        decoder = make_decoder(self._spec, _size(self._image), kind, None)
+        decoder = self.decoder(self._image)
         for slab in window.run(self._image, OVERLAP):
             decoder.add(slab.z0, slab.y0, slab.scores)
         return decoder.finish()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import platform
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from service import hardware
 from service.blending import Blending
@@ -22,7 +20,8 @@ from service.engine import arithmetic, plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
 from service.networks import Network, weight_bytes
-from service.parity import Parity
+from service.pace import Crews, Pace
+from service.parity import OVERLAP, Parity
 from service.repository import ModelSpec
 from service.windows import SlidingWindow
 
@@ -73,14 +72,21 @@ class WarmUp:
 
     network       as loaded, float32 on the CPU
     window_bytes  float32 that its layers take for one window
+    native        dtypes that are worth trying; None: those that the device has units for
     """
 
-    def __init__(
-        self, spec: ModelSpec, settings: Settings, device: torch.device, network: nn.Module, window_bytes: int
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        spec: ModelSpec,
+        settings: Settings,
+        device: torch.device,
+        network: nn.Module,
+        window_bytes: int,
+        native: frozenset[torch.dtype] | None = None,
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes = network, window_bytes
-        self._native = hardware.native_precisions(device)
+        self._native = hardware.native_precisions(device) if native is None else native
         arithmetic.use(settings.engine, device)
 
     def preliminary(self) -> Choice:
@@ -244,7 +250,7 @@ class WarmUp:
 
         # Those in the race are held by it, and what has left it gives its memory back.
         alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
-        crews: dict[int, ThreadPoolExecutor] = {}
+        crews = Crews()
 
         def enter(choice: Choice) -> tune.Entrant[Warm]:
             found = alone.get(replace(choice, streams=1))
@@ -252,10 +258,8 @@ class WarmUp:
                 warm = alone[choice] = self.build(choice)
             else:
                 warm = replace(found, choice=choice, window=found.window.with_streams(choice.streams))
-            for batch in warm.window.batches:
-                parity.fill(batch)
-            run = partial(self._call, warm.window, crews)
-            return tune.Entrant(run, lambda: parity.difference(warm.window), warm)
+            pace = Pace(warm.window, parity.row, OVERLAP, parity.decoder, crews)
+            return tune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
 
         tuner = tune.Tuner(enter, rules, fits=self._fits)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
@@ -266,23 +270,10 @@ class WarmUp:
             log.warning("%s: %s", self._spec.identifier, nothing)
             return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
         finally:
-            for crew in crews.values():
-                crew.shutdown()
+            crews.close()
         plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
         warnings = (*won.made.warnings, *_failures(plan))
         return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=warnings)
-
-    def _call(self, window: SlidingWindow, crews: dict[int, ThreadPoolExecutor]) -> None:
-        """One batch in each stream; `crews` are the threads of several streams, by their number."""
-        if window.streams == 1:
-            _forward(window.network, window.batch)
-        else:
-            if window.streams not in crews:
-                share = partial(hardware.use_threads, max(torch.get_num_threads() // window.streams, 1))
-                crews[window.streams] = ThreadPoolExecutor(window.streams, "stream", share)
-            list(crews[window.streams].map(partial(_forward, window.network), window.batches))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _fits(self, choice: Choice) -> str | None:
         """Why a choice must not be tried, None if it may."""
@@ -346,11 +337,6 @@ def streams(settings: Settings, device: torch.device) -> int:
         return 1
     wanted = settings.engine.streams
     return min(CPU_STREAMS, settings.device.threads or hardware.usable_cores()) if wanted == "auto" else wanted
-
-
-def _forward(network: Network, batch: Tensor) -> None:
-    with torch.inference_mode():
-        network(batch)
 
 
 def _failures(plan: EnginePlan) -> tuple[str, ...]:

@@ -155,8 +155,9 @@ class SlidingWindow:
         *,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
+        stream: int = 0,
     ) -> Iterator[Slab]:
-        """Scores of `image`, as slabs without gaps, z slowest.
+        """Scores of `image`, as slabs without gaps, z slowest, computed in one of the streams.
 
         Raises Cancelled when `cancelled()` says so before a batch, NonFiniteScores for NaN or infinite scores.
         """
@@ -165,7 +166,7 @@ class SlidingWindow:
             if cancelled():
                 raise Cancelled(f"given up after {passage.done} of {passage.total} windows")
             part = passage.take(self.room)
-            (scores,) = self.forward([part])
+            (scores,) = self.forward([part], stream)
             yield from passage.blend(part.places, scores)
             progress(passage.done, passage.total)
 

@@ -13,11 +13,11 @@ NARROW = Choice("eager", "bf16", "contiguous", 2)
 class World:
     """A clock that only networks move. `seconds`: of one window by choice without its batch size, then of that."""
 
-    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1):
+    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1, waste=0.0):
         self.now = 0.0
         self.seconds, self.differences, self.builds = seconds, differences or {}, builds or {}
         self.errors, self.per_call = errors or {}, per_call
-        self.calls, self.cores = [], cores
+        self.calls, self.cores, self.waste = [], cores, waste
 
     def enter(self, choice):
         self.now += self.builds.get(choice.engine, 1.0)
@@ -27,9 +27,10 @@ class World:
         def call():
             self.calls.append(choice)
             seconds = self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
-            self.now += seconds * max(choice.streams / self.cores, 1)
+            self.now += seconds * max(choice.streams / self.cores, 1) * (1 + self.waste * (choice.streams - 1))
 
-        return Entrant(call, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
+        windows = choice.streams * choice.sw_batch_size
+        return Entrant(call, windows, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
 
     def tune(self, *candidates, sizes=(2,), streams=(), seconds=180.0, **options):
         tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
@@ -162,10 +163,27 @@ def test_streams_grow_while_it_pays():
     assert {choice.streams for choice in trials if choice.engine == "compiled"} == {1}
 
 
-def test_streams_that_bring_nothing_are_not_taken():
-    made, trials = World({("eager", "fp32"): 0.1}).tune(EAGER, streams=(2, 4))
+def test_streams_that_cost_more_than_company_does_are_not_taken():
+    made, trials = World({("eager", "fp32"): 0.1}, waste=0.06).tune(EAGER, streams=(2, 4))
     assert made.streams == 1
     assert {choice.streams for choice in trials} == {1, 2}
+
+
+def test_all_cores_at_once_must_bring_more_than_company_costs():
+    made, trials = World({("eager", "fp32"): 0.1}, waste=0.02).tune(EAGER, streams=(2, 4))
+    assert made.streams == 2
+    assert trials[EAGER].verdict == "hardly faster: 102% of the chosen is not worth all cores at once"
+
+
+def test_a_rate_counts_the_windows_of_a_call():
+    calls = []
+    tuner = Tuner(
+        lambda choice: Entrant(lambda: calls.append(choice), 6, lambda: 0.0, choice),
+        Rules(180, 0.001),
+        clock=lambda: float(len(calls)),
+    )
+    (trial,) = tuner.run([EAGER], (2,)).trials
+    assert trial.windows_per_second == pytest.approx(6)
 
 
 def test_streams_of_a_machine():

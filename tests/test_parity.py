@@ -5,8 +5,8 @@ import pytest
 import torch
 from live import as_tiff
 
-from service.blending import Blending
-from service.parity import Parity, image_of, noise, share_differing
+from service.blending import Blending, Grid
+from service.parity import OVERLAP, Parity, image_of, noise, share_differing
 from service.repository import Sample
 from service.volume import Segmentation
 from service.windows import SlidingWindow
@@ -36,12 +36,12 @@ def test_scores_that_are_not_finite_agree_with_nothing(parity, bands, bands_netw
     assert math.isnan(parity.difference(windows_of(bands, lambda x: bands_network(x) * np.nan)))
 
 
-def test_the_batch_is_filled_with_windows_of_the_image(parity):
-    batch = torch.full((11, 1, 16, 32, 32), -1.0)
-    parity.fill(batch)
-    assert batch.min() >= 0
-    assert not torch.equal(batch[0], batch[1])
-    assert torch.equal(batch[0], batch[8])
+def test_a_row_has_as_many_windows_as_are_asked_for_and_shows_the_image_over_and_over(parity, bands):
+    image, row = image_of(bands), parity.row(4)
+    assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
+    assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
+    assert torch.equal(row[..., :56], image[:, :, :16, :32])
+    assert torch.equal(row[..., 56:], row[..., :48])
 
 
 def test_a_sample_is_normalised_and_its_middle_taken(bands, phantom, tmp_path):
@@ -63,9 +63,7 @@ def test_a_sample_smaller_than_a_window_is_enough(bands, bands_network, tmp_path
     (tmp_path / "sample.tif").write_bytes(as_tiff(np.full((3, 20, 40), 2400, np.uint16)))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     parity = Parity(spec, CPU, lambda: windows_of(bands, bands_network))
-    batch = torch.empty(2, 1, 16, 32, 32)
-    parity.fill(batch)
-    assert batch.isfinite().all()
+    assert parity.row(1).shape == (1, 1, 16, 32, 32)
     assert parity.difference(windows_of(bands, bands_network)) == 0
 
 

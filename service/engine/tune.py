@@ -25,6 +25,9 @@ FAR_BEHIND = 0.7
 WORTH_IT = 1.02
 # Compiling takes most of a start, every time, and must bring more than this.
 WORTH_COMPILING = 1.03
+# One stream with all cores waits at every layer for the core on which somebody else computes, where several go on:
+# beside other work it falls further behind than its best calls tell, and must bring more than this.
+WORTH_ALL_CORES = 1.05
 FIRST_CALLS, CALLS, FINAL_CALLS = 3, 10, 12
 DUEL_SECONDS, FINAL_SECONDS = 2.0, 5.0
 FINALISTS = 3
@@ -40,12 +43,14 @@ Made = TypeVar("Made")
 class Entrant(NamedTuple, Generic[Made]):
     """A network that has run.
 
-    call     one batch of every stream from end to end
+    call     windows of a request in every stream, from end to end
+    windows  so many of them
     differs  its share of changed labels, NaN if any score was not finite
     made     what the winner is wanted for
     """
 
     call: Callable[[], object]
+    windows: int
     differs: Callable[[], float]
     made: Made
 
@@ -75,12 +80,13 @@ class _Runner(Generic[Made]):
     @property
     def rate(self) -> float:
         """Windows per second."""
-        return self.choice.streams * self.choice.sw_batch_size / self.least
+        return self.entrant.windows / self.least
 
     @property
     def worth(self) -> float:
-        """The rate, less what compiling must bring."""
-        return self.rate / WORTH_COMPILING if self.choice.compile_mode else self.rate
+        """The rate, less what compiling must bring, and what all cores at once must."""
+        compiling = WORTH_COMPILING if self.choice.compile_mode else 1.0
+        return self.rate / compiling / (WORTH_ALL_CORES if self.choice.streams == 1 else 1.0)
 
     def trial(self, verdict: str) -> Trial:
         return Trial(self.choice, verdict, self.rate, self.difference, self.build_seconds)
@@ -246,7 +252,11 @@ def _verdict(runner: _Runner[Made], best: _Runner[Made]) -> str:
         return "chosen"
     if share < 1:
         return f"slower: {share:.0%} of the best"
-    dear = "compiling" if runner.choice.compile_mode and not best.choice.compile_mode else "more windows at once"
+    dear = "more windows at once"
+    if runner.choice.compile_mode and not best.choice.compile_mode:
+        dear = "compiling"
+    elif runner.choice.streams == 1 < best.choice.streams:
+        dear = "all cores at once"
     return f"hardly faster: {share:.0%} of the chosen is not worth {dear}"
 
 
