@@ -249,15 +249,14 @@ class JobQueue:
             job.on_advance = self._look
             self._waiting.append(job)
             self._waiting.sort(key=lambda one: one.due)
-            if job.ready:
-                self._changed.notify()
+            self._wake()
         job.when_over(self._forget)
 
     def release(self, job: Job[Any]) -> None:
         """The job's work can begin now."""
         with self._changed:
             job.ready = True
-            self._changed.notify()
+            self._wake()
 
     def take(self) -> Job[Any] | None:
         """Wait for the next job that may begin; None once the queue is closed and empty."""
@@ -267,7 +266,7 @@ class JobQueue:
                     self._waiting.remove(job)
                     self._running[job] = job.needs()
                     # For whoever waits here as well: another one may begin beside this one.
-                    self._changed.notify()
+                    self._wake()
                     return job
                 self._changed.wait()
             return None
@@ -366,20 +365,24 @@ class JobQueue:
     def _look(self) -> None:
         """Somebody got on, so that another one may be of use now."""
         with self._changed:
-            if self._waiting:
-                self._changed.notify()
+            self._wake()
+
+    def _wake(self) -> None:
+        """One who waits in `take`, if there is a job for it: threads that look in vain cost more than to look here."""
+        if self._waiting and self._next() is not None:
+            self._changed.notify()
 
     def _forget(self, job: Job[Any]) -> None:
         with self._changed:
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
+            if job.state == "done" and job.progress.total:
+                self._time(job)
             # One is enough: who takes a job wakes the next. The end concerns all.
             if self._closed:
                 self._changed.notify_all()
             else:
-                self._changed.notify()
-            if job.state == "done" and job.progress.total:
-                self._time(job)
+                self._wake()
 
     def _time(self, job: Job[Any]) -> None:
         measured = (job.device_seconds or job.seconds_run) / job.progress.total

@@ -160,7 +160,7 @@ class Residents(Generic[T]):
             self._wanted.setdefault(name, []).append(lease)
             self._next_to_load()
             granted = self._granted()
-            self._changed.notify_all()
+            self._wake()
         _hand_out(granted)
         return lease
 
@@ -169,6 +169,11 @@ class Residents(Generic[T]):
             resident = self._residents[name]
             resident.users -= 1
             resident.used = time.time()
+            self._wake()
+
+    def _wake(self) -> None:
+        """The thread, if anybody waits for a model: otherwise there is nothing to load, or to make room for."""
+        if self._wanted:
             self._changed.notify_all()
 
     def _loop(self) -> None:
