@@ -20,6 +20,7 @@ from share import as_tiff
 
 from service import hardware
 from service.ascent import ascent
+from service.deflation import deflation
 from service.formats import tiff
 from service.networks import load
 from service.postprocess import make_decoder
@@ -48,6 +49,7 @@ def parts(spec: ModelSpec, folder: Path) -> dict[str, Callable[[], object]]:
     image, _ = normalised(volume, spec)
     scores = load(spec)(image.tensor())
     ascent.prepare()
+    deflation.prepare()
 
     def decode() -> Segmentation:
         decoder = make_decoder(spec, spec.input.roi_size, "labels", volume.voxel_size)
@@ -60,7 +62,7 @@ def parts(spec: ModelSpec, folder: Path) -> dict[str, Callable[[], object]]:
         "map it": extract.volume,
         "normalise": lambda: normalised(volume, spec),
         "decode": decode,
-        "write": lambda: tiff.write(segmentation, folder / "labels.tif"),
+        "write": lambda: tiff.write(segmentation, folder / "labels.tif", compress=deflation.compress),
         "look how much memory is free": hardware.available_memory,
     }
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from service import hardware, measurements, repository
 from service.cache import ResultCache
 from service.config import Settings
+from service.deflation import deflation
 from service.engine import compiled
 from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
 from service.formats import tiff
@@ -290,7 +291,7 @@ class Runtime:
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
         """Write the result as OME-TIFF; see `service.formats.tiff.write`."""
-        tiff.write(segmentation, path)
+        tiff.write(segmentation, path, compress=deflation.compress)
 
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
         """Write a table of the objects as CSV; see `service.measurements.measure`."""

@@ -19,6 +19,7 @@ from service.arrays import allocator
 from service.ascent import ascent
 from service.blending import Grid, Slab
 from service.config import Settings
+from service.deflation import deflation
 from service.engine import compiled, plans, select
 from service.engine.plans import Trial
 from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
@@ -167,6 +168,7 @@ class Segmenter:
 
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
+        deflation.prepare()
         if self._device.type == "cpu":
             stitching.prepare()
             if isinstance(self.spec.decoding, Instances):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ def make(tmp_path: Path) -> Make:
     return write
 
 
-def noise(*shape: int, dtype: str = "uint16") -> NDArray[Any]:
-    rng = np.random.default_rng(len(shape))
+def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArray[Any]:
+    rng = np.random.default_rng(len(shape) if seed is None else seed)
     if np.dtype(dtype).kind == "f":
         return rng.normal(size=shape).astype(dtype)
     return rng.integers(0, 120, shape).astype(dtype)
@@ -600,11 +602,11 @@ def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.D
         assert tiff.inspect(path, ALL, LIMIT).shape == tiff.read(path, Selection(time=0), LIMIT).array().shape
 
 
-@pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000)])
+@pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000), (1100, 40, 30)])
 def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
     tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
-    """Below `_SMALL_BYTES` planes are compressed before the writer gets them."""
+    """Small ones of not too many pages are not written page by page."""
     labels = np.zeros(shape, np.uint16)
     labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
     path = tmp_path / "labels.ome.tif"
@@ -614,3 +616,35 @@ def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
         assert {page.compression for page in file.pages} == {8}
         assert len(file.pages) == shape[0]
     np.testing.assert_array_equal(tifffile.imread(path), labels.transpose(0, 2, 1))
+
+
+def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Path) -> None:
+    """The pages of such files are laid out once."""
+    made = [noise(5, 17, 23, dtype="uint16", seed=seed) for seed in range(3)]
+    identifiers = set()
+    for count, labels in zip((1, 2**32 - 1, 70), made, strict=True):
+        path = tmp_path / f"{count}.ome.tif"
+        tiff.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
+        with tifffile.TiffFile(path) as file:
+            np.testing.assert_array_equal(file.asarray(), labels)
+            assert (file.imagej_metadata or {})["max"] == count
+            identifiers.add(str(file.ome_metadata).partition('UUID="urn:uuid:')[2][:36])
+    assert len(identifiers) == 3
+    assert all(str(uuid.UUID(identifier)) == identifier for identifier in identifiers)
+
+
+def test_small_planes_may_be_compressed_by_others(tmp_path: Path) -> None:
+    labels = noise(4, 9, 8, dtype="uint8")
+    asked: list[Any] = []
+
+    def compress(planes: Any) -> Any:
+        asked.append(planes)
+        streams = [zlib.compress(plane.tobytes(), 9) for plane in planes]
+        return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
+
+    tiff.write(Segmentation(labels, "classes"), tmp_path / "small.tif", compress=compress)
+    np.testing.assert_array_equal(tifffile.imread(tmp_path / "small.tif"), labels)
+    assert len(asked) == 1
+    large = np.zeros((3, 2000, 2000), np.uint8)
+    tiff.write(Segmentation(large, "classes"), tmp_path / "large.tif", compress=compress)
+    assert len(asked) == 1

@@ -29,8 +29,11 @@ def for_imagej(segmentation: Segmentation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def append(stream: BinaryIO, text: str) -> None:
-    """Give the first page of a TIFF a further ImageDescription, after the one that it has; the rest stays in place."""
+def append(stream: BinaryIO, text: str) -> int:
+    """Give the first page of a TIFF a further ImageDescription, after the one that it has; the rest stays in place.
+
+    Returns where the text is.
+    """
     data = text.encode("ascii") + b"\0"
     flavour, offset = structure.header(stream)
     stream.seek(offset)
@@ -49,6 +52,7 @@ def append(stream: BinaryIO, text: str) -> None:
     stream.write(flavour.count.pack(count + 1) + b"".join(entries) + following)
     stream.seek(flavour.offset.size)
     stream.write(flavour.offset.pack(directory))
+    return place
 
 
 def _aligned_end(position: int) -> int:

@@ -7,33 +7,39 @@ pixel is decoded. What cannot be trusted is to be read through `service.formats.
 
 from __future__ import annotations
 
-import io
+import itertools
+import math
 import os
 import tempfile
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from tifffile import TiffFile, TiffWriter
 
 from service.arrays import release
 from service.errors import BadParameter
-from service.formats import axes, description, image, metadata, pixels, structure
+from service.formats import axes, description, image, metadata, pixels, stencil, structure
 from service.formats.axes import Layout, Part
 from service.formats.image import StoredImage
 from service.formats.pixels import Placement
-from service.volume import Array, Description, Segmentation, Selection, Volume, VoxelSize
+from service.formats.stencil import Stencil, Streams
+from service.volume import Array, Description, OutputKind, Segmentation, Selection, Volume, VoxelSize
+
+Compress = Callable[[Array], Streams | None]
 
 # So often what was written of a large array is let go of.
 RELEASED_PAGES = 64
 
 # Beyond this many bytes of pixels a classic TIFF, whose offsets have 32 bits, might not hold its pages.
 _CLASSIC_BYTES = 2**32 - 2**26
-_SMALL_BYTES = 4 * 2**20
+_SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
 
 
 def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
@@ -191,57 +197,118 @@ def _names(found: StoredImage, layout: Layout) -> tuple[str, ...]:
     return tuple(f"{name} {sample}".strip() for name in outer for sample in inner)
 
 
-def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None) -> None:
+class _Form(NamedTuple):
+    """Everything about a segmentation that files of such are alike in."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: OutputKind
+    names: tuple[str, ...]
+    voxel_size: VoxelSize | None
+    counted: bool
+
+    @classmethod
+    def of(cls, made: Segmentation) -> Self:
+        shape, dtype = made.pixels.shape, made.pixels.dtype
+        return cls(shape, dtype, made.kind, made.names, made.voxel_size, made.count is not None)
+
+    @property
+    def pages(self) -> int:
+        return math.prod(self.shape[:-2])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a file of it is made in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize <= _SMALL_BYTES and self.pages <= _SMALL_PAGES
+
+
+def write(
+    segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None, compress: Compress = lambda _pixels: None
+) -> None:
     """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
 
     One page per plane, Deflate at its fastest level and no predictor, which every reader opens. BigTIFF, unless chosen,
     only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution
-    tags, and to a second description for ImageJ's own reader, which knows no OME-XML.
+    tags, and to a second description for ImageJ's own reader, which knows no OME-XML. `compress` as in `encoded`.
     """
-    planes = segmentation.pixels.ndim == 3
-    names = segmentation.kind if planes else [_printable(name) for name in segmentation.names]
-    metadata: dict[str, object] = {
-        "UUID": str(uuid.uuid4()),
-        "Creator": "StackSeg",
-        "axes": "ZYX" if planes else "CZYX",
-        "Name": segmentation.kind,
-        "Channel": {"Name": names},
-    }
-    resolution = None
-    if segmentation.voxel_size is not None:
-        for axis, edge in zip("ZYX", segmentation.voxel_size, strict=True):
-            metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
-        resolution = (1e4 / segmentation.voxel_size.x, 1e4 / segmentation.voxel_size.y)
-    small = segmentation.pixels.nbytes <= _SMALL_BYTES
+    form = _Form.of(segmentation)
     if bigtiff is None:
         bigtiff = segmentation.pixels.nbytes > _CLASSIC_BYTES
     partial = path.with_name(f".{path.name}.part")
     try:
         with partial.open("w+b") as file:
-            # The writer goes back and forth six times for every page, each time into the system if that is a file.
-            stream = io.BytesIO() if small else file
-            with TiffWriter(stream, ome=True, bigtiff=bigtiff) as writer:
-                writer.write(
-                    _compressed(segmentation.pixels) if small else _pages(segmentation.pixels),
-                    shape=segmentation.pixels.shape,
-                    dtype=segmentation.pixels.dtype,
-                    photometric="minisblack",
-                    compression="adobe_deflate",
-                    compressionargs={"level": 1},
-                    rowsperstrip=segmentation.pixels.shape[-2] if small else None,
-                    resolution=resolution,
-                    resolutionunit="CENTIMETER" if resolution else None,
-                    metadata=metadata,
-                    software="StackSeg",
-                    # Starting threads would take longer than compressing so little.
-                    maxworkers=1 if small else len(os.sched_getaffinity(0)),
-                )
-            description.append(stream, description.for_imagej(segmentation))
-            if isinstance(stream, io.BytesIO):
-                file.write(stream.getbuffer())
+            if not bigtiff and (content := encoded(segmentation, compress)) is not None:
+                file.write(content)
+            else:
+                _write(file, form, _pages(segmentation.pixels), str(uuid.uuid4()), bigtiff=bigtiff)
+                description.append(file, description.for_imagej(segmentation))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: None) -> bytearray | None:
+    """The file that `write` writes, where it is small; None: too large to be made in memory.
+
+    compress  gives the zlib streams of the planes and where each of them ends, or None, which leaves that to zlib
+    """
+    form = _Form.of(segmentation)
+    if not form.is_small:
+        return None
+    streams = compress(segmentation.pixels) or _compressed(segmentation.pixels)
+    return _stencil(form).filled(streams, str(uuid.uuid4()), description.for_imagej(segmentation))
+
+
+@lru_cache(maxsize=32)
+def _stencil(form: _Form) -> Stencil:
+    made = Segmentation(
+        # Of the pixels only the shape matters.
+        np.broadcast_to(np.zeros((), form.dtype), form.shape),
+        form.kind,
+        form.voxel_size,
+        np.iinfo(np.uint32).max if form.counted else None,
+        form.names,
+    )
+
+    def write(stream: BinaryIO) -> None:
+        _write(stream, form, itertools.repeat(b"\0", form.pages), stencil.NUMBER, bigtiff=False)
+
+    return Stencil.cut(write, description.for_imagej(made))
+
+
+def _write(
+    file: BinaryIO, form: _Form, pages: Iterator[Array] | Iterator[bytes], number: str, *, bigtiff: bool
+) -> None:
+    """Pages as they are, or compressed by then, in a file with this UUID."""
+    planes = len(form.shape) == 3
+    metadata: dict[str, object] = {
+        "UUID": number,
+        "Creator": "StackSeg",
+        "axes": "ZYX" if planes else "CZYX",
+        "Name": form.kind,
+        "Channel": {"Name": form.kind if planes else [_printable(name) for name in form.names]},
+    }
+    resolution = None
+    if form.voxel_size is not None:
+        for axis, edge in zip("ZYX", form.voxel_size, strict=True):
+            metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
+        resolution = (1e4 / form.voxel_size.x, 1e4 / form.voxel_size.y)
+    with TiffWriter(file, ome=True, bigtiff=bigtiff) as writer:
+        writer.write(
+            pages,
+            shape=form.shape,
+            dtype=form.dtype,
+            photometric="minisblack",
+            compression="adobe_deflate",
+            compressionargs={"level": 1},
+            rowsperstrip=form.shape[-2] if form.is_small else None,
+            resolution=resolution,
+            resolutionunit="CENTIMETER" if resolution else None,
+            metadata=metadata,
+            software="StackSeg",
+            # Starting threads would take longer than compressing so little.
+            maxworkers=1 if form.is_small else len(os.sched_getaffinity(0)),
+        )
 
 
 def _pages(pixels: Array) -> Iterator[Array]:
@@ -252,9 +319,10 @@ def _pages(pixels: Array) -> Iterator[Array]:
         yield pixels[index]
 
 
-def _compressed(pixels: Array) -> Iterator[bytes]:
-    """The same, compressed. The writer's own encoder, better for large planes, takes most of its time to begin one."""
-    return (zlib.compress(np.ascontiguousarray(plane).data, 1) for plane in _pages(pixels))
+def _compressed(pixels: Array) -> Streams:
+    """By zlib, which for small planes is faster than the writer's own encoder."""
+    streams = [zlib.compress(np.ascontiguousarray(plane).data, 1) for plane in _pages(pixels)]
+    return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
 
 
 def _printable(name: str) -> str:

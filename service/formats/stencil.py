@@ -1,0 +1,73 @@
+"""A TIFF whose pages are laid out once and then only filled, as a writer's work takes longer than small pages do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.formats import description, structure
+
+STRIP_OFFSETS, STRIP_BYTE_COUNTS = 273, 279
+# What each file has of its own instead.
+NUMBER = "00000000-0000-4000-8000-000000000000"
+
+# Streams of pages, one after the other, and where each ends, int64 [P].
+Streams = tuple[NDArray[np.uint8], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """A classic TIFF of little-endian order, complete but for its pixels and what differs from file to file.
+
+    offsets, counts  where in `content` the file says, in 32 bits, where each page's pixels are and how many bytes
+    remark           where the description for ImageJ is, and for how many letters there is room
+    """
+
+    content: bytes
+    offsets: NDArray[np.intp]
+    counts: NDArray[np.intp]
+    remark: tuple[int, int]
+
+    @classmethod
+    def cut(cls, write: Callable[[BinaryIO], None], remark: str) -> Stencil:
+        """From what `write` writes, with any pixels of one strip per page, and a description as long as can be."""
+        stream = io.BytesIO()
+        write(stream)
+        place = description.append(stream, remark)
+        entries = [_entries(stream, offset) for offset in structure.scan(stream).offsets]
+        offsets, counts = (
+            np.array([entry[tag] for entry in entries], np.intp) for tag in (STRIP_OFFSETS, STRIP_BYTE_COUNTS)
+        )
+        return cls(stream.getvalue(), offsets, counts, (place, len(remark)))
+
+    def filled(self, streams: Streams, number: str, remark: str) -> bytearray:
+        """The whole file, with these pixels, a UUID of its own, and a description for ImageJ, empty lines behind it."""
+        pixels, ends = streams
+        file = bytearray(self.content.replace(NUMBER.encode(), number.encode()))
+        place, room = self.remark
+        file[place : place + room] = remark.ljust(room, "\n").encode("ascii")
+        lengths = np.diff(ends, prepend=0)
+        known = np.frombuffer(file, np.uint8)
+        for places, values in ((self.offsets, ends - lengths + len(file)), (self.counts, lengths)):
+            known[places[:, None] + np.arange(4)] = values.astype("<u4").view(np.uint8).reshape(-1, 4)
+        del known  # which would keep the file from growing
+        file += pixels.data
+        return file
+
+
+def _entries(stream: BinaryIO, offset: int) -> dict[int, int]:
+    """By tag where the values in a page directory are, which are short enough to be there."""
+    flavour, _ = structure.header(stream)
+    stream.seek(offset)
+    count = flavour.count.unpack(stream.read(flavour.count.size))[0]
+    first = offset + flavour.count.size
+    found: dict[int, int] = {}
+    for index in range(count):
+        tag, *_ = flavour.entry.unpack(stream.read(flavour.entry.size))
+        found[tag] = first + (index + 1) * flavour.entry.size - flavour.offset.size
+    return found
