@@ -87,7 +87,7 @@ def main() -> None:
         print("\n| convolution | oneDNN, ms | Winograd, ms | ratio | share of a matrix product's speed |")
         print("|---|---|---|---|---|")
         for convolution, image in convolutions(spec, options.windows):
-            ours = winograd.Convolution(convolution, rectify=False)
+            ours = winograd.Convolution(convolution)
             before, after = (
                 trusted(least(lambda run=run, x=image: run(x), options.calls, cpu), cpu) for run in (convolution, ours)
             )

@@ -1,10 +1,10 @@
-// 3x3x3 convolution, stride 1, padding 1, float32, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast
-// Algorithms for Convolutional Neural Networks", 2016).
+// 3x3x3 convolution, stride 1, padding 1, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast Algorithms
+// for Convolutional Neural Networks", 2016). Images are float32 or bfloat16, arithmetic is float32.
 //
 // A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, an eighth. The sampling points
 // are 0, +-sqrt(1/2), +-sqrt(2) and infinity: with the usual 0, +-1, +-2 rounding errors would be ten times as large.
-// Tiles are worked on in blocks whose sampled inputs fit into a core's second-level cache; the products of one block
-// are 216 small matrix products, for as many outputs at a time as a register tile is wide.
+// Tiles are worked on in blocks that fit into a core's second-level cache, and of a block one point along z after the
+// other: sampled along y and x, multiplied (36 small matrix products), and interpolated along x and y in registers.
 
 #include <algorithm>
 #include <cstddef>
@@ -12,33 +12,77 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr int EDGE = 4;  // outputs along each edge of a tile
 constexpr int REACH = 6; // inputs that they depend on, and sampling points, along each edge
-constexpr int POINTS = REACH * REACH * REACH;
+constexpr int PLANE = REACH * REACH, POINTS = REACH * PLANE;
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int ROWS = 12; // rows of a register tile: ROWS x 2 vectors of sums, 2 of weights, the rest broadcast
+constexpr int ROWS = 24; // vectors of sums in a register tile, beside those of weights and one of an input
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
-constexpr int ROWS = 6;
+constexpr int ROWS = 12;
 #else
 constexpr int LANES = 4;
-constexpr int ROWS = 6;
+constexpr int ROWS = 12;
 #endif
-constexpr int COLUMNS = 2; // vectors of a register tile
 
-// Channels that are transformed together; every channel count must be a multiple.
-constexpr int GROUP = 8;
+// Vectors of N floats, as they are computed with and as they lie in memory.
+template <int N> struct Vectors;
+template <> struct Vectors<4> {
+  typedef float Floats __attribute__((vector_size(16)));
+  typedef float Stored __attribute__((vector_size(16), aligned(4), may_alias));
+};
+template <> struct Vectors<8> {
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef float Stored __attribute__((vector_size(32), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(32)));
+  typedef uint16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
+};
+template <> struct Vectors<16> {
+  typedef float Floats __attribute__((vector_size(64)));
+  typedef float Stored __attribute__((vector_size(64), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(64)));
+  typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+};
 
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
-typedef float Group __attribute__((vector_size(GROUP * sizeof(float)), aligned(4), may_alias));
+template <int N> using Floats = typename Vectors<N>::Floats;
 
-inline Group load(const float *p) { return *reinterpret_cast<const Group *>(p); }
-inline void store(float *p, Group v) { *reinterpret_cast<Group *>(p) = v; }
+enum class Bfloat16 : uint16_t {};
+
+template <int N> inline Floats<N> load(const float *p) {
+  return *reinterpret_cast<const typename Vectors<N>::Stored *>(p);
+}
+
+template <int N> inline Floats<N> load(const Bfloat16 *p) {
+  typedef typename Vectors<N>::Bits Bits;
+  const auto halves = *reinterpret_cast<const typename Vectors<N>::Halves *>(p);
+  return reinterpret_cast<Floats<N>>(__builtin_convertvector(halves, Bits) << 16);
+}
+
+template <int N> inline void store(float *p, Floats<N> v) { *reinterpret_cast<typename Vectors<N>::Stored *>(p) = v; }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+template <int N> inline void store(Bfloat16 *p, Floats<N> v) {
+  typedef typename Vectors<N>::Halves Halves;
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+  if constexpr (N == 16)
+    *reinterpret_cast<Halves *>(p) = reinterpret_cast<Halves>(_mm512_cvtneps_pbh(v));
+  else
+    *reinterpret_cast<Halves *>(p) = reinterpret_cast<Halves>(_mm256_cvtneps_pbh(v));
+#else
+  typedef typename Vectors<N>::Bits Bits;
+  const Bits bits = reinterpret_cast<Bits>(v), high = bits >> 16;
+  const Bits rounded = v == v ? (bits + 0x7fff + (high & 1)) >> 16 : high | 0x40;
+  *reinterpret_cast<Halves *>(p) = __builtin_convertvector(rounded, Halves);
+#endif
+}
 
 inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
 
@@ -86,9 +130,9 @@ inline int64_t spread(int64_t count) {
 constexpr float ROOT_2 = 1.41421356237309504880f, ROOT_HALF = ROOT_2 / 2;
 
 // B^T d: six inputs in a row -> their values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
-inline void sample(const Group d[REACH], Group t[REACH]) {
-  const Group even = d[4] - 0.5f * d[2], odd = d[3] - 0.5f * d[1];
-  const Group even2 = d[4] - 2 * d[2], odd2 = d[3] - 2 * d[1];
+template <class V> inline void sample(const V d[REACH], V t[REACH]) {
+  const V even = d[4] - 0.5f * d[2], odd = d[3] - 0.5f * d[1];
+  const V even2 = d[4] - 2 * d[2], odd2 = d[3] - 2 * d[1];
   t[0] = d[0] - 2.5f * d[2] + d[4];
   t[1] = even + ROOT_2 * odd;
   t[2] = even - ROOT_2 * odd;
@@ -98,116 +142,121 @@ inline void sample(const Group d[REACH], Group t[REACH]) {
 }
 
 // A^T m: six products -> four outputs in a row.
-inline void interpolate(const Group m[REACH], Group s[EDGE]) {
-  const Group even = m[1] + m[2], odd = ROOT_2 * (m[1] - m[2]), even2 = m[3] + m[4], odd2 = ROOT_HALF * (m[3] - m[4]);
+template <class V> inline void interpolate(const V m[REACH], V s[EDGE]) {
+  const V even = m[1] + m[2], odd = ROOT_2 * (m[1] - m[2]), even2 = m[3] + m[4], odd2 = ROOT_HALF * (m[3] - m[4]);
   s[0] = m[0] + even + even2;
   s[1] = odd + odd2;
   s[2] = 2 * even + 0.5f * even2;
   s[3] = 2 * odd + 0.5f * odd2 + m[5];
 }
 
-// The voxels that a row of tiles depends on, sampled along z: lines[y][z point][x, inputs], x from `left` to `right`.
-struct Lines {
-  const float *start;
-  int64_t stride, left, right;
+// A block of tiles and where what is made of it lies: all of float32.
+struct Block {
+  int64_t first, count;
+  float *lines;    // of each run of tiles along x, as `sample_lines` says
+  float *sampled;  // [count, sampled_stride ...][36, inputs], at one point along z
+  float *products; // [count, product_stride ...][36, outputs], at one point along z
+  float *reduced;  // [count, reduced_stride ...][6, 4, 4, outputs]: points along z, then outputs along y and x
+  int64_t sampled_stride, product_stride, reduced_stride;
 };
 
-// Floats that `sample_lines` writes at most, for so many tiles.
-int64_t lines_size(const Shape &s, int64_t tiles) {
-  return REACH * REACH * spread(std::min(s.width, tiles * EDGE + 2) * s.inputs);
-}
+// Tiles of a block that lie beside each other along x, and the voxels that they depend on, x from `left` to `right`.
+struct Run {
+  Place at;
+  int64_t count, left, right, stride;
+  Run(const Shape &s, const Block &block, int64_t done) : at(s, block.first + done) {
+    count = std::min(block.count - done, tiles_along(s.width) - at.x / EDGE);
+    left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + count * EDGE + 1, s.width);
+    stride = spread((right - left) * s.inputs);
+  }
+  int64_t size() const { return PLANE * stride; } // floats of its lines
+};
 
-// Six lines are read side by side from end to end, which the hardware foresees. It does not foresee 36 lines that are
-// read column by column, and where they are a multiple of 4 KiB apart, they also push each other out of the caches.
-Lines sample_lines(const float *image, const float *zeros, const Shape &s, const Place &at, int64_t count, float *out) {
-  const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + count * EDGE + 1, s.width);
-  const int64_t length = (right - left) * s.inputs, stride = spread(length);
+// Voxels sampled along z: out[y][z point][x, inputs]. Six lines are read side by side from end to end, which the
+// hardware foresees. It does not foresee 36 lines that are read column by column, and where they are a multiple of
+// 4 KiB apart, they also push each other out of the caches.
+template <int G, class T>
+void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
+  const Place &at = run.at;
+  const int64_t length = (run.right - run.left) * s.inputs, stride = run.stride;
   for (int64_t j = 0; j < REACH; ++j, out += REACH * stride) {
     const int64_t y = at.y - 1 + j;
-    const float *lines[REACH];
+    const T *lines[REACH];
     for (int64_t i = 0; i < REACH; ++i) {
       const int64_t z = at.z - 1 + i;
       const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
-      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
+      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + run.left) * s.inputs : zeros;
     }
-    for (int64_t c = 0; c < length; c += GROUP) {
-      Group d[REACH], t[REACH];
-      for (int i = 0; i < REACH; ++i) d[i] = load(lines[i] + c);
+    for (int64_t c = 0; c < length; c += G) {
+      Floats<G> d[REACH], t[REACH];
+      for (int i = 0; i < REACH; ++i) d[i] = load<G>(lines[i] + c);
       sample(d, t);
-      for (int i = 0; i < REACH; ++i) store(out + i * stride + c, t[i]);
+      for (int i = 0; i < REACH; ++i) store<G>(out + i * stride + c, t[i]);
     }
   }
-  return {out - REACH * REACH * stride, stride, left, right};
 }
 
-// One x of the lines, sampled along y: G groups of channels.
-template <int G> void sample_column(const float *in, int64_t stride, Group out[REACH * REACH][G]) {
-  for (int i = 0; i < REACH; ++i)
-    for (int g = 0; g < G; ++g) {
-      Group d[REACH], t[REACH];
-      for (int j = 0; j < REACH; ++j) d[j] = load(in + (j * REACH + i) * stride + g * GROUP);
-      sample(d, t);
-      for (int j = 0; j < REACH; ++j) out[i * REACH + j][g] = t[j];
-    }
-}
-
-// Tiles beside each other along x -> sampled[count, stride ...][POINTS, inputs], for G groups of channels.
+// A run's lines at one point along z, for one group of channels -> sampled[count, stride ...][36, inputs].
 template <int G>
-void sample_row(const Lines &lines, const Shape &s, int64_t left, int64_t count, int64_t channel, float *sampled,
-                int64_t stride) {
-  // The last six columns, in turn: two of them are those of the next tile too.
-  alignas(64) Group columns[REACH][REACH * REACH][G];
-  for (int64_t tile = 0; tile < count; ++tile, sampled += stride) {
+void sample_run(const float *lines, const Run &run, int64_t inputs, float *sampled, int64_t sampled_stride) {
+  // The last six columns, sampled along y, in turn: two of them are those of the next tile too.
+  Floats<G> columns[REACH][REACH];
+  const int64_t line_stride = REACH * run.stride;
+  for (int64_t tile = 0; tile < run.count; ++tile, sampled += sampled_stride) {
     const int64_t first = tile * EDGE;
     for (int64_t column = first + (tile ? REACH - EDGE : 0); column < first + REACH; ++column) {
-      const int64_t x = left - 1 + column;
-      Group(*out)[G] = columns[column % REACH];
-      if (x < lines.left || x >= lines.right)
-        std::memset(static_cast<void *>(out), 0, sizeof(columns[0]));
-      else
-        sample_column<G>(lines.start + (x - lines.left) * s.inputs + channel, lines.stride, out);
+      const int64_t x = run.at.x - 1 + column;
+      Floats<G> d[REACH] = {};
+      if (x >= run.left && x < run.right)
+        for (int j = 0; j < REACH; ++j) d[j] = load<G>(lines + j * line_stride + (x - run.left) * inputs);
+      sample(d, columns[column % REACH]);
     }
-    const Group(*taps[REACH])[G];
+    const Floats<G> *taps[REACH];
     for (int k = 0; k < REACH; ++k) taps[k] = columns[(first + k) % REACH];
-    for (int p = 0; p < REACH * REACH; ++p)
-      for (int g = 0; g < G; ++g) {
-        Group d[REACH], t[REACH];
-        for (int k = 0; k < REACH; ++k) d[k] = taps[k][p][g];
-        sample(d, t);
-        for (int k = 0; k < REACH; ++k) store(sampled + (p * REACH + k) * s.inputs + channel + g * GROUP, t[k]);
-      }
+    for (int j = 0; j < REACH; ++j) {
+      Floats<G> d[REACH], t[REACH];
+      for (int k = 0; k < REACH; ++k) d[k] = taps[k][j];
+      sample(d, t);
+      for (int k = 0; k < REACH; ++k) store<G>(sampled + (j * REACH + k) * inputs, t[k]);
+    }
   }
 }
 
-// A block of tiles -> sampled[count, stride ...][POINTS, inputs]; `zeros` are as many floats as a line of the image.
-void sample_tiles(const float *image, const float *zeros, const Shape &s, int64_t first, int64_t count,
-                  float *line_scratch, float *sampled, int64_t stride) {
-  const int64_t across = tiles_along(s.width);
-  for (int64_t done = 0; done < count;) {
-    const Place at(s, first + done);
-    const int64_t run = std::min(count - done, across - at.x / EDGE);
-    const Lines lines = sample_lines(image, zeros, s, at, run, line_scratch);
-    int64_t channel = 0;
-    for (; channel + 2 * GROUP <= s.inputs; channel += 2 * GROUP) // whole lines of the cache
-      sample_row<2>(lines, s, at.x, run, channel, sampled + done * stride, stride);
-    if (channel < s.inputs) sample_row<1>(lines, s, at.x, run, channel, sampled + done * stride, stride);
-    done += run;
+template <int G> void sample_block(const Shape &s, const Block &block, int64_t z_point) {
+  const float *lines = block.lines;
+  for (int64_t done = 0; done < block.count;) {
+    const Run run(s, block, done);
+    for (int64_t channel = 0; channel < s.inputs; channel += G)
+      sample_run<G>(lines + z_point * run.stride + channel, run, s.inputs,
+                    block.sampled + done * block.sampled_stride + channel, block.sampled_stride);
+    lines += run.size(), done += run.count;
   }
 }
 
 // out[row, column] = sum over channels of a[row, channel] * weights[channel, column]
+// Unrolled by order, as the compiler otherwise gives the sums a place in memory, zeroed first and copied from at the end.
 template <int R, int V>
 inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                           int64_t out_stride) {
-  Lanes sum[R][V] = {};
+  Floats<LANES> sum[R][V];
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[r][v] = Floats<LANES>{};
   for (int64_t c = 0; c < inputs; ++c) {
-    const Lanes *w = reinterpret_cast<const Lanes *>(weights);
+    Floats<LANES> w[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) w[v] = load<LANES>(weights + v * LANES);
+#pragma GCC unroll 24
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sum[r][v] += a[r * stride + c] * w[v];
     weights += V * LANES;
   }
+#pragma GCC unroll 24
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) *reinterpret_cast<Lanes *>(out + r * out_stride + v * LANES) = sum[r][v];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store<LANES>(out + r * out_stride + v * LANES, sum[r][v]);
 }
 
 template <int R, int V>
@@ -221,116 +270,191 @@ void multiply_rows(int64_t count, const float *a, int64_t stride, int64_t inputs
   }
 }
 
+// Rows of a register tile that is so many vectors wide.
+constexpr int64_t tile_rows(int vectors) { return ROWS / std::max(vectors, 2); }
+
 // One sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors]. Register tiles are all
 // about equally high, as those of one or two rows take as long as those of four.
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
-  for (int64_t left = (rows + ROWS - 1) / ROWS; left > 0; --left) {
+  for (int64_t left = (rows + tile_rows(V) - 1) / tile_rows(V); left > 0; --left) {
     const int64_t count = (rows + left - 1) / left;
-    multiply_rows<ROWS, V>(count, a, stride, inputs, weights, out, out_stride);
+    multiply_rows<tile_rows(V), V>(count, a, stride, inputs, weights, out, out_stride);
     rows -= count, a += count * stride, out += count * out_stride;
   }
 }
 
-// One group of channels of one tile, products[POINTS][stride ...] -> its outputs, with bias and rectifier.
-void interpolate_tile(const float *products, int64_t stride, const Group &offset, const Group &floor, const Shape &s,
-                      const Place &at, float *result) {
-  alignas(64) Group along_x[REACH][REACH][EDGE], along_y[EDGE][EDGE][REACH];
-  for (int i = 0; i < REACH; ++i)
-    for (int j = 0; j < REACH; ++j) {
-      Group m[REACH];
-      for (int k = 0; k < REACH; ++k) m[k] = load(products + ((i * REACH + j) * REACH + k) * stride);
-      interpolate(m, along_x[i][j]);
+// Vectors of the next block of columns, where so many are left: as wide as register tiles are best.
+int next_columns(int64_t left) { return left == 3 || left == 5 ? 3 : left == 1 ? 1 : 2; }
+
+// At one point along z: `weights` of all columns, as the library's caller lays them out.
+void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
+  for (int64_t column = 0; column < s.outputs;) {
+    const int vectors = next_columns((s.outputs - column) / LANES);
+    const int64_t size = s.inputs * vectors * LANES;
+    for (int64_t p = 0; p < PLANE; ++p) {
+      const float *in = b.sampled + p * s.inputs, *by = weights + (z_point * PLANE + p) * size;
+      float *out = b.products + p * s.outputs + column;
+      if (vectors == 3)
+        multiply<3>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
+      else if (vectors == 2)
+        multiply<2>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
+      else
+        multiply<1>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
     }
-  for (int i = 0; i < REACH; ++i)
-    for (int x = 0; x < EDGE; ++x) {
-      Group m[REACH], line[EDGE];
-      for (int j = 0; j < REACH; ++j) m[j] = along_x[i][j][x];
-      interpolate(m, line);
-      for (int y = 0; y < EDGE; ++y) along_y[y][x][i] = line[y];
-    }
+    column += vectors * LANES, weights += POINTS * size;
+  }
+}
+
+// One group of channels of one tile at one point along z: products[6, 6][outputs ...] -> reduced[4, 4][outputs ...].
+template <int G> void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
+  Floats<G> along_x[EDGE][REACH];
+  for (int j = 0; j < REACH; ++j) {
+    Floats<G> m[REACH], line[EDGE];
+    for (int k = 0; k < REACH; ++k) m[k] = load<G>(products + (j * REACH + k) * outputs);
+    interpolate(m, line);
+    for (int x = 0; x < EDGE; ++x) along_x[x][j] = line[x];
+  }
+  for (int x = 0; x < EDGE; ++x) {
+    Floats<G> line[EDGE];
+    interpolate(along_x[x], line);
+    for (int y = 0; y < EDGE; ++y) store<G>(reduced + (y * EDGE + x) * outputs, line[y]);
+  }
+}
+
+template <int G> void interpolate_block(const Shape &s, const Block &b, int64_t z_point) {
+  for (int64_t tile = 0; tile < b.count; ++tile)
+    for (int64_t c = 0; c < s.outputs; c += G)
+      interpolate_plane<G>(b.products + tile * b.product_stride + c, s.outputs,
+                           b.reduced + tile * b.reduced_stride + z_point * EDGE * EDGE * s.outputs + c);
+}
+
+// What is done to results. Comparisons are written so that NaN stays NaN: it must reach whoever looks for it.
+struct Keep {
+  template <class V> V operator()(V value) const { return value; }
+};
+struct Rectify {
+  template <class V> V operator()(V value) const { return value < 0.0f ? V{} : value; }
+};
+struct Leak {
+  float slope;
+  template <class V> V operator()(V value) const { return value < 0.0f ? slope * value : value; }
+};
+
+// One tile, reduced[6, 4, 4, outputs] -> its outputs, with bias and activation.
+template <int G, class T, class Activation>
+void finish_tile(const float *reduced, const float *bias, const Activation &activation, const Shape &s, const Place &at,
+                 T *result) {
   const int64_t deep = std::min<int64_t>(EDGE, s.depth - at.z), high = std::min<int64_t>(EDGE, s.height - at.y),
                 wide = std::min<int64_t>(EDGE, s.width - at.x);
   const int64_t step = s.outputs, line_step = s.width * step, plane_step = s.height * line_step;
   result += (at.window * s.depth + at.z) * plane_step + at.y * line_step + at.x * step;
   for (int64_t y = 0; y < high; ++y)
-    for (int64_t x = 0; x < wide; ++x) {
-      Group line[EDGE];
-      interpolate(along_y[y][x], line);
-      float *out = result + y * line_step + x * step;
-      for (int64_t z = 0; z < deep; ++z, out += plane_step) {
-        const Group value = line[z] + offset;
-        // Written so that NaN stays NaN: it must reach whoever looks for it.
-        store(out, value < floor ? floor : value);
+    for (int64_t x = 0; x < wide; ++x)
+      for (int64_t c = 0; c < step; c += G) {
+        Floats<G> m[REACH], line[EDGE];
+        for (int i = 0; i < REACH; ++i) m[i] = load<G>(reduced + ((i * EDGE + y) * EDGE + x) * step + c);
+        interpolate(m, line);
+        const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
+        T *out = result + y * line_step + x * step + c;
+        for (int64_t z = 0; z < deep; ++z, out += plane_step) store<G>(out, activation(line[z] + offset));
       }
-    }
 }
 
-struct Work {
+template <class T> struct Work {
   Shape shape;
-  const float *image, *weights, *bias;
-  float *result;
-  bool rectify;
+  const T *image;
+  const float *weights, *bias;
+  T *result;
+  float slope;
 };
 
-// V vectors of outputs from `column` on, of a block of tiles that are sampled.
-template <int V>
-void convolve_columns(const Work &work, int64_t first, int64_t count, int64_t column, const float *sampled,
-                      int64_t sampled_stride, float *products, int64_t product_stride) {
-  const Shape &s = work.shape;
-  const float *weights = work.weights + POINTS * s.inputs * column;
-  const Group floor = Group{} + (work.rectify ? 0.0f : -__builtin_inff());
-  for (int p = 0; p < POINTS; ++p)
-    multiply<V>(count, sampled + p * s.inputs, sampled_stride, s.inputs, weights + p * s.inputs * V * LANES,
-                products + p * V * LANES, product_stride);
-  for (int64_t tile = 0; tile < count; ++tile) {
-    const Place at(s, first + tile);
-    for (int64_t k = 0; k < V * LANES; k += GROUP)
-      interpolate_tile(products + tile * product_stride + k, V * LANES,
-                       work.bias ? load(work.bias + column + k) : Group{}, floor, s, at, work.result + column + k);
-  }
+template <int G, class T, class Activation>
+void finish_block(const Work<T> &work, const Block &b, const Activation &activation) {
+  for (int64_t tile = 0; tile < b.count; ++tile)
+    finish_tile<G>(b.reduced + tile * b.reduced_stride, work.bias, activation, work.shape,
+                   Place(work.shape, b.first + tile), work.result);
 }
 
-bool convolve_block(const Work &work, int64_t first, int64_t count) {
+// IN and OUT channels are transformed together.
+template <int IN, int OUT, class T> void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
+  const Shape &s = work.shape;
+  float *lines = b.lines;
+  for (int64_t done = 0; done < b.count;) {
+    const Run run(s, b, done);
+    sample_lines<IN>(work.image, zeros, s, run, lines);
+    lines += run.size(), done += run.count;
+  }
+  for (int64_t z_point = 0; z_point < REACH; ++z_point) {
+    sample_block<IN>(s, b, z_point);
+    multiply_block(s, b, work.weights, z_point);
+    interpolate_block<OUT>(s, b, z_point);
+  }
+  if (work.slope == 1)
+    finish_block<OUT>(work, b, Keep{});
+  else if (work.slope == 0)
+    finish_block<OUT>(work, b, Rectify{});
+  else
+    finish_block<OUT>(work, b, Leak{work.slope});
+}
+
+template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64_t count) {
   thread_local Scratch scratch;
   const Shape &s = work.shape;
-  constexpr int64_t wide = COLUMNS * LANES;
-  const int64_t sampled_stride = spread(POINTS * s.inputs), product_stride = spread(POINTS * wide);
-  const int64_t sampled_size = count * sampled_stride, product_size = count * product_stride;
-  const int64_t line = s.width * s.inputs;
-  float *sampled = scratch.take(sampled_size + product_size + line + lines_size(s, count));
-  if (!sampled) return false;
-  float *products = sampled + sampled_size, *zeros = products + product_size;
+  Block b{};
+  b.first = first, b.count = count;
+  b.sampled_stride = spread(PLANE * s.inputs), b.product_stride = spread(PLANE * s.outputs);
+  b.reduced_stride = spread(REACH * EDGE * EDGE * s.outputs);
+  const int64_t line = spread(s.width * s.inputs);
+  int64_t lines = 0;
+  for (int64_t done = 0; done < count;) {
+    const Run run(s, b, done);
+    lines += run.size(), done += run.count;
+  }
+  b.lines = scratch.take(line + lines + count * (b.sampled_stride + b.product_stride + b.reduced_stride));
+  if (!b.lines) return false;
+  b.sampled = b.lines + lines, b.products = b.sampled + count * b.sampled_stride;
+  b.reduced = b.products + count * b.product_stride;
+  float *zeros = b.reduced + count * b.reduced_stride;
   std::memset(zeros, 0, line * sizeof(float));
-  sample_tiles(work.image, zeros, s, first, count, zeros + line, sampled, sampled_stride);
-  int64_t column = 0;
-  for (; column + wide <= s.outputs; column += wide)
-    convolve_columns<COLUMNS>(work, first, count, column, sampled, sampled_stride, products, product_stride);
-  for (; column < s.outputs; column += LANES)
-    convolve_columns<1>(work, first, count, column, sampled, sampled_stride, products, product_stride);
+  constexpr int wide = std::max(LANES, 8);
+  if (s.inputs % wide == 0)
+    convolve_block<wide, wide>(work, reinterpret_cast<const T *>(zeros), b);
+  else
+    convolve_block<8, wide>(work, reinterpret_cast<const T *>(zeros), b);
   return true;
+}
+
+template <class T> int convolve(const Work<T> &work, int64_t tiles, int threads) {
+  const int64_t all = work.shape.tiles();
+  int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
+  for (int64_t first = 0; first < all; first += tiles)
+    failed |= !convolve_tiles(work, first, std::min(tiles, all - first));
+  return failed;
 }
 
 } // namespace
 
 extern "C" {
 
-// Columns of weights that lie together: blocks of this many, the last ones in blocks of `stackseg_vector`.
-int stackseg_columns() { return COLUMNS * LANES; }
-int stackseg_vector() { return LANES; }
+// How many of so many columns (outputs) of weights come first, in a block of their own.
+int64_t stackseg_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
 
 // image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or null
-// -> result [batch, depth, height, width, outputs], `tiles` at a time. Returns 0, or 1 where memory ran out.
-int stackseg_convolve(const float *image, const float *weights, const float *bias, float *result, int64_t batch,
+// -> result [batch, depth, height, width, outputs], `tiles` at a time; what is negative is multiplied by `slope`.
+// Image and result are bfloat16 or both float32, the rest is float32. Returns 0, or 1 where memory ran out.
+int stackseg_convolve(const void *image, const float *weights, const float *bias, void *result, int64_t batch,
                       int64_t depth, int64_t height, int64_t width, int64_t inputs, int64_t outputs, int64_t tiles,
-                      int rectify, int threads) {
-  const Work work{{batch, depth, height, width, inputs, outputs}, image, weights, bias, result, rectify != 0};
-  const int64_t all = work.shape.tiles();
-  int failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
-  for (int64_t first = 0; first < all; first += tiles)
-    failed |= !convolve_block(work, first, std::min(tiles, all - first));
-  return failed;
+                      float slope, int bfloat16, int threads) {
+  const Shape shape{batch, depth, height, width, inputs, outputs};
+  if (bfloat16)
+    return convolve(Work<Bfloat16>{shape, static_cast<const Bfloat16 *>(image), weights, bias,
+                                   static_cast<Bfloat16 *>(result), slope},
+                    tiles, threads);
+  return convolve(
+      Work<float>{shape, static_cast<const float *>(image), weights, bias, static_cast<float *>(result), slope}, tiles,
+      threads);
 }
 }

@@ -1,7 +1,7 @@
-"""3x3x3 convolutions with an eighth of the multiplications, for CPUs that compute in float32.
+"""3x3x3 convolutions with an eighth of the multiplications, for CPUs; activations in float32 or bfloat16.
 
-The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016); `winograd.cpp` says how. Its rounding errors are
-several times those of a direct convolution, some 1e-5 of the scores' scale.
+The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016); `winograd.cpp` says how. It computes in float32, with
+rounding errors several times those of a direct convolution, some 1e-5 of the scores' scale: bfloat16 is only stored.
 The C++ file is compiled for the processor at hand when it is first needed, which takes a second or two, and kept.
 """
 
@@ -26,6 +26,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
+DTYPES = (torch.float32, torch.bfloat16)
 
 # Tiles of 4x4x4 outputs that are worked on together: fewer would read the weights more often than they multiply with
 # them, more leave a core's second-level cache. A multiple of the rows of all register tiles.
@@ -45,7 +46,9 @@ SAMPLING = (
 
 
 class Convolution(nn.Module):
-    """What a 3x3x3 `nn.Conv3d` computes, float32 on the CPU, with a rectifier behind it if `rectify`.
+    """What a 3x3x3 `nn.Conv3d` computes on the CPU, in and out in float32 or bfloat16, whichever it is given.
+
+    slope  what is negative is multiplied by it: 0 makes a rectifier, 1 no activation at all
 
     Raises OSError where the kernel cannot be compiled.
     """
@@ -53,23 +56,25 @@ class Convolution(nn.Module):
     weights: Tensor
     bias: Tensor | None
 
-    def __init__(self, convolution: nn.Conv3d, *, rectify: bool) -> None:
+    def __init__(self, convolution: nn.Conv3d, slope: float = 1.0) -> None:
         super().__init__()
-        self.outputs, self.rectify = convolution.out_channels, rectify
+        self.outputs, self.slope = convolution.out_channels, slope
         self.register_buffer("weights", pack(convolution.weight.detach()))
         bias = convolution.bias
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, K, z, y, x], channels last."""
         # An operator is what torch.compile leaves alone; to call one, torch imports its compiler, which takes seconds.
         run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
-        y: Tensor = run(x, self.weights, self.bias, self.outputs, self.rectify)
+        y: Tensor = run(x, self.weights, self.bias, self.outputs, self.slope)
         return y
 
 
 def accelerate(module: nn.Module) -> nn.Module:
-    """A copy of `module` in which every convolution that `Convolution` can stand for is replaced, ReLU included.
+    """A copy of `module` in which every convolution that `Convolution` can stand for is replaced.
+
+    Rectifiers that follow in a sequence are taken in, leaky ones and parametric ones of one slope included.
 
     Raises OSError where the kernel cannot be compiled.
     """
@@ -85,7 +90,7 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     """Whether `Convolution` computes what this module does."""
     return (
         isinstance(module, nn.Conv3d)
-        and module.weight.dtype == torch.float32
+        and module.weight.dtype in DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == (3, 3, 3)
         and module.stride == module.dilation == (1, 1, 1)
@@ -100,15 +105,24 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 def _replace(module: nn.Module) -> nn.Module:
     # In a sequence whatever follows the convolution is known, in other modules only that it is called.
     for step, following in itertools.pairwise(list(steps(module))):
-        if suits(step.module) and isinstance(following.module, nn.ReLU):
-            step.put(Convolution(step.module, rectify=True))
+        if suits(step.module) and (slope := _slope(following.module)) is not None:
+            step.put(Convolution(step.module, slope))
             following.put(nn.Identity())
     for name, child in module.named_children():
         if suits(child):
-            module._modules[name] = Convolution(child, rectify=False)
+            module._modules[name] = Convolution(child)
         else:
             _replace(child)
     return module
+
+
+def _slope(activation: nn.Module) -> float | None:
+    """What it multiplies by what is negative, where that is one number."""
+    if isinstance(activation, nn.PReLU) and activation.weight.numel() == 1:
+        return activation.weight.item()
+    if isinstance(activation, nn.LeakyReLU):
+        return activation.negative_slope
+    return 0.0 if isinstance(activation, nn.ReLU) else None
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -120,13 +134,24 @@ def pack(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
     sampled = sampled.reshape(POINTS, inputs, outputs)
-    wide, narrow = _library().stackseg_columns(), _library().stackseg_vector()
-    blocks = [wide] * (outputs // wide) + [narrow] * (outputs % wide // narrow)
-    return torch.cat([block.reshape(-1) for block in torch.split(sampled, blocks, dim=2)])
+    return torch.cat([block.reshape(-1) for block in torch.split(sampled, _blocks(outputs), dim=2)])
 
 
-def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, rectify: bool) -> Tensor:  # noqa: FBT001
-    """The kernel; `weights` as from `pack`. Raises MemoryError."""
+def _blocks(outputs: int) -> list[int]:
+    """How many columns of weights the kernel reads together, from the first to the last."""
+    blocks = list[int]()
+    while (left := outputs - sum(blocks)) > 0:
+        blocks.append(_library().stackseg_columns(left))
+    return blocks
+
+
+def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
+    """The kernel for `x` [B, C, z, y, x] in float32 or bfloat16; `weights` as from `pack`, bias [K] float32.
+
+    Raises MemoryError.
+    """
+    if x.dtype not in DTYPES:
+        raise TypeError(f"no Winograd convolution of {x.dtype}")
     x = x.contiguous(memory_format=torch.channels_last_3d)
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
@@ -134,7 +159,7 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, rect
     tiles = blocking(batch * math.prod(-(-size // EDGE) for size in x.shape[2:]), threads)
     failed = _library().stackseg_convolve(
         *(tensor.data_ptr() if tensor is not None else None for tensor in (x, weights, bias, y)),
-        *(batch, depth, height, width, channels, outputs, tiles, rectify, threads),
+        *(batch, depth, height, width, channels, outputs, tiles, slope, x.dtype == torch.bfloat16, threads),
     )
     if failed:
         raise MemoryError("no memory for the scratch space of a convolution")
@@ -147,7 +172,7 @@ _operator = torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=
 
 
 @_operator.register_fake
-def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _rectify: bool) -> Tensor:  # noqa: FBT001
+def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _slope: float) -> Tensor:
     return _empty(x, outputs)
 
 
@@ -166,5 +191,6 @@ def _library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError where there is no compiler, or it fails."""
     library = shelf.load(SOURCE, FLAGS)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.stackseg_convolve.argtypes = [pointer] * 4 + [size] * 7 + [ctypes.c_int] * 2
+    library.stackseg_convolve.argtypes = [pointer] * 4 + [size] * 7 + [ctypes.c_float] + [ctypes.c_int] * 2
+    library.stackseg_columns.argtypes, library.stackseg_columns.restype = [size], size
     return library
