@@ -81,16 +81,25 @@ def variants(
     x = torch.rand(batch_size, *window, device=device)
     yield Row("eager float32, contiguous, as loaded", copy.deepcopy(network).to(device), x)
     laid_out = prepare(network, device, dtype, torch.channels_last_3d)
+    on_cpu = device.type == "cpu"
+    if on_cpu and dtype != torch.float32:
+        yield from winograds(prepare(network, device, torch.float32, torch.channels_last_3d), x)
     x = x.to(dtype).to(memory_format=torch.channels_last_3d)
     yield Row(f"eager {dtype}, channels-last, folded", laid_out, x)
     torch.compiler.reset()
-    on_cpu = device.type == "cpu"
     run = compiled.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
     yield Row(f"compiled {dtype}, channels-last, folded", run, x)
-    if on_cpu and dtype == torch.float32 and winograd.candidates(laid_out):
-        yield Row("Winograd convolutions, others packed", packed.pack(winograd.accelerate(laid_out)), x)
+    if on_cpu:
+        yield from winograds(laid_out, x)
+
+
+def winograds(laid_out: nn.Module, x: Tensor) -> Iterator[Row]:
+    """With Winograd convolutions, without compilation and with it; nothing where there are none."""
+    if winograd.candidates(laid_out):
+        x = x.to(memory_format=torch.channels_last_3d)
+        yield Row(f"Winograd convolutions {x.dtype}, others packed", packed.pack(winograd.accelerate(laid_out)), x)
         run = compiled.make(winograd.accelerate(laid_out), "default", freeze=True)
-        yield Row("Winograd convolutions, compiled and frozen", run, x)
+        yield Row(f"Winograd convolutions {x.dtype}, compiled and frozen", run, x)
 
 
 def main() -> None:
@@ -125,7 +134,7 @@ def main() -> None:
         windows = len(row.x)
         share = gflop * 1e9 * windows / trusted(timing, device) / peaks[row.x.dtype]
         wall, cpu = (value * 1000 / windows for value in timing)
-        print(f"| {row.name} | {windows} | {wall:.0f} | {cpu:.0f} | {share:.0%} |")
+        print(f"| {row.name} | {windows} | {wall:.1f} | {cpu:.1f} | {share:.0%} |")
 
 
 if __name__ == "__main__":

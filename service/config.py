@@ -84,7 +84,7 @@ class Device(_Section):
 class Engine(_Section):
     """How the network runs.
 
-    kind            winograd: convolutions of fewer multiplications, on CPUs in float32
+    kind            winograd: convolutions of fewer multiplications, on CPUs in bfloat16 or float32
     kind            auto: the fastest that gives the same labels, found by trying, other keys that are auto included
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
     channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed

@@ -189,13 +189,12 @@ class WarmUp:
         name, warning = precision.choose(settings.precision, self._native)
         warnings = (warning,) if warning else ()
         kind = select.KINDS[settings.kind]
-        formats = select.memory_formats(settings, kind, self._device)
-        if not formats:
-            where = " or ".join("a CUDA device" if place == "cuda" else "a CPU" for place in kind.formats)
-            unfit = f"The {settings.kind} engine needs {where}; running eagerly."
-            return self._warned(self._eager(name), *warnings, unfit)
+        if (unfit := select.unfit(kind, name, self._device, self._network)) is not None:
+            warnings = (*warnings, f"The {settings.kind} engine {unfit}; running eagerly.")
+            return self._warned(self._eager(name), *warnings)
+        memory_format = select.memory_formats(settings, kind, self._device)[0]
         mode = select.compile_modes(settings, kind, self._device)[0]
-        choice = Choice(settings.kind, name, formats[0], self._batch_size, mode, self._streams)
+        choice = Choice(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
         if select.one_at_a_time(choice, settings):
             choice = replace(choice, streams=1)
         try:
@@ -213,7 +212,7 @@ class WarmUp:
         name = precision.choose(self._settings.engine.precision, self._native).name
         for choice in self._candidates(self._streams):
             quick = choice.engine != "eager" and select.slow_build(choice) <= QUICK_BUILD
-            if not quick or choice.precision != name or self._fits(choice) is not None:
+            if not quick or self._fits(choice) is not None:
                 continue
             try:
                 warm = self.build(choice)
@@ -280,8 +279,8 @@ class WarmUp:
         kind = select.KINDS[choice.engine]
         if (missing := kind.missing()) is not None:
             return missing
-        if not kind.suits(self._network):
-            return "it changes nothing in this network"
+        if (unfit := select.unfit(kind, choice.precision, self._device, self._network)) is not None:
+            return f"it {unfit}"
         if choice.streams > 1 and select.one_at_a_time(choice, self._settings.engine):
             return "a graph that is not frozen is made for one number of threads"
         windows = choice.sw_batch_size * choice.streams

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -5,6 +7,7 @@ from torch import Tensor, nn
 from service import config
 from service.engine import select
 from service.engine.plans import Choice
+from service.engine.precision import DTYPES
 from service.engine.select import KINDS, build, choices
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
@@ -82,12 +85,33 @@ def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch
     assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
 
 
-def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled():
-    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1)).eval()
-    module.requires_grad_(requires_grad=False)
-    example = torch.zeros(2, 8, 8, 8, 8).to(memory_format=torch.channels_last_3d)
-    choice = choice_of("winograd", memory_format="channels_last_3d")
-    assert build(module, example, choice, config.Engine()).elastic
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled(precision):
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        *(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.PReLU()),
+        *(nn.Conv3d(16, 32, 2, stride=2), nn.ReLU(), nn.Conv3d(32, 2, 1)),
+    )
+    module = module.eval().requires_grad_(requires_grad=False).to(DTYPES[precision])
+    example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
+    choice = choice_of("winograd", precision, memory_format="channels_last_3d")
+    built = build(module, example, choice, config.Engine())
+    assert built.elastic
+    with torch.inference_mode():
+        expected = copy.deepcopy(module).float()(example.float())
+        difference = (built.network(example).float() - expected).abs().max()
+    assert difference <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
+
+
+def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():
+    found = choices(config.Engine(), CPU, ("bf16", "fp32"), 2)
+    assert found[0] == choice_of("winograd", "bf16", "channels_last_3d")
+    assert {choice.precision for choice in found if choice.engine == "winograd"} == {"bf16", "fp32"}
+    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
+    assert select.unfit(KINDS["winograd"], "fp16", CPU, module) == "does not compute in fp16"
+    assert select.unfit(KINDS["winograd"], "bf16", CUDA, module) == "needs a CPU"
+    assert select.unfit(KINDS["winograd"], "bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
+    assert select.unfit(KINDS["winograd"], "bf16", CPU, module.bfloat16()) is None
 
 
 def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):

@@ -78,10 +78,32 @@ def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "engine", "warning"),
+    [
+        ({}, "other", None),
+        ({"formats": {"cuda": ("contiguous",)}}, "eager", "The other engine needs a CUDA device; running eagerly."),
+        ({"precisions": ("fp16",)}, "eager", "The other engine does not compute in fp32; running eagerly."),
+        ({"suits": lambda _: False}, "eager", "The other engine changes nothing in this network; running eagerly."),
+    ],
+    ids=["fits", "device", "precision", "network"],
+)
+def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
+    bands, settings, only, change, engine, warning
+):
+    only("eager", other=replace(kind_of(lambda module: module), **change))
+    chosen = settings(precision="fp32")
+    # A name that the settings allow for an engine of the test's own.
+    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+    warm = warm_up(bands, chosen).run()
+    assert warm.choice.engine == engine
+    assert warm.warnings == (() if warning is None else (warning,))
+
+
 def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, settings, only):
     built = []
     only("eager", other=kind_of(lambda module: built.append(module) or module))
-    first = warm_up(bands, settings()).run()
+    first = warm_up(bands, settings(precision="fp32")).run()
     assert not first.cached
     assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
     assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.choice]
@@ -89,7 +111,7 @@ def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, setti
     assert compared
     assert max(trial.difference for trial in compared) == 0
     tries = len(built)
-    second = warm_up(bands, settings()).run()
+    second = warm_up(bands, settings(precision="fp32")).run()
     assert second.cached
     assert second.choice == first.choice
     assert second.plan == first.plan
@@ -110,17 +132,17 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
             return self.module(x)
 
     only(eager=kind_of(lambda module: built.append(module) or Slow(module)))
-    two = {"sw_batch_size": 2}
-    warm = warm_up(bands, settings(two)).run()
+    two, fp32 = {"sw_batch_size": 2}, "fp32"
+    warm = warm_up(bands, settings(two, precision=fp32)).run()
     assert warm.choice.streams == 2, "who sleeps needs no core"
     assert warm.window.streams == 2
     assert {trial.choice.streams for trial in warm.plan.trials} == {1, 2}
     assert len(built) == 1
-    again = warm_up(bands, settings(two)).run()
+    again = warm_up(bands, settings(two, precision=fp32)).run()
     assert again.cached
     assert again.window.streams == 2
-    assert warm_up(bands, settings(two, streams=1)).run().choice.streams == 1
-    three = warm_up(bands, settings(two, streams=3)).run()
+    assert warm_up(bands, settings(two, precision=fp32, streams=1)).run().choice.streams == 1
+    three = warm_up(bands, settings(two, precision=fp32, streams=3)).run()
     assert three.choice.streams == 3, "what is set is not tried otherwise"
     assert {trial.choice.streams for trial in three.plan.trials} == {3}
 
@@ -179,7 +201,7 @@ def test_an_engine_that_fails_is_warned_about_at_every_start(bands, settings, on
 
     only("eager", other=kind_of(broken))
     for cached in (False, True):
-        warm = warm_up(bands, settings()).run()
+        warm = warm_up(bands, settings(precision="fp32")).run()
         assert warm.cached == cached
         assert warm.choice.engine == "eager"
         assert warm.warnings == ("The other engine failed: no compiler",)

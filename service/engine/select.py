@@ -102,7 +102,7 @@ KINDS: dict[str, Kind] = {
         {"cpu": ("channels_last_3d",)},
         transform=winograd.accelerate,
         suits=lambda module: winograd.candidates(module) > 0,
-        precisions=("fp32",),
+        precisions=("bf16", "fp32"),
         compiles=True,
         optional=True,
         any_batch=True,
@@ -162,6 +162,15 @@ def choices(
         for precision, mode, memory_format in itertools.product(able, modes, memory_formats(settings, kind, device)):
             found.append(Choice(name, precision, memory_format, batch_size, mode))
     return tuple(found)
+
+
+def unfit(kind: Kind, name: str, device: torch.device, network: nn.Module) -> str | None:
+    """Why an engine cannot or need not run `network` there in the precision of that name, None where it may."""
+    if device.type not in kind.formats:
+        return "needs " + " or ".join("a CUDA device" if place == "cuda" else "a CPU" for place in kind.formats)
+    if name not in kind.precisions:
+        return f"does not compute in {name}"
+    return None if kind.suits(network) else "changes nothing in this network"
 
 
 def memory_formats(settings: config.Engine, kind: Kind, device: torch.device) -> tuple[str, ...]:
