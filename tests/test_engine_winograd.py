@@ -64,8 +64,8 @@ def test_fewer_windows_give_the_same_to_the_bit(dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads):
-    layer = winograd.Convolution(convolution(8, 16))
-    x = torch.randn(2, 8, 13, 18, 9)
+    layer = winograd.Convolution(convolution(16, 32))
+    x = torch.randn(2, 16, 13, 18, 9)
     before, expected = torch.get_num_threads(), layer(x)
     torch.set_num_threads(threads)
     try:
@@ -74,6 +74,17 @@ def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads)
             assert torch.equal(layer(x), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("across", [1, 3, 8, 9, 16, 25, 100])
+def test_blocks_are_whole_rows_of_tiles_unless_rows_are_long(across):
+    assert winograd.blocking(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
+    assert winograd.TILES / 2 < winograd.blocking(across * 1000, across, 2) < 2 * winograd.TILES
+
+
+def test_every_thread_gets_a_block():
+    for tiles, threads in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
+        assert -(-tiles // winograd.blocking(tiles, 1, threads)) >= min(tiles, threads) / 2
 
 
 def test_an_impulse_puts_the_flipped_weights_where_they_belong():

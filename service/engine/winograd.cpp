@@ -33,6 +33,8 @@ constexpr int LANES = 4;
 constexpr int ROWS = 12;
 #endif
 
+constexpr int LINE = 64 / sizeof(float); // floats of a line of the cache
+
 // Vectors of N floats, as they are computed with and as they lie in memory.
 template <int N> struct Vectors;
 template <> struct Vectors<4> {
@@ -123,8 +125,7 @@ private:
 // Rows of the matrix products are read and written side by side. Were they a multiple of 4 KiB apart, they would share
 // one set of the first-level cache, which holds eight lines: hence an odd number of lines.
 inline int64_t spread(int64_t count) {
-  constexpr int64_t line = 64 / sizeof(float);
-  return ((count + line - 1) / line | 1) * line;
+  return ((count + LINE - 1) / LINE | 1) * LINE;
 }
 
 constexpr float ROOT_2 = 1.41421356237309504880f, ROOT_HALF = ROOT_2 / 2;
@@ -160,81 +161,110 @@ struct Block {
   int64_t sampled_stride, product_stride, reduced_stride;
 };
 
-// Tiles of a block that lie beside each other along x, and the voxels that they depend on, x from `left` to `right`.
+// Tiles of a block that lie beside each other along x, and the lines that they depend on: [y][z point][x, inputs].
 struct Run {
   Place at;
-  int64_t count, left, right, stride;
-  Run(const Shape &s, const Block &block, int64_t done) : at(s, block.first + done) {
-    count = std::min(block.count - done, tiles_along(s.width) - at.x / EDGE);
-    left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + count * EDGE + 1, s.width);
-    stride = spread((right - left) * s.inputs);
+  int64_t count, stride;
+  bool follows; // the run before is the one above, with which it shares two lines
+  int64_t start; // where its lines begin, in floats from those of the block
+  Run(const Shape &s, const Block &block) : Run(s, block, 0, 0) {}
+  Run next(const Shape &s, const Block &block, int64_t done) const {
+    Run run(s, block, done, start + REACH * REACH * stride);
+    run.follows = run.count == count && run.at.x == 0 && at.x == 0 && run.at.y > 0 && run.at.z == at.z;
+    if (run.follows) run.start -= (REACH - EDGE) * REACH * stride;
+    return run;
   }
-  int64_t size() const { return PLANE * stride; } // floats of its lines
+  int64_t end() const { return start + PLANE * stride; }
+
+private:
+  Run(const Shape &s, const Block &block, int64_t done, int64_t from) : at(s, block.first + done) {
+    count = std::min(block.count - done, tiles_along(s.width) - at.x / EDGE);
+    stride = spread((count * EDGE + 2) * s.inputs), follows = false, start = from;
+  }
 };
 
-// Voxels sampled along z: out[y][z point][x, inputs]. Six lines are read side by side from end to end, which the
-// hardware foresees. It does not foresee 36 lines that are read column by column, and where they are a multiple of
-// 4 KiB apart, they also push each other out of the caches.
+// Calls f with each run and the number of tiles before it; gives how many floats all lines are.
+template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
+  Run run(s, block);
+  for (int64_t done = 0;;) {
+    f(run, done);
+    done += run.count;
+    if (done == block.count) return run.end();
+    run = run.next(s, block, done);
+  }
+}
+
+// Voxels sampled along z, zeros beside the image: out[y][z point][x, inputs]. Six lines are read side by side from end
+// to end, which the hardware foresees. It does not foresee 36 lines that are read column by column, and where they are
+// a multiple of 4 KiB apart, they also push each other out of the caches.
 template <int G, class T>
 void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
   const Place &at = run.at;
-  const int64_t length = (run.right - run.left) * s.inputs, stride = run.stride;
-  for (int64_t j = 0; j < REACH; ++j, out += REACH * stride) {
+  const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + run.count * EDGE + 1, s.width);
+  const int64_t before = (left - (at.x - 1)) * s.inputs, length = (right - left) * s.inputs;
+  const int64_t after = (run.count * EDGE + 2) * s.inputs - before - length, stride = run.stride;
+  for (int64_t j = run.follows ? REACH - EDGE : 0; j < REACH; ++j) {
     const int64_t y = at.y - 1 + j;
     const T *lines[REACH];
     for (int64_t i = 0; i < REACH; ++i) {
       const int64_t z = at.z - 1 + i;
       const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
-      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + run.left) * s.inputs : zeros;
+      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
     }
+    float *line = out + j * REACH * stride;
+    for (int i = 0; i < REACH; ++i) {
+      std::memset(line + i * stride, 0, before * sizeof(float));
+      std::memset(line + i * stride + before + length, 0, after * sizeof(float));
+    }
+    line += before;
     for (int64_t c = 0; c < length; c += G) {
       Floats<G> d[REACH], t[REACH];
       for (int i = 0; i < REACH; ++i) d[i] = load<G>(lines[i] + c);
       sample(d, t);
-      for (int i = 0; i < REACH; ++i) store<G>(out + i * stride + c, t[i]);
+      for (int i = 0; i < REACH; ++i) store<G>(line + i * stride + c, t[i]);
     }
   }
 }
 
-// A run's lines at one point along z, for one group of channels -> sampled[count, stride ...][36, inputs].
-template <int G>
-void sample_run(const float *lines, const Run &run, int64_t inputs, float *sampled, int64_t sampled_stride) {
-  // The last six columns, sampled along y, in turn: two of them are those of the next tile too.
-  Floats<G> columns[REACH][REACH];
-  const int64_t line_stride = REACH * run.stride;
-  for (int64_t tile = 0; tile < run.count; ++tile, sampled += sampled_stride) {
-    const int64_t first = tile * EDGE;
-    for (int64_t column = first + (tile ? REACH - EDGE : 0); column < first + REACH; ++column) {
-      const int64_t x = run.at.x - 1 + column;
-      Floats<G> d[REACH] = {};
-      if (x >= run.left && x < run.right)
-        for (int j = 0; j < REACH; ++j) d[j] = load<G>(lines + j * line_stride + (x - run.left) * inputs);
-      sample(d, columns[column % REACH]);
-    }
-    const Floats<G> *taps[REACH];
-    for (int k = 0; k < REACH; ++k) taps[k] = columns[(first + k) % REACH];
+// One group of channels of one tile's lines at one point along z -> sampled[36][inputs ...]. Three points along x at a
+// time, so that the values of six lines fit into registers.
+template <int G> void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
+  constexpr int HALF = REACH / 2;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    Floats<G> along_x[HALF][REACH];
+#pragma GCC unroll 6
     for (int j = 0; j < REACH; ++j) {
       Floats<G> d[REACH], t[REACH];
-      for (int k = 0; k < REACH; ++k) d[k] = taps[k][j];
+#pragma GCC unroll 6
+      for (int k = 0; k < REACH; ++k) d[k] = load<G>(lines + j * line_stride + k * inputs);
       sample(d, t);
-      for (int k = 0; k < REACH; ++k) store<G>(sampled + (j * REACH + k) * inputs, t[k]);
+#pragma GCC unroll 3
+      for (int k = 0; k < HALF; ++k) along_x[k][j] = t[half * HALF + k];
+    }
+#pragma GCC unroll 3
+    for (int k = 0; k < HALF; ++k) {
+      Floats<G> t[REACH];
+      sample(along_x[k], t);
+#pragma GCC unroll 6
+      for (int j = 0; j < REACH; ++j) store<G>(sampled + (j * REACH + half * HALF + k) * inputs, t[j]);
     }
   }
 }
 
-template <int G> void sample_block(const Shape &s, const Block &block, int64_t z_point) {
-  const float *lines = block.lines;
-  for (int64_t done = 0; done < block.count;) {
-    const Run run(s, block, done);
-    for (int64_t channel = 0; channel < s.inputs; channel += G)
-      sample_run<G>(lines + z_point * run.stride + channel, run, s.inputs,
-                    block.sampled + done * block.sampled_stride + channel, block.sampled_stride);
-    lines += run.size(), done += run.count;
-  }
+template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_point) {
+  each_run(s, b, [&](const Run &run, int64_t done) {
+    const float *lines = b.lines + run.start + z_point * run.stride;
+    for (int64_t tile = 0; tile < run.count; ++tile)
+      for (int64_t c = 0; c < s.inputs; c += G)
+        sample_plane<G>(lines + tile * EDGE * s.inputs + c, REACH * run.stride, s.inputs,
+                        b.sampled + (done + tile) * b.sampled_stride + c);
+  });
 }
 
 // out[row, column] = sum over channels of a[row, channel] * weights[channel, column]
-// Unrolled by order, as the compiler otherwise gives the sums a place in memory, zeroed first and copied from at the end.
+// Unrolled by order: the compiler otherwise gives the sums a place in memory, zeroed first and copied from at the end.
+// Weights are asked for a point ahead: there are so many that they come from the third-level cache each time.
 template <int R, int V>
 inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                           int64_t out_stride) {
@@ -247,6 +277,7 @@ inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const 
     Floats<LANES> w[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) w[v] = load<LANES>(weights + v * LANES);
+    for (int column = 0; column < V * LANES; column += LINE) __builtin_prefetch(weights + inputs * V * LANES + column);
 #pragma GCC unroll 24
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -380,12 +411,7 @@ void finish_block(const Work<T> &work, const Block &b, const Activation &activat
 // IN and OUT channels are transformed together.
 template <int IN, int OUT, class T> void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
   const Shape &s = work.shape;
-  float *lines = b.lines;
-  for (int64_t done = 0; done < b.count;) {
-    const Run run(s, b, done);
-    sample_lines<IN>(work.image, zeros, s, run, lines);
-    lines += run.size(), done += run.count;
-  }
+  each_run(s, b, [&](const Run &run, int64_t) { sample_lines<IN>(work.image, zeros, s, run, b.lines + run.start); });
   for (int64_t z_point = 0; z_point < REACH; ++z_point) {
     sample_block<IN>(s, b, z_point);
     multiply_block(s, b, work.weights, z_point);
@@ -407,11 +433,7 @@ template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64
   b.sampled_stride = spread(PLANE * s.inputs), b.product_stride = spread(PLANE * s.outputs);
   b.reduced_stride = spread(REACH * EDGE * EDGE * s.outputs);
   const int64_t line = spread(s.width * s.inputs);
-  int64_t lines = 0;
-  for (int64_t done = 0; done < count;) {
-    const Run run(s, b, done);
-    lines += run.size(), done += run.count;
-  }
+  const int64_t lines = each_run(s, b, [](const Run &, int64_t) {});
   b.lines = scratch.take(line + lines + count * (b.sampled_stride + b.product_stride + b.reduced_stride));
   if (!b.lines) return false;
   b.sampled = b.lines + lines, b.products = b.sampled + count * b.sampled_stride;

@@ -28,9 +28,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 INPUTS, OUTPUTS = 8, 16
 DTYPES = (torch.float32, torch.bfloat16)
 
-# Tiles of 4x4x4 outputs that are worked on together: fewer would read the weights more often than they multiply with
-# them, more leave a core's second-level cache. A multiple of the rows of all register tiles.
-TILES = 12
+# About as many tiles of 4x4x4 outputs are worked on together: fewer would read the weights more often than they
+# multiply with them, more leave a core's second-level cache.
+TILES = 16
 EDGE, POINTS = 4, 216
 
 _ROOT = 2**0.5
@@ -156,7 +156,8 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slop
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
     threads = torch.get_num_threads()
-    tiles = blocking(batch * math.prod(-(-size // EDGE) for size in x.shape[2:]), threads)
+    along = [-(-size // EDGE) for size in x.shape[2:]]
+    tiles = blocking(batch * math.prod(along), along[-1], threads)
     failed = _library().stackseg_convolve(
         *(tensor.data_ptr() if tensor is not None else None for tensor in (x, weights, bias, y)),
         *(batch, depth, height, width, channels, outputs, tiles, slope, x.dtype == torch.bfloat16, threads),
@@ -181,9 +182,16 @@ def _empty(x: Tensor, outputs: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
-def blocking(tiles: int, threads: int) -> int:
-    """How many of all tiles are worked on together."""
-    return min(TILES, -(-tiles // threads)) if tiles >= 2 * TILES else -(-tiles // threads)
+def blocking(tiles: int, across: int, threads: int) -> int:
+    """How many of all tiles are worked on together: where they can be, whole rows, which share what they depend on.
+
+    across  tiles along x
+    """
+    share = -(-tiles // threads)
+    if tiles < 2 * TILES:
+        return share
+    rows = max(1, round(TILES / across)) * across
+    return min(rows if rows < 2 * TILES else TILES, share)
 
 
 @cache
