@@ -336,7 +336,8 @@ class Device:
 
     def _arrive(self, lane: _Lane, flight: _Flight, outcome: Tensor | Exception) -> None:
         """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
-        if isinstance(outcome, Tensor) and (lane.blending or lane.flights[0] is not flight):
+        waits = lane.blending or lane.flights[0] is not flight
+        if waits and isinstance(outcome, Tensor) and not lane.window.lasting:
             # Where it lies, this stream's next batch may lie before it is blended.
             outcome = _kept(outcome)
         with self._lock:

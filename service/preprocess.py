@@ -6,9 +6,11 @@ window reads them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
@@ -107,6 +109,11 @@ class Scaling:
     highest: float = FARTHEST
     substitute: float | None = None
 
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether every pixel counts, and division makes sense."""
+        return self.substitute is None and self.scale != 0 and math.isfinite(self.offset) and math.isfinite(self.scale)
+
     def apply(self, pixels: Array) -> NDArray[np.float32]:
         """Pixels of any dtype and shape -> a new float32 array."""
         pixels = finite(pixels, self.substitute)
@@ -121,7 +128,7 @@ class Scaling:
 
     def write(self, pixels: Array, out: Tensor) -> None:
         """The same into `out`, of the pixels' shape and any floating dtype."""
-        plain = self.substitute is None and self.scale != 0 and np.isfinite((self.offset, self.scale)).all()
+        plain = self._is_plain
         if plain and stitching.cuts(pixels, out):
             stitching.cut(pixels, out, self.offset, self.scale, (self.lowest, self.highest))
             return

@@ -133,7 +133,7 @@ class WarmUp:
         built = select.build(module, window.batch, choice, self._settings.engine)
         caution = select.KINDS[choice.engine].caution
         warnings = (caution,) if caution else ()
-        network = window.with_network(built.network, elastic=built.elastic)
+        network = window.with_network(built.network, elastic=built.elastic, lasting=built.lasting)
         return Warm(network, module, choice, built.seconds, warnings, nbytes=built.nbytes)
 
     def module(self, choice: Choice) -> nn.Module:

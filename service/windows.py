@@ -76,6 +76,7 @@ class SlidingWindow:
     streams     threads that may call it at the same time, each with a batch of its own
     kernel      what blends, where it suits
     elastic     whether the network takes fewer windows as well, with the same scores to the bit
+    lasting     whether its scores stay what they are after its next call
     """
 
     def __init__(  # noqa: PLR0913
@@ -92,8 +93,9 @@ class SlidingWindow:
         streams: int = 1,
         kernel: Stitching = stitching,
         elastic: bool = False,
+        lasting: bool = False,
     ) -> None:
-        self._network, self._elastic = network, elastic
+        self._network, self._elastic, self._lasting = network, elastic, lasting
         self._kernel = kernel
         self._roi = roi
         self._blending = blending
@@ -127,10 +129,15 @@ class SlidingWindow:
         """Whether a batch that is not full takes less time than a full one."""
         return self._elastic
 
-    def with_network(self, network: Network, *, elastic: bool = False) -> SlidingWindow:
+    @property
+    def lasting(self) -> bool:
+        """Whether scores are valid beyond the next call of their stream."""
+        return self._lasting
+
+    def with_network(self, network: Network, *, elastic: bool = False, lasting: bool = False) -> SlidingWindow:
         """The same windows in the same batch buffers through another network."""
         other = copy.copy(self)
-        other._network, other._elastic = network, elastic
+        other._network, other._elastic, other._lasting = network, elastic, lasting
         return other
 
     def with_streams(self, streams: int) -> SlidingWindow:
@@ -180,7 +187,7 @@ class SlidingWindow:
         """Call the network once, on windows of one image or of several, no more than there is `room` for.
 
         Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
-        call.
+        call, or for good where they are `lasting`.
         """
         lengths = [len(part.places) for part in parts]
         batch = self._batches[stream][: self.slots(sum(lengths))]
@@ -219,6 +226,8 @@ class Passage:
             skipped, self._elsewhere = image.skipped, image.scores[:, None, None, None]
             image = image.image
         self._image, self._grid = image, grid
+        # Asking a protocol takes longer than slicing.
+        self._writer = image if isinstance(image, Writer) else None
         self._blending, self._device, self._kernel = blending, device, kernel
         self._positions = (place for place in grid.positions() if place not in skipped)
         self._to_blend = grid.positions()
@@ -243,8 +252,8 @@ class Passage:
             slot.zero_()
         z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._grid.roi, strict=True))
         box, out = (0, slice(None), z, y, x), slot[(slice(None), *self._inside)]
-        if isinstance(self._image, Writer):
-            self._image.write(box, out)
+        if self._writer is not None:
+            self._writer.write(box, out)
         else:
             out.copy_(self._image[box])
 

@@ -94,9 +94,13 @@ def before_a_device(streams: int) -> Iterator[Requests]:
     assert standing.device._lanes == []
 
 
-def windows(network: Network, room: int = 4, streams: int = 1, *, elastic: bool = False) -> SlidingWindow:
-    blending, device = Blending("constant"), torch.device("cpu")
-    return SlidingWindow(network, 1, ROI, room, blending=blending, device=device, streams=streams, elastic=elastic)
+def windows(
+    network: Network, room: int = 4, streams: int = 1, *, elastic: bool = False, lasting: bool = False
+) -> SlidingWindow:
+    batches = SlidingWindow(
+        network, 1, ROI, room, blending=Blending("constant"), device=torch.device("cpu"), streams=streams
+    )
+    return batches.with_network(network, elastic=elastic, lasting=lasting)
 
 
 def whole(slabs: Iterator[Slab]) -> Tensor:
@@ -414,29 +418,44 @@ def test_pulse_stands_still_where_one_of_several_streams_does(streaming: Request
     until(lambda: streaming.device.pulse is None)
 
 
-def test_no_memory_for_scores_that_have_to_wait_fails_their_request_only(streaming: Requests) -> None:
-    first = threading.Event()
+class Full(Tensor):
+    """Cannot be copied."""
 
-    class Full(Tensor):
-        def clone(self, **_options: Any) -> Any:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def clone(self, **_options: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def late_then_early() -> tuple[Network, Tensor]:
+    """A network and an image of two windows, of which the second arrives first and cannot be copied."""
+    first = threading.Event()
 
     def network(batch: Tensor) -> Tensor:
         if batch.max() > 1:
             first.set()
-            return batch.as_subclass(Full)
+            return batch.clone().as_subclass(Full)
         first.wait(10)
         time.sleep(0.05)
-        return batch
+        return batch.clone()
 
-    late_and_early = torch.cat((image(1, 1), image(1, 2)), 2)
-    request = streaming.post(windows(network, 1, streams=3), late_and_early)
+    return network, torch.cat((image(1, 1), image(1, 2)), 2)
+
+
+def test_no_memory_for_scores_that_have_to_wait_fails_their_request_only(streaming: Requests) -> None:
+    network, stack = late_then_early()
+    request = streaming.post(windows(network, 1, streams=3), stack)
     streaming.device.start()
     with pytest.raises(RuntimeError, match="can't allocate"):
         request.result(10)
     other = streaming.post(windows(Counted(), 1, streams=3), image(3))
     assert torch.equal(other.result(10), image(3))
     assert streaming.device.alive
+
+
+def test_scores_that_last_wait_where_they_are(streaming: Requests) -> None:
+    network, stack = late_then_early()
+    request = streaming.post(windows(network, 1, streams=3, lasting=True), stack)
+    streaming.device.start()
+    assert torch.equal(request.result(10), stack)
 
 
 def test_a_request_that_cannot_be_told_fails_alone(streaming: Requests) -> None:

@@ -85,6 +85,19 @@ def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch
     assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
 
 
+BUFFER = torch.empty(EXAMPLE.shape)
+
+
+@pytest.mark.parametrize(
+    ("network", "lasting"),
+    [(lambda x: 2 * x, True), (lambda x: x.view(-1), False), (lambda x: BUFFER.copy_(x).view(-1), False)],
+    ids=["new", "the batch itself", "the same buffer"],
+)
+def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, lasting):
+    monkeypatch.setitem(KINDS, "other", select.Kind(lambda *_: network, {"cpu": ("contiguous",)}))
+    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).lasting == lasting
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled(precision):
     torch.manual_seed(0)

@@ -195,7 +195,9 @@ def test_an_elastic_network_is_given_no_more_windows_than_there_are():
 
 def test_another_network_runs_through_the_same_batch_buffer():
     window = make(lambda x: x, (4, 4, 4))
-    doubled = window.with_network(lambda x: 2 * x)
+    doubled = window.with_network(lambda x: 2 * x, lasting=True)
+    assert doubled.lasting
+    assert not doubled.with_network(lambda x: x).lasting, "another network need not be"
     image = torch.rand(1, 1, 5, 5, 5)
     assert doubled.batch is window.batch
     torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)

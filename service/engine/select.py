@@ -138,12 +138,14 @@ class Built(NamedTuple):
     seconds  making it and the first calls
     nbytes   of weights beside the module's
     elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has
+    lasting  whether its scores stay what they are after the next call
     """
 
     network: Network
     seconds: float
     nbytes: int = 0
     elastic: bool = False
+    lasting: bool = False
 
 
 def choices(
@@ -221,14 +223,13 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         # Now, as engines may take weights out of it, in a layout whose bytes nobody tells.
         nbytes = weight_bytes(transformed)
         network = kind.make(transformed, example, choice, settings)
-        for _ in range(WARM_UP_CALLS):
-            network(example)
+        lasting = _warmed_up(network, example)
         elastic = kind.any_batch and choice.compile_mode is None and _is_elastic(network, example)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    return Built(network, time.perf_counter() - began, own * nbytes, elastic)
+    return Built(network, time.perf_counter() - began, own * nbytes, elastic, lasting)
 
 
 def _is_elastic(network: Network, example: Tensor) -> bool:
@@ -237,6 +238,17 @@ def _is_elastic(network: Network, example: Tensor) -> bool:
     batch = torch.empty_like(example).uniform_(generator=generator)
     scores = network(batch).clone()
     return all(torch.equal(network(batch[:length]), scores[:length]) for length in range(1, len(batch)))
+
+
+def _warmed_up(network: Network, example: Tensor) -> bool:
+    """Call it until it runs as it always will; whether every call gives scores in memory of their own."""
+    if example.device.type != "cpu":
+        # What is still held is in the way of graphs that are recorded.
+        for _ in range(WARM_UP_CALLS):
+            network(example)
+        return False
+    tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def first_line(error: BaseException) -> str:
