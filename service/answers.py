@@ -68,12 +68,28 @@ def read_pixels(runtime: Runtime, query: Query, source: Path, folder: Path) -> P
 
 
 class Answer(NamedTuple):
-    """A file to send. `suffix` follows the stem of the input's name; `seconds` by stage: measure, write."""
+    """A file to send, or what would be in it. `suffix` follows the stem of the input's name.
+
+    seconds  by stage: measure, write
+    """
 
     path: Path
     media_type: str
     suffix: str
     seconds: dict[str, float]
+    content: bytes | None = None
+
+
+def small_answer(runtime: Runtime, arrival: Arrival, result: Result) -> Answer | None:
+    """What `write_answer` would write, in memory; None where that is large, or more than the labels, or to be kept."""
+    if arrival.query.measurements is not None or arrival.query.output_to is not None:
+        return None
+    stages = Stages()
+    with stages.measure("write"):
+        content = runtime.encode(result.segmentation)
+    if content is None:
+        return None
+    return _labels(arrival.folder / LABELS, result.segmentation, stages, content)
 
 
 def write_answer(runtime: Runtime, arrival: Arrival, measured: Volume, result: Result, model: str) -> Answer:
@@ -126,6 +142,7 @@ _MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 
 def _write(runtime: Runtime, arrival: Arrival, measured: Volume, segmentation: Segmentation) -> Answer:
     query, folder, stages = arrival.query, arrival.folder, Stages()
+    folder.mkdir(mode=0o700, exist_ok=True)
     labels, table = folder / LABELS, folder / MEASUREMENTS
     media_type = _MEDIA_TYPES[query.measurements]
     if query.measurements is not None:
@@ -139,7 +156,11 @@ def _write(runtime: Runtime, arrival: Arrival, measured: Volume, segmentation: S
             _pack(folder / ARCHIVE, (labels, table))
     if query.measurements == "zip":
         return Answer(folder / ARCHIVE, media_type, "_labels.zip", stages.seconds)
-    return Answer(labels, media_type, f"_{segmentation.kind}.ome.tif", stages.seconds)
+    return _labels(labels, segmentation, stages)
+
+
+def _labels(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:
+    return Answer(path, _MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
 
 
 def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> Outcome:

@@ -44,13 +44,19 @@ class ResultCache(Generic[T]):
             self._entries.move_to_end(key)
             return Kept((self._folder / key).open("rb"), self._entries[key][1])
 
-    def put(self, key: str, result: Path, told: T) -> None:
-        """Keep a finished file of this file system, which must not be changed any more; its own name may go."""
-        size = result.stat().st_size
+    def put(self, key: str, result: Path | bytes, told: T) -> None:
+        """Keep a finished file of this file system, which must not be changed any more, or what would be in one.
+
+        The file's own name may go.
+        """
+        size = result.stat().st_size if isinstance(result, Path) else len(result)
         with self._lock:
             if size > self._limit or key in self._entries:
                 return
-            os.link(result, self._folder / key)
+            if isinstance(result, Path):
+                os.link(result, self._folder / key)
+            else:
+                (self._folder / key).write_bytes(result)
             self._entries[key] = size, told
             self._bytes += size
             while self._bytes > self._limit:

@@ -12,13 +12,13 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from service import hardware, measurements, repository
 from service.cache import ResultCache
@@ -50,6 +50,8 @@ JOIN_SECONDS = 4.0
 FOLDER_PREFIX = "stackseg-"
 # Says that a folder is ours to delete; others may choose the same beginning of a name.
 MARKER = ".stackseg-scratch"
+
+T = TypeVar("T")
 
 State = Literal["unloaded", "loading", "ready", "failed"]
 
@@ -179,6 +181,10 @@ class Runtime:
         """A new folder for one request."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
+    def new_folder(self) -> Path:
+        """Where a request may make a folder of its own."""
+        return self.scratch / uuid.uuid4().hex
+
     def admit(self) -> None:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
         if self._draining:
@@ -275,16 +281,19 @@ class Runtime:
         """Where a request for this model should be worked on, as things are."""
         return Seat(min(self.stations, key=lambda station: station.reluctance(model)), model)
 
-    def submit(self, spec: ModelSpec, volume: Volume, options: Options) -> Job[Result]:
-        """Let a worker segment the volume, once the model is loaded. Raises BadParameter, QueueFull or NotReady."""
+    def submit(self, spec: ModelSpec, volume: Volume, options: Options, finish: Callable[[Result], T]) -> Job[T]:
+        """Let a worker segment the volume, once the model is loaded, and `finish` at once what does not take long.
+
+        Raises BadParameter, QueueFull or NotReady.
+        """
         windows = self.estimate(spec, volume, options).windows
         seat = self.seat(spec.name)
 
-        def work(job: Job[Result]) -> Result:
-            return seat.segment(job, volume, options)
+        def work(job: Job[T]) -> T:
+            return finish(seat.segment(job, volume, options))
 
         needs = partial(seat.needs, volume, options)
-        job: Job[Result] = Job(spec.name, work, windows=windows, needs=needs, ready=False)
+        job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False)
         seat.station.queue.offer(job)
         seat.take(job)
         return job
@@ -292,6 +301,10 @@ class Runtime:
     def write(self, segmentation: Segmentation, path: Path) -> None:
         """Write the result as OME-TIFF; see `service.formats.tiff.write`."""
         tiff.write(segmentation, path, compress=deflation.compress)
+
+    def encode(self, segmentation: Segmentation) -> bytes | None:
+        """The file that `write` would write, where it is small; see `service.formats.tiff.encoded`."""
+        return tiff.encoded(segmentation, deflation.compress)
 
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
         """Write a table of the objects as CSV; see `service.measurements.measure`."""

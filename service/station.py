@@ -137,7 +137,7 @@ class Station:
         """Memory that the loaded models take."""
         return sum(standing.nbytes for standing in self.residents.standings.values())
 
-    def segment(self, job: Job[Result], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
+    def segment(self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
         """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
 
@@ -258,7 +258,7 @@ class Seat:
                 self._needs = Needs()  # and the work will raise the same
         return self._needs
 
-    def segment(self, job: Job[Result], volume: Volume, options: Options) -> Result:
+    def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:
         """The work itself; see `Station.segment`."""
         return self.station.segment(job, self._segmenter, volume, options)
 

@@ -38,6 +38,17 @@ def test_what_was_put_is_got_though_its_own_name_is_gone(folder: Path) -> None:
     assert cache.nbytes == 10
 
 
+def test_what_was_never_in_a_file_is_kept_too(folder: Path) -> None:
+    cache = ResultCache[str](folder, 100)
+    for size in (10, 20):
+        cache.put("a", b"a" * size, "told of a")
+    assert read(cache, "a") == b"a" * 10
+    cache.put("b", bytes(101), "told of b")
+    assert read(cache, "b") is None
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert cache.nbytes == 10
+
+
 def test_least_recently_used_makes_room(folder: Path) -> None:
     cache = ResultCache[str](folder, 100)
     for key in "abc":

@@ -23,6 +23,7 @@ from live import Answer, Live, as_tiff, classes, eager, serve, until
 
 from service.access import hash_of
 from service.parity import share_differing
+from service.routes.uploads import BLOCK_BYTES
 from service.schemas import Query
 from service.volume import Segmentation
 
@@ -207,7 +208,8 @@ def test_client_that_still_sends_hears_why_it_is_refused(live: Live) -> None:
 def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
     head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: 9000000\r\n\r\nII*\0"
     with socket.create_connection((live.host, live.port)) as connection:
-        connection.sendall(head)
+        # So much that it does not stay in memory.
+        connection.sendall(head + bytes(2 * BLOCK_BYTES))
         until(lambda: live.leftovers() != [], 10)
     until(lambda: live.leftovers() == [], 10)
 
@@ -274,7 +276,8 @@ def test_state_endpoints(live: Live) -> None:
     assert hardware["cpu"]["cores"] >= 1
     assert hardware["models"]["bands"]["engine"] == "eager"
     model = live.client.get("/models/bands").json()
-    assert (model["state"], model["engine"]["precision"], model["input"]["roi_size"]) == ("ready", "fp32", [16, 32, 32])
+    assert (model["state"], model["input"]["roi_size"]) == ("ready", [16, 32, 32])
+    assert model["engine"]["precision"] in {"fp32", "bf16"}
     assert live.client.get("/models").json()["default"] == "bands"
     assert b"stackseg_requests_total" in live.client.get("/metrics").content
 

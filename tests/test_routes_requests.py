@@ -117,15 +117,14 @@ class Folders:
     def __init__(self, root: Any) -> None:
         self.root = root
 
-    def make_folder(self) -> Any:
-        folder = self.root / "request"
-        folder.mkdir()
-        return folder
+    def new_folder(self) -> Any:
+        return self.root / "request"
 
 
 def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any) -> None:
     async def use(error: Exception) -> None:
         async with work_folder(Folders(tmp_path)) as folder:
+            folder.mkdir()
             (folder / "upload.tif").touch()
             raise error
 

@@ -23,6 +23,7 @@ from service.config import Settings
 from service.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.routes.threads import NAMED_FILES
+from service.routes.uploads import BLOCK_BYTES
 from service.runtime import Runtime
 from service.schemas import Query
 from service.store import Outcome
@@ -59,6 +60,26 @@ def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) 
     assert int(response.headers["content-length"]) == len(response.content)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
     assert response.headers["cache-control"] == "no-store"
+
+
+def test_small_request_is_never_on_a_disk(client: TestClient) -> None:
+    """Where nothing can be written it is answered nevertheless; large ones are not, nor those that must be decoded."""
+    scratch = runtime_of(client).scratch
+    scratch.rmdir()
+    try:
+        response = client.post("/segment", content=STACK, headers=TIFF)
+        assert response.status_code == 200, response.text
+        assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+        with pytest.raises(FileNotFoundError):
+            client.post("/segment", content=STACK + bytes(BLOCK_BYTES), headers=TIFF)
+        compressed = as_tiff(np.full((3, 8, 8), 200, np.uint8), compression="zlib")
+        with pytest.raises(FileNotFoundError):
+            client.post("/segment", content=compressed, headers=TIFF)
+    finally:
+        scratch.mkdir(exist_ok=True)
+    assert client.post("/segment", content=compressed, headers=TIFF).content[-100:] == response.content[-100:]
+    assert client.post("/segment", content=STACK + bytes(BLOCK_BYTES), headers=TIFF).status_code == 200
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize(

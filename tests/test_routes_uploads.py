@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ FORM = {"content-type": "multipart/form-data; boundary=frontier"}
 
 
 def post(
-    chunks: list[bytes], headers: dict[str, str], folder: Path, limit: int = 2**30, *, gone: bool = False
+    chunks: list[bytes],
+    headers: dict[str, str],
+    folder: Path,
+    limit: int = 2**30,
+    *,
+    gone: bool = False,
+    in_memory: bool = False,
 ) -> Upload:
     """What `receive` makes of a body that arrives in these chunks; `gone`: the client leaves before its end."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
@@ -31,7 +38,12 @@ def post(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
-    return asyncio.run(receive(request, folder, limit))
+    upload = Upload(folder / "request" / "upload.tif", limit)
+    asyncio.run(receive(request, upload))
+    if in_memory:
+        upload.keep_in_memory()
+    upload.land()
+    return upload
 
 
 def part(name: str, content: bytes, filename: str | None = None) -> bytes:
@@ -47,6 +59,21 @@ def test_raw_body_lies_on_disk(tmp_path: Path) -> None:
     upload = post([b"II*\0", b"", b"rest"], TIFF | {"x-filename": "cells.tif"}, tmp_path)
     assert upload.path.read_bytes() == b"II*\0rest"
     assert (upload.name, upload.received, upload.fields) == ("cells.tif", 8, {})
+
+
+def test_small_body_lies_in_memory_until_it_is_let_go_of(tmp_path: Path) -> None:
+    upload = post([b"II*\0", b"rest"], TIFF, tmp_path, in_memory=True)
+    assert upload.path.read_bytes() == b"II*\0rest"
+    assert upload.digest == hashlib.sha256(b"II*\0rest").hexdigest()
+    assert list(tmp_path.iterdir()) == []
+    upload.close()
+    assert not upload.path.exists()
+
+
+def test_large_body_lies_on_disk_whatever_is_wished(tmp_path: Path) -> None:
+    upload = post([bytes(BLOCK_BYTES), b"rest"], TIFF, tmp_path, in_memory=True)
+    assert tmp_path in upload.path.parents
+    assert upload.path.read_bytes() == bytes(BLOCK_BYTES) + b"rest"
 
 
 def test_body_of_many_blocks_keeps_its_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,8 +28,9 @@ from service.errors import (
     QueueFull,
     UnknownModel,
 )
+from service.jobs import Job
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
-from service.segmenter import Segmenter
+from service.segmenter import Result, Segmenter
 from service.station import station_settings
 from service.volume import Options, Volume
 from service.windows import SlidingWindow
@@ -48,6 +50,11 @@ def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
         yield runtime
     finally:
         runtime.stop()
+
+
+def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
+    """A job whose result is what the segmenter gives."""
+    return runtime.submit(spec, volume, options, lambda result: result)
 
 
 class Stuck(FakeSegmenter):
@@ -104,7 +111,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
         until(lambda: runtime.obstacles() == ())
         fake: Any = runtime.segmenter(None)
         fake.gate.clear()
-        job = runtime.submit(fake.spec, stack, Options())
+        job = submitted(runtime, fake.spec, stack, Options())
         until(lambda: "stuck" in " ".join(runtime.obstacles()))
         fake.gate.set()
         until(lambda: runtime.obstacles() == ())
@@ -116,7 +123,7 @@ def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_p
         until(lambda: runtime.obstacles() == ())
         fake: Any = runtime.segmenter(None)
         fake.error = DeviceLost("cuda:0 has failed.")
-        job = runtime.submit(fake.spec, stack, Options())
+        job = submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(DeviceLost):
             job.future.result(5)
         until(lambda: runtime.obstacles() == ("cuda:0 has failed.",))
@@ -162,8 +169,22 @@ def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) 
 def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
         until(lambda: runtime.obstacles() == ())
-        job = runtime.submit(runtime.spec(None), stack, Options())
+        job = submitted(runtime, runtime.spec(None), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
+
+
+def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
+    bands_repository: Path, tmp_path: Path, stack: Volume
+) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime:
+        until(lambda: runtime.obstacles() == ())
+        spec = runtime.spec(None)
+        made = runtime.submit(spec, stack, Options(), lambda result: (result, threading.current_thread().name))
+        result, thread = made.future.result(10)
+        assert (result.segmentation.pixels.shape, thread) == ((4, 5, 6), "request")
+        failed = runtime.submit(spec, stack, Options(), lambda _result: runtime.spec("nobody"))
+        with pytest.raises(UnknownModel):
+            failed.future.result(10)
 
 
 def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
@@ -171,11 +192,11 @@ def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stac
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        runtime.submit(fake.spec, stack, Options())
+        submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(QueueFull):
             runtime.admit()
         with pytest.raises(QueueFull):
-            runtime.submit(fake.spec, stack, Options())
+            submitted(runtime, fake.spec, stack, Options())
 
 
 def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
@@ -185,7 +206,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        first, second = (runtime.submit(fake.spec, stack, Options()) for _ in range(2))
+        first, second = (submitted(runtime, fake.spec, stack, Options()) for _ in range(2))
         runtime.drain()
         runtime.drain()
         assert runtime.obstacles() == ("The service is stopping.",)
@@ -203,7 +224,7 @@ def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, t
         until(lambda: runtime.obstacles() == ())
         fake = runtime.segmenter(None)
         fake.gate.clear()
-        job = runtime.submit(fake.spec, stack, Options())
+        job = submitted(runtime, fake.spec, stack, Options())
         runtime.drain()
         fake.gate.set()
         assert job.future.result(10).segmentation.pixels.all()
@@ -289,7 +310,7 @@ def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path
         assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
         with pytest.raises(NotReady, match="not loaded"):
             runtime.segmenter("alpha")
-        job = runtime.submit(runtime.spec("alpha"), stack, Options())
+        job = submitted(runtime, runtime.spec("alpha"), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
         assert states(runtime)["alpha"] == "ready"
         made: Any = [runtime.segmenter(name) for name in ("alpha", "beta", "gamma")]
@@ -309,7 +330,7 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
         spec, station = runtime.spec("beta"), runtime.stations[0]
         expected = station.outlook(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
-        runtime.submit(spec, stack, Options()).future.result(60)
+        submitted(runtime, spec, stack, Options()).future.result(60)
         known = runtime.segmenter("beta").outlook
         assert expected == replace(known, window_bytes=None)
         assert station.outlook(spec) == known
@@ -341,11 +362,11 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
 
     with running(settings(three, tmp_path), load) as runtime:
         until(lambda: runtime.obstacles() == ())
-        waiting = runtime.submit(runtime.spec("beta"), stack, Options())
+        waiting = submitted(runtime, runtime.spec("beta"), stack, Options())
         until(lambda: "beta" in fakes)
         assert (states(runtime)["beta"], waiting.state, runtime.obstacles()) == ("loading", "waiting", ())
-        assert runtime.submit(runtime.spec("alpha"), stack, Options()).future.result(10)
-        given_up = runtime.submit(runtime.spec("gamma"), stack, Options())
+        assert submitted(runtime, runtime.spec("alpha"), stack, Options()).future.result(10)
+        given_up = submitted(runtime, runtime.spec("gamma"), stack, Options())
         given_up.cancel()
         fakes["beta"].gate.set()
         assert waiting.future.result(10)
@@ -363,7 +384,7 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
 
     with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
         until(lambda: runtime.obstacles() == ())
-        jobs = [runtime.submit(runtime.spec(name), stack, Options()) for name in ("beta", "alpha", "gamma", "beta")]
+        jobs = [submitted(runtime, runtime.spec(name), stack, Options()) for name in ("beta", "alpha", "gamma", "beta")]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
         metrics = runtime.metrics.exposition().decode()
@@ -384,11 +405,11 @@ def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
     with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 2**20}), load) as runtime:
         until(lambda: runtime.obstacles() == ())
         with pytest.raises(BrokenModel, match=r"beta takes 2 MiB when loaded, and models\.memory_bytes allows 1 MiB"):
-            runtime.submit(runtime.spec("beta"), stack, Options()).future.result(10)
+            submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(10)
         assert runtime.obstacles() == ()
         assert runtime.model("beta").state == "failed"
         assert "memory_bytes" in (runtime.model("beta").problem or "")
-        assert runtime.submit(runtime.spec("gamma"), stack, Options()).future.result(10)
+        assert submitted(runtime, runtime.spec("gamma"), stack, Options()).future.result(10)
 
 
 def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
@@ -407,18 +428,18 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
         assert [station.settings.device.name for station in runtime.stations] == ["cpu", "cpu"]
         for fake in fakes:
             fake.gate.clear()
-        jobs = [runtime.submit(runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs = [submitted(runtime, runtime.spec("alpha"), stack, Options()) for _ in range(2)]
         until(lambda: (len(one.queue.running), len(other.queue.running)) == (1, 1))
-        jobs += [runtime.submit(runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs += [submitted(runtime, runtime.spec("alpha"), stack, Options()) for _ in range(2)]
         with pytest.raises(QueueFull):
             runtime.admit()
         for fake in fakes:
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
-        runtime.submit(runtime.spec("beta"), stack, Options()).future.result(20)
+        submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
         holder = next(station for station in runtime.stations if station.residents.look("beta"))
         for _ in range(3):
-            runtime.submit(runtime.spec("beta"), stack, Options()).future.result(20)
+            submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
         assert [station for station in runtime.stations if station.residents.look("beta")] == [holder]
 
 

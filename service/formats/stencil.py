@@ -45,7 +45,7 @@ class Stencil:
         )
         return cls(stream.getvalue(), offsets, counts, (place, len(remark)))
 
-    def filled(self, streams: Streams, number: str, remark: str) -> bytearray:
+    def filled(self, streams: Streams, number: str, remark: str) -> bytes:
         """The whole file, with these pixels, a UUID of its own, and a description for ImageJ, empty lines behind it."""
         pixels, ends = streams
         file = bytearray(self.content.replace(NUMBER.encode(), number.encode()))
@@ -55,9 +55,7 @@ class Stencil:
         known = np.frombuffer(file, np.uint8)
         for places, values in ((self.offsets, ends - lengths + len(file)), (self.counts, lengths)):
             known[places[:, None] + np.arange(4)] = values.astype("<u4").view(np.uint8).reshape(-1, 4)
-        del known  # which would keep the file from growing
-        file += pixels.data
-        return file
+        return bytes(file) + pixels.tobytes()
 
 
 def _entries(stream: BinaryIO, offset: int) -> dict[int, int]:

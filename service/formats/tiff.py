@@ -89,13 +89,17 @@ class Extract:
 
 
 def extract(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Extract:
-    """Like `read`, but says where the pixels are: in the file itself, or decoded in a new file in `scratch`."""
+    """Like `read`, but says where the pixels are: in the file itself, or decoded in a new file in `scratch`.
+
+    That folder is made where there is need for it.
+    """
     with _opened(path, selection, limit_bytes) as stack:
         voxel_size = stack.voxel_size(selection)
         placement = stack.place()
         if placement is not None:
             return Extract(path, placement, voxel_size, stack.channels)
         placement = Placement.dense(pixels.delivered_dtype(stack.image), pixels.shape_of(stack.layout, stack.part))
+        scratch.mkdir(mode=0o700, exist_ok=True)
         descriptor, name = tempfile.mkstemp(".raw", "pixels-", scratch)
         try:
             os.truncate(descriptor, placement.shape[0] * placement.strides[0])
@@ -247,7 +251,7 @@ def write(
         partial.unlink(missing_ok=True)
 
 
-def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: None) -> bytearray | None:
+def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: None) -> bytes | None:
     """The file that `write` writes, where it is small; None: too large to be made in memory.
 
     compress  gives the zlib streams of the planes and where each of them ends, or None, which leaves that to zlib

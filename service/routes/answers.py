@@ -73,9 +73,9 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 class Found(NamedTuple):
-    """What was found of a file in a thread: its status, and its bytes where they are few."""
+    """What was found of a file in a thread: its status, and its bytes where they are few; or the bytes of none."""
 
-    status: os.stat_result
+    status: os.stat_result | None
     content: bytes | None
 
     @classmethod
@@ -97,6 +97,8 @@ class LabelResponse(FileResponse):
     def __init__(self, path: Path, found: Found | None = None, **options: Any) -> None:
         super().__init__(path, stat_result=found and found.status, **options)
         self._content = found and found.content
+        if self._content is not None:
+            self.headers["content-length"] = str(len(self._content))
         self.held = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, Request
 
 from service.errors import RequestError
@@ -12,6 +10,7 @@ from service.planning import Outlook
 from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection
+from service.volume import Description
 
 router = APIRouter(tags=["segmentation"])
 
@@ -25,7 +24,11 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     async with posted(request, runtime, query, Stages()) as arrived:
         query = arrived.query
         spec = runtime.spec(query.model)
-        look = partial(runtime.inspect, arrived.arrival.source, query.selection, shared=arrived.shared)
+
+        def look() -> Description:
+            arrived.land()
+            return runtime.inspect(arrived.arrival.source, query.selection, shared=arrived.shared)
+
         file = await while_connected(request, in_thread(look, runtime.lookers))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:

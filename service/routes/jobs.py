@@ -122,7 +122,12 @@ async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parame
     stages = Stages()
     async with posted(request, runtime, query, stages, incoming_folder(spool)) as arrived:
         check_output(runtime, arrived.query)
-        enter = partial(spool.submit, arrived.arrival, arrived.name, stages.seconds["receive"])
+
+        def enter() -> View:
+            with stages.measure("receive"):
+                arrived.land()
+            return spool.submit(arrived.arrival, arrived.name, stages.seconds["receive"])
+
         # Among what touches the disk: a large file takes a while until it is safe there.
         view = await while_connected(request, in_thread(enter))
     told = report(spool, view)

@@ -23,6 +23,7 @@ from service.routes.uploads import Upload, is_multipart, receive
 from service.runtime import Runtime, storage
 from service.schemas import Query, explain
 from service.spool import Spool
+from service.store import INPUT
 
 T = TypeVar("T")
 
@@ -147,13 +148,18 @@ AdmittedQuery = Annotated[Query, Depends(_admitted)]
 
 @asynccontextmanager
 async def work_folder(runtime: Runtime) -> AsyncIterator[Path]:
-    """A folder for one request, deleted with everything in it at the end. A full disk raises OutOfStorage."""
+    """A folder for one request, to be made by whoever needs it, deleted with everything in it at the end.
+
+    A full disk raises OutOfStorage.
+    """
     with storage():
-        folder = runtime.make_folder()
+        folder = runtime.new_folder()
         try:
             yield folder
         finally:
-            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            # Small requests stay in memory.
+            if folder.exists():
+                await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 @asynccontextmanager
@@ -168,25 +174,31 @@ async def incoming_folder(spool: Spool) -> AsyncIterator[Path]:
 
 
 class Posted:
-    """A request whose file is there. What it holds goes at the end of `posted`, unless it is kept.
+    """A request whose file has come, or is there already. What it holds goes at the end of `posted`, unless it is kept.
 
     name    of the file
-    digest  of its bytes; None where it was not sent, but named
+    upload  what was sent, if only an empty body
+    shared  whether others may change the file, which was not sent, but named
     """
 
-    def __init__(self, arrival: Arrival, name: str, digest: str | None, held: AsyncExitStack) -> None:
-        self.arrival, self.name, self.digest = arrival, name, digest
-        self._held = held
+    def __init__(
+        self, arrival: Arrival, name: str, upload: Upload, held: AsyncExitStack, *, shared: bool = False
+    ) -> None:
+        self.arrival, self.name, self.shared = arrival, name, shared
+        self._upload, self._held = upload, held
 
     @property
     def query(self) -> Query:
         """The parameters, those of a form included."""
         return self.arrival.query
 
-    @property
-    def shared(self) -> bool:
-        """Whether others may change the file."""
-        return self.digest is None
+    def land(self) -> str | None:
+        """In a thread, before the file is read: write what was not written while it came.
+
+        Gives the digest of its bytes, None for a file that others may change.
+        """
+        self._upload.land()
+        return None if self.shared else self._upload.digest
 
     def keep(self) -> AsyncExitStack:
         """The folder stays, with all that is in it, until the returned stack is closed."""
@@ -201,26 +213,31 @@ async def posted(
     stages: Stages,
     place: AbstractAsyncContextManager[Path] | None = None,
 ) -> AsyncIterator[Posted]:
-    """Receive the file into a folder of its own, or open the one that is named, and limit the time of the block.
+    """Receive the file, or open the one that is named, and limit the time of the block.
 
-    The folder is a `work_folder` unless another `place` is given. Raises what `receive` and `References` raise.
+    A file goes to the folder `place`; without one it stays in memory where it is small, and its folder is a
+    `work_folder`. It is there once it has landed. Raises what `receive` and `References` raise.
     """
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
         folder = await stack.enter_async_context(place or work_folder(runtime))
         async with time_limit(limits.request_seconds):
+            upload = Upload(folder / INPUT, limits.upload_bytes)
+            stack.callback(upload.close)
             with stages.measure("receive"):
-                upload = await receive(request, folder, limits.upload_bytes)
+                await receive(request, upload)
+            if place is None:
+                upload.keep_in_memory()
             if is_multipart(request):
                 query = with_fields(query, upload.fields)
                 await _check_places(request, runtime, query)
             caller = caller_of(request)
             if (place_of := _named(query, upload)) is None:
-                yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload.digest, stack)
+                yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload, stack)
                 return
             opening = runtime.references.open_input(place_of, caller)
             source = await in_thread(partial(stack.enter_context, opening), NAMED_FILES)
-            yield Posted(Arrival(query, source.path, folder, caller), source.name, None, stack)
+            yield Posted(Arrival(query, source.path, folder, caller), source.name, upload, stack, shared=True)
 
 
 def _named(query: Query, upload: Upload) -> str | None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import Answer, answer_name, fingerprint, outcome_of, read_pixels, settle, write_answer
+from service.answers import (
+    Answer,
+    Pixels,
+    answer_name,
+    fingerprint,
+    outcome_of,
+    read_pixels,
+    settle,
+    small_answer,
+    write_answer,
+)
+from service.cache import Kept
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.repository import ModelSpec
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
@@ -34,6 +44,7 @@ from service.routes.requests import (
 from service.routes.threads import FILES, NAMED_FILES, in_thread
 from service.runtime import Runtime
 from service.segmenter import Result
+from service.store import Outcome
 
 router = APIRouter(tags=["segmentation"])
 
@@ -59,70 +70,116 @@ async def segment(
         return response
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
-        query, spec = arrived.query, check_output(runtime, arrived.query)
-
-        def key_now() -> str | None:
-            if arrived.digest is None or query.output_to is not None:
-                # A file that others may change does not tell whether it is still the same.
-                return None
-            return fingerprint(caller_of(request), arrived.digest, spec, query, runtime.manner(spec.name))
-
-        answer = None
-        if runtime.cache.enabled:
-            answer = await _again(runtime, arrived.name, key_now(), stages)
-        if answer is None:
-            answer = await while_connected(request, _answer(runtime, arrived, spec, key_now, stages))
-            answer.held = arrived.keep()
+        work = _Work(runtime, arrived, caller_of(request), stages)
+        answer = await while_connected(request, work.answer())
+        answer.held.push_async_callback(arrived.keep().aclose)
         return answer
 
 
-async def _again(runtime: Runtime, name: str, key: str | None, stages: Stages) -> LabelResponse | None:
-    """The result of an earlier request for the same, if it is kept."""
-    if key is None:
-        return None
-    kept = await in_thread(partial(runtime.cache.get, key))
-    runtime.metrics.count_cache("miss" if kept is None else "hit")
-    if kept is None:
-        return None
-    outcome, suffix = kept.told
-    seconds = {**stages.seconds, "total": stages.total}
-    outcome = replace(outcome, file_name=answer_name(name, suffix), seconds=seconds)
-    response = respond(opened(kept.file), outcome, ETag=etag(key), X_Cache="hit")
-    response.held.callback(kept.file.close)
-    return response
+class _Known(NamedTuple):
+    """The result of an earlier request for the same, under its key."""
+
+    key: str
+    result: Kept[tuple[Outcome, str]]
 
 
-async def _answer(
-    runtime: Runtime, posted: Posted, spec: ModelSpec, key_now: Callable[[], str | None], stages: Stages
-) -> LabelResponse:
-    """Everything after the upload: read, wait for the device, segment, write, keep.
+class _Made(NamedTuple):
+    """A segmentation, and the answer that was made of it at once because it is small."""
 
-    `key_now` is asked at the end: only once a model is loaded it is known how it runs.
+    result: Result
+    answer: Answer | None
+
+
+class _Work:
+    """Everything about one request after it has come: read, wait for the device, segment, write, keep.
+
+    Each way to a thread and back takes a small request longer than most of what is done there. So one thread does all
+    until the device is waited for, and that in which the work on the device ends writes what is small.
     """
-    arrival, query = posted.arrival, posted.query
-    with stages.measure("read"):
-        read = partial(read_pixels, runtime, query, arrival.source, arrival.folder)
-        volume, measured = await in_thread(read, runtime.readers)
-    result = await _finished(runtime.submit(spec, volume, query.options), stages)
 
-    def write() -> tuple[Answer, Found]:
+    def __init__(self, runtime: Runtime, posted: Posted, caller: str | None, stages: Stages) -> None:
+        self._runtime, self._posted, self._caller, self._stages = runtime, posted, caller, stages
+        self._spec = check_output(runtime, posted.query)
+        self._digest: str | None = None
+        self._pixels: Pixels
+        self._job: Job[_Made] | None = None
+
+    async def answer(self) -> LabelResponse:
+        """The answer of this request, or of an earlier one for the same. The job is cancelled when the caller is."""
+        try:
+            begun = await in_thread(self._begin, self._runtime.readers)
+            if isinstance(begun, _Known):
+                return self._again(begun)
+            return await self._answer(await _finished(begun, self._stages))
+        finally:
+            if self._job is not None:
+                self._job.cancel()
+
+    def _begin(self) -> Job[_Made] | _Known:
+        """In a thread: read the file and wait for the device, unless the result is kept."""
+        posted, stages = self._posted, self._stages
+        with stages.measure("receive"):
+            self._digest = posted.land()
+        if self._runtime.cache.enabled and (key := self._key()) is not None:
+            kept = self._runtime.cache.get(key)
+            self._runtime.metrics.count_cache("miss" if kept is None else "hit")
+            if kept is not None:
+                return _Known(key, kept)
+        arrival, query = posted.arrival, posted.query
+        with stages.measure("read"):
+            self._pixels = read_pixels(self._runtime, query, arrival.source, arrival.folder)
+        self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
+        return self._job
+
+    def _finish(self, result: Result) -> _Made:
+        """In the thread that has segmented."""
+        return _Made(result, small_answer(self._runtime, self._posted.arrival, result))
+
+    def _again(self, known: _Known) -> LabelResponse:
+        outcome, suffix = known.result.told
+        seconds = {**self._stages.seconds, "total": self._stages.total}
+        outcome = replace(outcome, file_name=answer_name(self._posted.name, suffix), seconds=seconds)
+        response = respond(opened(known.result.file), outcome, ETag=etag(known.key), X_Cache="hit")
+        response.held.callback(known.result.file.close)
+        return response
+
+    async def _answer(self, made: _Made) -> LabelResponse:
+        runtime, stages, spec, result = self._runtime, self._stages, self._spec, made.result
+        if made.answer is None:
+            answer, found = await in_thread(
+                partial(self._write, result), FILES if self._posted.query.output_to is None else NAMED_FILES
+            )
+        else:
+            answer, found = made.answer, Found(None, made.answer.content)
+        stages.update(answer.seconds)
+        voxels, count = self._pixels.segmented.voxels, result.segmentation.count
+        runtime.metrics.count_segmentation(spec.name, voxels, count, stages.seconds)
+        seconds = {**stages.seconds, "total": stages.total}
+        outcome = outcome_of(spec.identifier, self._posted.name, answer, result, seconds)
+        # Only once a model is loaded it is known how it runs.
+        if (key := self._key()) is None:
+            return respond(answer.path, outcome, found)
+        if not runtime.cache.enabled:
+            return respond(answer.path, outcome, found, ETag=etag(key))
+        kept = answer.path if answer.content is None else answer.content
+        await in_thread(partial(runtime.cache.put, key, kept, (outcome, answer.suffix)))
+        return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
+
+    def _write(self, result: Result) -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
-        written = write_answer(runtime, arrival, measured, result, spec.identifier)
-        settle(runtime, arrival)
+        arrival = self._posted.arrival
+        written = write_answer(self._runtime, arrival, self._pixels.measured, result, self._spec.identifier)
+        settle(self._runtime, arrival)
         return written, Found.at(written.path)
 
-    answer, found = await in_thread(write, FILES if query.output_to is None else NAMED_FILES)
-    stages.update(answer.seconds)
-    count = result.segmentation.count
-    runtime.metrics.count_segmentation(spec.name, volume.voxels, count, stages.seconds)
-    seconds = {**stages.seconds, "total": stages.total}
-    outcome = outcome_of(spec.identifier, posted.name, answer, result, seconds)
-    if (key := key_now()) is None:
-        return respond(answer.path, outcome, found)
-    if not runtime.cache.enabled:
-        return respond(answer.path, outcome, found, ETag=etag(key))
-    await in_thread(partial(runtime.cache.put, key, answer.path, (outcome, answer.suffix)))
-    return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
+    def _key(self) -> str | None:
+        """Of what decides about the answer; None where that is not known, or where there is none to keep."""
+        query = self._posted.query
+        if self._digest is None or query.output_to is not None:
+            # A file that others may change does not tell whether it is still the same.
+            return None
+        manner = self._runtime.manner(self._spec.name)
+        return fingerprint(self._caller, self._digest, self._spec, query, manner)
 
 
 def etag(key: str) -> str:
@@ -130,11 +187,11 @@ def etag(key: str) -> str:
     return f'"{key[:32]}"'
 
 
-async def _finished(job: Job[Result], stages: Stages) -> Result:
-    """The job's result; adds the times of waiting and of each stage. The job is cancelled when the caller is."""
+async def _finished(job: Job[_Made], stages: Stages) -> _Made:
+    """What came of the job; adds the times of waiting and of each stage."""
     stopped = NotReady("The service stopped before the request was finished; send it again.")
     try:
-        result = await asyncio.wrap_future(job.future)
+        made = await asyncio.wrap_future(job.future)
     except Cancelled:
         raise stopped from None
     except asyncio.CancelledError:
@@ -142,8 +199,6 @@ async def _finished(job: Job[Result], stages: Stages) -> Result:
         if task is None or task.cancelling():
             raise
         raise stopped from None
-    finally:
-        job.cancel()
     stages.add("queue", job.seconds_waited)
-    stages.update(result.seconds)
-    return result
+    stages.update(made.result.seconds)
+    return made

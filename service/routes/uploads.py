@@ -1,9 +1,9 @@
-"""Receive a posted file on disk, counting bytes while they arrive; raw bodies and multipart forms alike."""
+"""Receive a posted file, counting bytes while they arrive; raw bodies and multipart forms alike."""
 
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+import os
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol
 
@@ -32,41 +32,70 @@ BLOCK_BYTES = 2 * 2**20
 
 
 class Upload:
-    """A file on its way to disk, with the name and the form fields that came along."""
+    """A file on its way to disk, or into memory where it is small, with the name and the form fields that came along.
+
+    path  where the file is, or will be once it has landed
+    """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
         self.received = 0
+        self._file: BinaryIO | None = None
+        self._in_memory = False
         self._hash = hashlib.sha256()
-        self._limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
 
     def take(self, data: bytes | memoryview) -> None:
         """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
         self.received += len(data)
-        if self.received > self._limit:
-            raise too_large(self._limit)
+        if self.received > self.limit_bytes:
+            raise too_large(self.limit_bytes)
         self._pending.append(data)
         self._pending_bytes += len(data)
 
-    async def flush(self, file: BinaryIO, least: int = 1) -> None:
-        """Write what is pending, in a thread, if it is at least so many bytes."""
-        if self._pending_bytes >= least:
-            blocks, self._pending, self._pending_bytes = self._pending, [], 0
-            await in_thread(partial(self._write, file, blocks))
+    async def flush(self) -> None:
+        """Write what is pending, in a thread, if it is a block."""
+        if self._pending_bytes >= BLOCK_BYTES:
+            await in_thread(self._write)
+
+    def keep_in_memory(self) -> None:
+        """Of the file that has arrived, unless it was too large to be held until now: it then never is on a disk."""
+        if self._file is None:
+            self._file, self._in_memory = os.fdopen(os.memfd_create("upload"), "wb"), True
+            # Not /proc/self: the processes that read TIFFs open it, too.
+            self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+
+    def land(self) -> None:
+        """Write the rest, in the thread of the caller: only then the file is there; one in memory until `close`."""
+        file = self._write()
+        if self._in_memory:
+            file.flush()
+        else:
+            file.close()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        if self._file is not None:
+            self._file.close()
 
     @property
     def digest(self) -> str:
         """SHA-256 of what was written."""
         return self._hash.hexdigest()
 
-    def _write(self, file: BinaryIO, blocks: list[bytes | memoryview]) -> None:
+    def _write(self) -> BinaryIO:
+        if self._file is None:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._file = self.path.open("wb")
+        blocks, self._pending, self._pending_bytes = self._pending, [], 0
         for block in blocks:
             self._hash.update(block)
-        file.writelines(blocks)
+        self._file.writelines(blocks)
+        return self._file
 
 
 class Feed(Protocol):
@@ -93,25 +122,21 @@ def is_multipart(request: Request) -> bool:
     return _media_type(request) == MULTIPART
 
 
-async def receive(request: Request, folder: Path, limit_bytes: int) -> Upload:
-    """Write the posted file into `folder`; an empty body makes an empty one.
+async def receive(request: Request, upload: Upload) -> None:
+    """Take the posted file; all but its end is written. An empty body makes an empty one.
 
     Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client goes away before it
     has sent everything.
     """
-    upload = Upload(folder / "upload.tif", limit_bytes)
     body = _feed_for(request, upload)
-    _check_length(request, limit_bytes)
-    with upload.path.open("wb") as file:
-        try:
-            async for chunk in request.stream():
-                body.feed(chunk)
-                await upload.flush(file, BLOCK_BYTES)
-        except ClientDisconnect:
-            raise Cancelled("The client went away while sending.") from None
-        body.finish()
-        await upload.flush(file)
-    return upload
+    _check_length(request, upload.limit_bytes)
+    try:
+        async for chunk in request.stream():
+            body.feed(chunk)
+            await upload.flush()
+    except ClientDisconnect:
+        raise Cancelled("The client went away while sending.") from None
+    body.finish()
 
 
 def too_large(limit_bytes: int) -> TooLarge:
