@@ -149,7 +149,15 @@ def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
         [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
     ).stdout
     processor = f"{platform.machine()} {hardware.processor()}"
-    parts = (source.read_bytes(), " ".join(flags).encode(), " ".join(compiler).encode(), said, processor.encode())
+    headers = b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.hpp")))
+    parts = (
+        source.read_bytes(),
+        headers,
+        " ".join(flags).encode(),
+        " ".join(compiler).encode(),
+        said,
+        processor.encode(),
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

@@ -125,6 +125,18 @@ def test_a_narrow_dtype_stays_and_is_summed_in_float32(norm):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("channels", [3, 8, 16, 27, 35])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.3), nn.Identity()], ids=repr)
+def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
+    norm = lay_out(nn.Sequential(with_weights(nn.GroupNorm(1, channels)), activation)).bfloat16()
+    x = torch.randn(2, channels, 5, 6, 7, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x[1, channels - 1, 2, 3, 4] = torch.nan
+    assert torch.equal(norm(x)[0], norm(x.float())[0].bfloat16())
+    assert norm(x)[1].isnan().all()
+    assert norm(x).is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@torch.inference_mode()
 def test_traced_it_computes_the_same():
     norm = with_weights(nn.GroupNorm(4, 12))
     x = image(offset=50.0)

@@ -1,4 +1,5 @@
-// Instance and group norms of volumes whose channels are last, with the activation behind them.
+// Instance and group norms of volumes whose channels are last, with the activation behind them. What they take and give
+// is float32 or bfloat16, arithmetic is float32.
 //
 // Voxels are taken in chunks that stay in a core's first-level cache: of each the means of its channels first, then the
 // squared distances from them, which keeps the digits that a sum of squares loses where means are large. Chunks are put
@@ -11,48 +12,57 @@
 #include <memory>
 #include <new>
 
+#include "vectors.hpp"
+
 namespace {
 
-constexpr int GROUP = 8; // channels of a vector
+#if defined(__AVX512F__)
+constexpr int WIDEST = 16; // channels of a vector, where there are as many
+#else
+constexpr int WIDEST = 8;
+#endif
 constexpr int ROWS = 4;  // voxels that are summed side by side, as one sum alone would wait for itself
 constexpr int64_t CHUNK = 4096, LEAST_VOXELS = 32;
 
-typedef float Group __attribute__((vector_size(GROUP * sizeof(float)), aligned(4), may_alias));
-
-inline Group load(const float *p) { return *reinterpret_cast<const Group *>(p); }
-inline void store(float *p, Group v) { *reinterpret_cast<Group *>(p) = v; }
-
 // Adds f(value) of a vector of channels of each voxel to `sums`, `stride` from voxel to voxel.
-template <int N, typename F> inline void sum_vectors(const float *x, int64_t voxels, int64_t stride, Group sums[N], F f) {
-  Group parts[ROWS][N] = {};
+template <int N, int SUMS, class T, class F>
+inline void sum_vectors(const T *x, int64_t voxels, int64_t stride, Floats<N> sums[SUMS], F f) {
+  Floats<N> parts[ROWS][SUMS] = {};
   int64_t v = 0;
   for (; v + ROWS <= voxels; v += ROWS)
-    for (int r = 0; r < ROWS; ++r) f(load(x + (v + r) * stride), parts[r]);
-  for (; v < voxels; ++v) f(load(x + v * stride), parts[0]);
-  for (int k = 0; k < N; ++k) sums[k] = (parts[0][k] + parts[1][k]) + (parts[2][k] + parts[3][k]);
+    for (int r = 0; r < ROWS; ++r) f(load<N>(x + (v + r) * stride), parts[r]);
+  for (; v < voxels; ++v) f(load<N>(x + v * stride), parts[0]);
+  for (int k = 0; k < SUMS; ++k) sums[k] = (parts[0][k] + parts[1][k]) + (parts[2][k] + parts[3][k]);
 }
 
-// Mean of each channel, and the sum of squared distances from it. What the distances from a first mean sum up to is
-// what its rounding left out.
-void measure(const float *x, int64_t voxels, int64_t channels, float *mean, float *squares) {
+// Of a vector of channels the means, and the sums of squared distances from them. What the distances from a first mean
+// sum up to is what its rounding left out.
+template <int N, class T>
+void measure_vector(const T *x, int64_t voxels, int64_t channels, float *mean, float *squares) {
   const float count = static_cast<float>(voxels);
+  Floats<N> sum[1], rest[2];
+  sum_vectors<N, 1>(x, voxels, channels, sum, [](Floats<N> value, Floats<N> *s) { s[0] += value; });
+  const Floats<N> middle = sum[0] / count;
+  sum_vectors<N, 2>(x, voxels, channels, rest, [&](Floats<N> value, Floats<N> *s) {
+    const Floats<N> distance = value - middle;
+    s[0] += distance, s[1] += distance * distance;
+  });
+  store<N>(mean, middle + rest[0] / count);
+  store<N>(squares, rest[1] - rest[0] * rest[0] / count);
+}
+
+template <class T> void measure(const T *x, int64_t voxels, int64_t channels, float *mean, float *squares) {
   int64_t c = 0;
-  for (; c + GROUP <= channels; c += GROUP) {
-    Group sum[1], rest[2];
-    sum_vectors<1>(x + c, voxels, channels, sum, [](Group value, Group *s) { s[0] += value; });
-    const Group middle = sum[0] / count;
-    sum_vectors<2>(x + c, voxels, channels, rest, [&](Group value, Group *s) {
-      const Group distance = value - middle;
-      s[0] += distance, s[1] += distance * distance;
-    });
-    store(mean + c, middle + rest[0] / count);
-    store(squares + c, rest[1] - rest[0] * rest[0] / count);
-  }
+  for (; c + WIDEST <= channels; c += WIDEST) measure_vector<WIDEST>(x + c, voxels, channels, mean + c, squares + c);
+  for (; c + 8 <= channels; c += 8) measure_vector<8>(x + c, voxels, channels, mean + c, squares + c);
   for (; c < channels; ++c) {
     double sum = 0, square = 0;
-    for (int64_t v = 0; v < voxels; ++v) sum += x[v * channels + c];
-    const double middle = sum / count;
-    for (int64_t v = 0; v < voxels; ++v) square += (x[v * channels + c] - middle) * (x[v * channels + c] - middle);
+    for (int64_t v = 0; v < voxels; ++v) sum += load_one(x + v * channels + c);
+    const double middle = sum / static_cast<double>(voxels);
+    for (int64_t v = 0; v < voxels; ++v) {
+      const double distance = load_one(x + v * channels + c) - middle;
+      square += distance * distance;
+    }
     mean[c] = static_cast<float>(middle), squares[c] = static_cast<float>(square);
   }
 }
@@ -94,35 +104,37 @@ void combine(const Norm &n, const float *means, const float *squares, double *me
   }
 }
 
-// NaN stays NaN, as it must reach whoever looks for it.
-template <bool ACTIVATE>
-void apply(const Norm &n, const float *x, int64_t voxels, const float *middle, const float *factor, float *y) {
-  int64_t c = 0;
-  for (; c + GROUP <= n.channels; c += GROUP) {
-    const Group shift = load(middle + c), scale = load(factor + c);
-    const Group offset = n.bias ? load(n.bias + c) : Group{}, slope = ACTIVATE ? load(n.slope + c) : Group{};
-    for (int64_t v = 0; v < voxels; ++v) {
-      const Group value = (load(x + v * n.channels + c) - shift) * scale + offset;
-      store(y + v * n.channels + c, ACTIVATE ? (value < 0 ? value * slope : value) : value);
-    }
+// What is made of one channel, or of a vector of them.
+template <bool ACTIVATE, class V> struct Affine {
+  V shift, scale, offset, slope;
+  // NaN stays NaN, as it must reach whoever looks for it.
+  V operator()(V x) const {
+    const V value = (x - shift) * scale + offset;
+    return ACTIVATE ? (value < 0.0f ? value * slope : value) : value;
   }
-  for (; c < n.channels; ++c)
-    for (int64_t v = 0; v < voxels; ++v) {
-      const float value = (x[v * n.channels + c] - middle[c]) * factor[c] + (n.bias ? n.bias[c] : 0.0f);
-      y[v * n.channels + c] = ACTIVATE && value < 0 ? value * n.slope[c] : value;
-    }
+};
+
+template <bool ACTIVATE, int N, class T>
+void apply_vector(const Norm &n, const T *x, int64_t voxels, const float *middle, const float *factor, int64_t c, T *y) {
+  typedef Floats<N> V;
+  const Affine<ACTIVATE, V> affine{load<N>(middle + c), load<N>(factor + c), n.bias ? load<N>(n.bias + c) : V{},
+                                   ACTIVATE ? load<N>(n.slope + c) : V{}};
+  for (int64_t at = c; at < voxels * n.channels; at += n.channels) store<N>(y + at, affine(load<N>(x + at)));
 }
 
-} // namespace
+template <bool ACTIVATE, class T>
+void apply(const Norm &n, const T *x, int64_t voxels, const float *middle, const float *factor, T *y) {
+  int64_t c = 0;
+  for (; c + WIDEST <= n.channels; c += WIDEST) apply_vector<ACTIVATE, WIDEST>(n, x, voxels, middle, factor, c, y);
+  for (; c + 8 <= n.channels; c += 8) apply_vector<ACTIVATE, 8>(n, x, voxels, middle, factor, c, y);
+  for (; c < n.channels; ++c) {
+    const Affine<ACTIVATE, float> affine{middle[c], factor[c], n.bias ? n.bias[c] : 0.0f, ACTIVATE ? n.slope[c] : 0.0f};
+    for (int64_t at = c; at < voxels * n.channels; at += n.channels) store_one(y + at, affine(load_one(x + at)));
+  }
+}
 
-extern "C" {
-
-// x -> y, both [batch, voxels, channels]: x less the mean of its group of channels, over the square root of variance
-// plus eps, times weight plus bias (each [channels] or null), and what is negative times slope ([channels] or null).
-// Returns 0, or 1 where memory ran out.
-int stackseg_normalise(const float *x, const float *weight, const float *bias, const float *slope, float *y,
-                       int64_t batch, int64_t voxels, int64_t channels, int64_t groups, double eps, int threads) {
-  const Norm n{batch, voxels, channels, groups, eps, weight, bias, slope};
+template <class T> int normalise(const Norm &n, const T *x, T *y, int threads) {
+  const int64_t batch = n.batch, voxels = n.voxels, channels = n.channels;
   const int64_t chunks = n.chunks(), parts = batch * chunks;
   const std::unique_ptr<float[]> moments(new (std::nothrow) float[2 * parts * channels]);
   const std::unique_ptr<float[]> factors(new (std::nothrow) float[2 * batch * channels]);
@@ -148,12 +160,27 @@ int stackseg_normalise(const float *x, const float *weight, const float *bias, c
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t window = part / chunks, k = part % chunks, start = (window * voxels + k * n.chunk()) * channels;
       const float *middle = middles + window * channels, *scale = scales + window * channels;
-      if (slope)
+      if (n.slope)
         apply<true>(n, x + start, n.length(k), middle, scale, y + start);
       else
         apply<false>(n, x + start, n.length(k), middle, scale, y + start);
     }
   }
   return 0;
+}
+
+} // namespace
+
+extern "C" {
+
+// x -> y, both [batch, voxels, channels], bfloat16 or both float32: x less the mean of its group of channels, over the
+// square root of variance plus eps, times weight plus bias (each [channels] or null), and what is negative times slope
+// ([channels] or null). Returns 0, or 1 where memory ran out.
+int stackseg_normalise(const void *x, const float *weight, const float *bias, const float *slope, void *y,
+                       int64_t batch, int64_t voxels, int64_t channels, int64_t groups, double eps, int bfloat16,
+                       int threads) {
+  const Norm n{batch, voxels, channels, groups, eps, weight, bias, slope};
+  if (bfloat16) return normalise(n, static_cast<const Bfloat16 *>(x), static_cast<Bfloat16 *>(y), threads);
+  return normalise(n, static_cast<const float *>(x), static_cast<float *>(y), threads);
 }
 }

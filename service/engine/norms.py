@@ -3,7 +3,7 @@
 ATen has no 3D instance norm for that layout, its group norm loses digits there (1e-3 of a standard deviation where the
 mean is five of them), and inductor takes both apart in the order of contiguous tensors. Summed over voxels as vectors
 of channels, they take one pass to measure and one to apply, with the activation behind them: `norms.cpp` does that for
-float32 on a CPU, and torch elsewhere, in compiled graphs, and where there is no C++ compiler.
+float32 and bfloat16 on a CPU, and torch elsewhere, in compiled graphs, and where there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from service.engine.sequences import steps
 from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+DTYPES = (torch.float32, torch.bfloat16)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 VOXELS = (2, 3, 4)
 
@@ -51,7 +52,7 @@ class ChannelsLastNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> the same shape, dtype and layout; moments are taken in float32."""
-        on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+        on_cpu = x.device.type == "cpu" and x.dtype in DTYPES
         # Norms without weights may be given other channels than they state; the kernel reads a slope for each.
         if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels:
             library = _library()
@@ -73,10 +74,11 @@ class ChannelsLastNorm(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last_3d)
         y = torch.empty_like(x)
         batch, channels, depth, height, width = x.shape
-        pointers = (x, self.weight, self.bias, self.slope, y)
+        weights = [None if each is None else each.float() for each in (self.weight, self.bias, self.slope)]
         failed = library.stackseg_normalise(
-            *(tensor.data_ptr() if tensor is not None else None for tensor in pointers),
-            *(batch, depth * height * width, channels, self.groups, self.eps, torch.get_num_threads()),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (x, *weights, y)),
+            *(batch, depth * height * width, channels, self.groups, self.eps),
+            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
         )
         if failed:
             raise MemoryError("no memory for the moments of a norm")
@@ -151,5 +153,5 @@ def _library() -> ctypes.CDLL | None:
         log.warning("Norms take several times as long, without the kernel for them: %s", error)
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.stackseg_normalise.argtypes = [pointer] * 5 + [size] * 4 + [ctypes.c_double, ctypes.c_int]
+    library.stackseg_normalise.argtypes = [pointer] * 5 + [size] * 4 + [ctypes.c_double] + [ctypes.c_int] * 2
     return library

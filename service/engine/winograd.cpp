@@ -12,9 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#if defined(__AVX512BF16__) && defined(__AVX512VL__)
-#include <immintrin.h>
-#endif
+
+#include "vectors.hpp"
 
 namespace {
 
@@ -32,59 +31,6 @@ constexpr int ROWS = 12;
 constexpr int LANES = 4;
 constexpr int ROWS = 12;
 #endif
-
-constexpr int LINE = 64 / sizeof(float); // floats of a line of the cache
-
-// Vectors of N floats, as they are computed with and as they lie in memory.
-template <int N> struct Vectors;
-template <> struct Vectors<4> {
-  typedef float Floats __attribute__((vector_size(16)));
-  typedef float Stored __attribute__((vector_size(16), aligned(4), may_alias));
-};
-template <> struct Vectors<8> {
-  typedef float Floats __attribute__((vector_size(32)));
-  typedef float Stored __attribute__((vector_size(32), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(32)));
-  typedef uint16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
-};
-template <> struct Vectors<16> {
-  typedef float Floats __attribute__((vector_size(64)));
-  typedef float Stored __attribute__((vector_size(64), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(64)));
-  typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-};
-
-template <int N> using Floats = typename Vectors<N>::Floats;
-
-enum class Bfloat16 : uint16_t {};
-
-template <int N> inline Floats<N> load(const float *p) {
-  return *reinterpret_cast<const typename Vectors<N>::Stored *>(p);
-}
-
-template <int N> inline Floats<N> load(const Bfloat16 *p) {
-  typedef typename Vectors<N>::Bits Bits;
-  const auto halves = *reinterpret_cast<const typename Vectors<N>::Halves *>(p);
-  return reinterpret_cast<Floats<N>>(__builtin_convertvector(halves, Bits) << 16);
-}
-
-template <int N> inline void store(float *p, Floats<N> v) { *reinterpret_cast<typename Vectors<N>::Stored *>(p) = v; }
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-template <int N> inline void store(Bfloat16 *p, Floats<N> v) {
-  typedef typename Vectors<N>::Halves Halves;
-#if defined(__AVX512BF16__) && defined(__AVX512VL__)
-  if constexpr (N == 16)
-    *reinterpret_cast<Halves *>(p) = reinterpret_cast<Halves>(_mm512_cvtneps_pbh(v));
-  else
-    *reinterpret_cast<Halves *>(p) = reinterpret_cast<Halves>(_mm256_cvtneps_pbh(v));
-#else
-  typedef typename Vectors<N>::Bits Bits;
-  const Bits bits = reinterpret_cast<Bits>(v), high = bits >> 16;
-  const Bits rounded = v == v ? (bits + 0x7fff + (high & 1)) >> 16 : high | 0x40;
-  *reinterpret_cast<Halves *>(p) = __builtin_convertvector(rounded, Halves);
-#endif
-}
 
 inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
 
