@@ -107,7 +107,7 @@ class Ascent(Kernel):
         )
         if not ends:
             return None
-        link, place, top, sizes = (torch.empty(ends, dtype=torch.int64) for _ in range(4))
+        link, place, top, sizes = torch.empty((4, ends), dtype=torch.int64).unbind()
         self._functions.stackseg_settle(
             *(keys, block.first, block.low, pieces, foreground.data_ptr(), voxels, targets.data_ptr(), ends),
             *_pointers(link, place, top, sizes),

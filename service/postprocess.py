@@ -259,19 +259,22 @@ def label_basins(
     basins: Basins, relief: Relief, decoding: Instances, kernel: Ascent = ascent
 ) -> tuple[NDArray[np.unsignedinteger], int]:
     """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number."""
-    group = torch.from_numpy(merge_shallow(basins, relief)).to(basins.basin_of.device)
-    voxels = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.int64, device=group.device)
-    kept = voxels.index_add_(0, group, basins.voxels) >= max(decoding.minimum_size, 1)
+    # In NumPy, which takes a fraction of torch's time for so few numbers.
+    group = merge_shallow(basins, relief)
+    voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
+    np.add.at(voxels, group, basins.voxels.cpu().numpy())
+    kept = voxels >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
-        kept[group[_at_faces(basins)]] = False
-    numbers = torch.where(kept, kept.cumsum(0), 0)
-    count = int(kept.sum())
-    of_piece = torch.cat((numbers[group], numbers.new_zeros(1)))[basins.basin_of].int()
+        kept[group[_at_faces(basins).cpu().numpy()]] = False
+    numbers = np.where(kept, kept.cumsum(), 0)
+    count = int(np.count_nonzero(kept))
+    of_basin = np.append(numbers[group], 0).astype(np.int32)
+    of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
     labels = np.empty(basins.pieces.shape, label_dtype(count))
     if kernel.suits(basins.pieces.device):
         kernel.label(basins.pieces, of_piece, labels)
     else:
-        _look_up(basins.pieces, of_piece, labels)
+        _look_up(basins.pieces, of_piece.to(basins.pieces.device), labels)
     if decoding.holes == "fill":
         fill_holes(labels)
     return labels, count
@@ -329,17 +332,16 @@ def shallow_passes(basins: Basins, relief: Relief) -> tuple[NDArray[Any], NDArra
 
     Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
     """
-    first, second = torch.minimum(*basins.passes[:2]), torch.maximum(*basins.passes[:2])
-    height, peaks = relief.distance(basins.passes.height), relief.distance(basins.peaks)
-    shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < relief.depth)
-    pairs, inverse = torch.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
-    highest = torch.zeros(len(pairs), dtype=torch.float64, device=pairs.device)
-    highest.scatter_reduce_(0, inverse, height[shallow], "amax", include_self=False)
-    order = torch.argsort(highest, descending=True, stable=True)
+    one, other = (side.cpu().numpy() for side in basins.passes[:2])
+    height, peaks = (relief.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
+    first, second = np.minimum(one, other), np.maximum(one, other)
+    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < relief.depth)
+    pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
+    highest = np.full(len(pairs), -np.inf)
+    np.maximum.at(highest, inverse, height[shallow])
+    order = np.argsort(-highest, kind="stable")
     pairs = pairs[order]
-    columns = (pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order])
-    first_, second_, height_ = (column.cpu().numpy() for column in columns)
-    return first_, second_, height_
+    return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
 
 
 def _above(scores: Tensor, threshold: float) -> Tensor:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from service.ascent import Ascent, Block, ascent
@@ -125,14 +127,10 @@ class Watershed:
         self._most = min(max(block // self._plane, 1), depth)
         self._kernel = kernel if kernel.suits(device, (self._most + 3) * self._plane) else None
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
-        digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (self._most + 2, *self._rows))
-        z, y, x = digits
         # Together the place of each voxel, modulo 3 along each axis.
-        self._plane_codes, self._codes = 9 * z[:, None, None], 3 * y[1:-1, None] + x[1:-1]
-        offsets = [(z * self._rows[0] + y) * self._rows[1] + x for z, y, x in NEIGHBOURS]
-        self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+        self._plane_codes, self._codes = _codes(self._most, *self._rows, device)
+        self._offsets = _offsets(*self._rows, device)
         self._steps = _steps(self._plane, self._rows[1], device)
-        self._background = torch.tensor(BACKGROUND, dtype=torch.int32, device=device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
         self._waiting = self._empty(1)
         # The first plane of the next block, counted with the rim.
@@ -156,28 +154,41 @@ class Watershed:
 
     def finish(self) -> Basins:
         """Once all planes were added."""
-        pieces = self._pieces.view(-1)
-        link, place, top, voxels = (torch.cat(column) for column in zip(*self._roots, strict=True))
-        maxima = (link == torch.arange(len(link), device=self._device)).nonzero().squeeze(1)[1:]
+        # In NumPy, which takes a fraction of torch's time for so few numbers.
+        link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._roots, strict=True))
+        maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[place[maxima].argsort()]
         # Paths that went up could not know the piece above.
-        link[1:] = pieces[place[1:]].long()
-        while not torch.equal(further := link[link], link):
+        link[1:] = self._pieces_at(place[1:])
+        while not np.array_equal(further := link[link], link):
             link = further
-        basin = torch.full_like(link, -1)
-        basin[maxima] = torch.arange(len(maxima), device=self._device)
+        basin = np.full_like(link, -1)
+        basin[maxima] = np.arange(len(maxima))
         basin_of = basin[link]
-        total = torch.zeros(len(maxima) + 1, dtype=torch.int64, device=self._device)
-        total.index_add_(0, basin_of + 1, voxels)
+        total = np.zeros(len(maxima) + 1, np.int64)
+        np.add.at(total, basin_of + 1, voxels)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
-        return Basins(basin_of, inner, _heights(top[maxima].int()), total[1:], self._passes(basin_of))
+        peaks = _heights(self._tensor(top[maxima]).int())
+        return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
 
-    def _passes(self, basin_of: Tensor) -> Passes:
+    def _passes(self, basin_of: NDArray[np.int64]) -> Passes:
         if not self._found:
             none = torch.zeros(0, dtype=torch.int64, device=self._device)
             return Passes(none, none, none.float())
         here, place, key = (torch.cat(column) for column in zip(*self._found, strict=True))
-        return Passes(basin_of[here.long()], basin_of[self._pieces.view(-1)[place].long()], _heights(key))
+        one, other = here.cpu().numpy(), self._pieces_at(place.cpu().numpy())
+        return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), _heights(key))
+
+    def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The pieces of voxels of the volume with its rim."""
+        pieces = self._pieces.view(-1)
+        found: NDArray[np.int32] = (
+            pieces.numpy()[place] if pieces.device.type == "cpu" else pieces[self._tensor(place)].cpu().numpy()
+        )
+        return found
+
+    def _tensor(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
     def _empty(self, planes: int) -> Tensor:
         return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
@@ -191,7 +202,8 @@ class Watershed:
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
         keys += self._codes
-        torch.where(inside, keys, self._background, out=block[:, 1:-1, 1:-1])
+        background = torch.tensor(BACKGROUND, dtype=torch.int32, device=self._device)
+        torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
     def _advance(self, block: Tensor) -> None:
         """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
@@ -301,6 +313,20 @@ def _heights(keys: Tensor) -> Tensor:
     """The inverse of `_keys`, but for the bits that were dropped."""
     ordered = keys & ~PLACE_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _codes(planes: int, rows: int, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a plane adds to keys by its place modulo 3, int32 [planes + 2, 1, 1], and its voxels by theirs, [Y, X]."""
+    digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
+    z, y, x = digits
+    return 9 * z[:, None, None], 3 * y[1:-1, None] + x[1:-1]
+
+
+@lru_cache(maxsize=16)
+def _offsets(rows: int, row: int, device: torch.device) -> Tensor:
+    """int32 [26]: from a voxel to its neighbours in flat memory."""
+    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=16)
