@@ -49,13 +49,13 @@ void look_up(const int32_t *pieces, int64_t plane, int64_t row, const int64_t *s
 //
 // heights, inside  [planes, rows - 2, width - 2]
 // codes            [rows - 2, width - 2]: the place of each voxel of a plane, modulo 3 along y and x
-// z                where the first plane is in the volume
+// z, weight        where the first plane is in the volume, and what a plane more adds, modulo 3, to the place of a voxel
 // keys             [planes, rows, width]
 extern "C" void stackseg_fill(const float *heights, const uint8_t *inside, const int32_t *codes, int64_t planes,
-                              int64_t rows, int64_t width, int64_t z, int32_t *keys) {
+                              int64_t rows, int64_t width, int64_t z, int64_t weight, int32_t *keys) {
   const int64_t across = width - 2;
   for (int64_t i = 0; i < planes; ++i) {
-    const int32_t level = static_cast<int32_t>(9 * ((z + i) % 3));
+    const int32_t level = static_cast<int32_t>(weight * ((z + i) % 3));
     for (int64_t y = 0; y < rows - 2; ++y) {
       const int64_t row = (i * (rows - 2) + y) * across;
       int32_t *const out = keys + (i * rows + y + 1) * width + 1;

@@ -22,7 +22,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
 # What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
-    ("stackseg_fill", "pppqqqqp", "-"),
+    ("stackseg_fill", "pppqqqqqp", "-"),
     ("stackseg_climb", "pqqqipppppp", "q"),
     ("stackseg_settle", "piqppqpqpppp", "-"),
     ("stackseg_search", "piqppqpqpqppp", "q"),
@@ -77,10 +77,11 @@ class Ascent(Kernel):
         """Whether it is there, and can work on blocks of so many voxels on this device."""
         return self._library is not None and device.type == "cpu" and voxels <= MOST
 
-    def fill(self, heights: Tensor, inside: Tensor, codes: Tensor, z: int, keys: Tensor) -> None:
+    def fill(self, heights: Tensor, inside: Tensor, codes: Tensor, level: tuple[int, int], keys: Tensor) -> None:
         """Write the keys of heights, float32 [z, Y, X], where `inside`, bool, into `keys`, int32 [z, Y + 2, X + 2].
 
-        codes  int32 [Y, X]: the place of each voxel of a plane modulo 3 along either axis; `z` is that of the first
+        codes  int32 [Y, X]: the place of each voxel of a plane modulo 3 along either axis, weighted
+        level  the place of the first plane along z, and its weight
         """
         heights, inside, codes = heights.contiguous(), inside.contiguous(), codes.contiguous()
         planes, rows, width = keys.shape
@@ -88,7 +89,8 @@ class Ascent(Kernel):
         _check(inside, torch.bool, (planes, rows - 2, width - 2))
         _check(codes, torch.int32, (rows - 2, width - 2))
         _check(keys, torch.int32, (planes, rows, width))
-        self._functions.stackseg_fill(*_pointers(heights, inside, codes), planes, rows, width, z, keys.data_ptr())
+        pointers = _pointers(heights, inside, codes)
+        self._functions.stackseg_fill(*pointers, planes, rows, width, *level, keys.data_ptr())
 
     def climb(self, block: Block, steps: Tensor) -> Climb | None:
         """Write the pieces of the block, zeros so far, and say where its paths end. None without any foreground.

@@ -158,6 +158,10 @@ class InstanceDecoder:
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
         planes, rows = scores.shape[2:4]
         distances, inside = scores[0, self._distance], _above(scores[0, self._foreground], self._threshold)
+        if planes == self._size[0] and rows < self._size[1] and not self._decoding.smoothing:
+            # All of z at once, as windows as high as the volume give it: nothing has to wait for the last row.
+            self._landscape(distances.device, across=True).add(distances, inside)
+            return
         if rows < self._size[1]:
             if y0 == 0:
                 shape = (planes, *self._size[1:])
@@ -169,9 +173,12 @@ class InstanceDecoder:
 
     def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
         for heights, inside in planes:
-            if self._watershed is None:
-                self._watershed = Watershed(self._size, self._relief.floor, heights.device, kernel=self._kernel)
-            self._watershed.add(heights, inside)
+            self._landscape(heights.device, across=False).add(heights, inside)
+
+    def _landscape(self, device: torch.device, *, across: bool) -> Watershed:
+        if self._watershed is None:
+            self._watershed = Watershed(self._size, self._relief.floor, device, kernel=self._kernel, across=across)
+        return self._watershed
 
     def finish(self) -> Segmentation:
         self._climb(self._smoother.finish())

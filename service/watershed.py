@@ -106,20 +106,24 @@ class Watershed:
     its own height.
 
     size    (Z, Y, X)
+    across  planes come along y instead, each with all of z; basins, and what is told of them, are the same
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together
     kernel  does the work in C++ where it can; the same comes out
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         size: Size,
         floor: Callable[[Tensor], Tensor],
         device: torch.device,
         block: int = BLOCK,
         kernel: Ascent = ascent,
+        *,
+        across: bool = False,
     ) -> None:
-        depth, height, width = size
+        depth, height, width = (size[1], size[0], size[2]) if across else size
+        self._across = across
         self._floor, self._device, self._depth = floor, device, depth
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
@@ -127,10 +131,11 @@ class Watershed:
         self._most = min(max(block // self._plane, 1), depth)
         self._kernel = kernel if kernel.suits(device, (self._most + 3) * self._plane) else None
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
-        # Together the place of each voxel, modulo 3 along each axis.
-        self._plane_codes, self._codes = _codes(self._most, *self._rows, device)
+        # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
+        self._weights = (3, 9) if across else (9, 3)
+        self._plane_codes, self._codes = _codes(self._most, *self._rows, self._weights, device)
         self._offsets = _offsets(*self._rows, device)
-        self._steps = _steps(self._plane, self._rows[1], device)
+        self._steps = _steps(self._plane, self._rows[1], self._weights, device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
         self._waiting = self._empty(1)
         # The first plane of the next block, counted with the rim.
@@ -141,7 +146,9 @@ class Watershed:
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, float32 and bool [planes, Y, X]; what is not inside is background."""
+        """The next planes, float32 and bool [planes, Y, X], across [Z, planes, X]; what is not inside is background."""
+        if self._across:
+            heights, inside = heights.transpose(0, 1), inside.transpose(0, 1)
         for low in range(0, len(heights), self._most):
             part = slice(low, low + self._most)
             before, planes = len(self._waiting), len(heights[part])
@@ -157,7 +164,7 @@ class Watershed:
         # In NumPy, which takes a fraction of torch's time for so few numbers.
         link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._roots, strict=True))
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
-        maxima = maxima[place[maxima].argsort()]
+        maxima = maxima[self._order(place[maxima]).argsort()]
         # Paths that went up could not know the piece above.
         link[1:] = self._pieces_at(place[1:])
         while not np.array_equal(further := link[link], link):
@@ -168,8 +175,17 @@ class Watershed:
         total = np.zeros(len(maxima) + 1, np.int64)
         np.add.at(total, basin_of + 1, voxels)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
+        inner = inner.transpose(0, 1) if self._across else inner
         peaks = _heights(self._tensor(top[maxima]).int())
         return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
+
+    def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers [N] in the order in which voxels are in the volume, by their places with the rim."""
+        if not self._across:
+            return place
+        plane, rest = np.divmod(place, self._plane)
+        row, x = np.divmod(rest, self._rows[1])
+        return (row * (self._depth + 2) + plane) * self._rows[1] + x
 
     def _passes(self, basin_of: NDArray[np.int64]) -> Passes:
         if not self._found:
@@ -197,7 +213,7 @@ class Watershed:
         """Write the keys of planes that come next into the inside of their rims."""
         z = (self._z - 1 + len(self._waiting)) % 3
         if self._kernel is not None:
-            self._kernel.fill(heights, inside, self._codes, z, block)
+            self._kernel.fill(heights, inside, self._codes, (z, self._weights[0]), block)
             return
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
@@ -316,11 +332,11 @@ def _heights(keys: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _codes(planes: int, rows: int, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """What a plane adds to keys by its place modulo 3, int32 [planes + 2, 1, 1], and its voxels by theirs, [Y, X]."""
     digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
     z, y, x = digits
-    return 9 * z[:, None, None], 3 * y[1:-1, None] + x[1:-1]
+    return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
 
 
 @lru_cache(maxsize=16)
@@ -330,11 +346,11 @@ def _offsets(rows: int, row: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _steps(plane: int, row: int, device: torch.device) -> Tensor:
+def _steps(plane: int, row: int, weights: tuple[int, int], device: torch.device) -> Tensor:
     """int32 [1024]: from a voxel of one code to its neighbour of another, at own code * 32 + the other."""
     code = torch.arange(32)
     steps = torch.zeros(32, 32, dtype=torch.int64)
-    for weight, step in ((9, plane), (3, row), (1, 1)):
+    for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):
         digit = code // weight % 3
         steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
     return steps.view(-1).to(device, torch.int32)

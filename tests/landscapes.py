@@ -24,16 +24,20 @@ def basins_of(
     cuts: tuple[int, ...] = (),
     block: int = BLOCK,
     kernel: Ascent | None = None,
+    *,
+    across: bool = False,
 ) -> Basins:
     """Basins of heights [Z, Y, X] with -inf as background, handed over in parts that begin at `cuts`.
 
-    By torch, unless a prepared kernel is given.
+    By torch, unless a prepared kernel is given. Across, parts are cut along y.
     """
     depth, height, width = heights.shape
-    watershed = Watershed((depth, height, width), relief.floor, torch.device("cpu"), block, kernel or Ascent())
+    size = (depth, height, width)
+    watershed = Watershed(size, relief.floor, torch.device("cpu"), block, kernel or Ascent(), across=across)
     landscape = torch.from_numpy(heights.astype(np.float32))
-    for low, high in itertools.pairwise([0, *cuts, depth]):
-        watershed.add(landscape[low:high], landscape[low:high] > -torch.inf)
+    for low, high in itertools.pairwise([0, *cuts, height if across else depth]):
+        part = landscape.narrow(int(across), low, high - low)
+        watershed.add(part, part > -torch.inf)
     return watershed.finish()
 
 

@@ -54,6 +54,7 @@ def compare(kernel: Ascent, heights: Array, relief: Relief, **how: Any) -> Basin
     squashed=st.booleans(),
     cuts=st.sets(st.integers(1, 8)),
     planes=st.integers(1, 10),
+    across=st.booleans(),
 )
 def test_basins_are_those_of_torch(
     kernel: Ascent,
@@ -65,14 +66,15 @@ def test_basins_are_those_of_torch(
     squashed: bool,
     cuts: set[int],
     planes: int,
+    across: bool,
 ) -> None:
     """With ties and plateaus, in slabs and blocks of any number of planes, anisotropic or not."""
     heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[0]))
-    block = planes * (size[1] + 2) * (size[2] + 2)
-    compare(kernel, heights, Relief(persistence, squashed), cuts=inner, block=block)
+    inner = tuple(sorted(cut for cut in cuts if cut < size[across]))
+    block = planes * (size[not across] + 2) * (size[2] + 2)
+    compare(kernel, heights, Relief(persistence, squashed), cuts=inner, block=block, across=across)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])

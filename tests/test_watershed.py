@@ -31,6 +31,33 @@ def test_labels_depend_neither_on_slabs_nor_on_blocks(seed: int, cuts: set[int],
     assert np.array_equal(parts, whole)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
+    levels=st.sampled_from([0, 1, 3]),
+    cuts=st.sets(st.integers(1, 22)),
+    planes=st.integers(1, 6),
+)
+def test_planes_along_either_axis_give_the_same_basins(
+    seed: int, size: tuple[int, int, int], levels: int, cuts: set[int], planes: int
+) -> None:
+    """With ties and plateaus, whose basins depend on the places of their voxels."""
+    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
+    if levels:
+        heights = np.round(heights * levels) / levels
+    relief = Relief(0.1, squashed=False)
+    expected = basins_of(heights, relief)
+    inner = tuple(sorted(cut for cut in cuts if cut < size[1]))
+    found = basins_of(heights, relief, inner, planes * (size[0] + 2) * (size[2] + 2), across=True)
+    assert found.pieces.shape == size
+    assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
+    assert torch.equal(found.peaks, expected.peaks)
+    assert torch.equal(found.voxels, expected.voxels)
+    for one, other in zip(shallow_passes(found, relief), shallow_passes(expected, relief), strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_objects_on_every_seam_are_the_same_as_without_seams() -> None:
     heights = hills(5, (48, 40, 40), sigma=3)
     whole, count = decode(heights, 0.2)
