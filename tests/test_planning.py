@@ -33,7 +33,7 @@ def blobs(x):
     return torch.cat((height - 0.2, height), 1)
 
 torch.set_num_threads(1)
-settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}}
+settings = {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}
 segmenter = Segmenter(read_spec(Path(sys.argv[1])), Settings.model_validate(settings))
 segmenter.warm_up()
 segmenter.instrument(lambda network: blobs)
