@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from service.answers import Arrival, check_places
@@ -65,33 +65,38 @@ REQUEST: dict[str, Any] = {
 }
 
 
-async def _runtime(request: Request) -> Runtime:
+async def runtime_of(request: Request) -> Runtime:
+    """What answers the request."""
     runtime: Runtime = request.app.state.runtime
     return runtime
 
 
-RuntimeDependency = Annotated[Runtime, Depends(_runtime)]
+RuntimeDependency = Annotated[Runtime, Depends(runtime_of)]
 
 
-async def _spool(request: Request) -> Spool:
+async def spool_of(request: Request) -> Spool:
+    """What keeps the request's job."""
     spool: Spool = request.app.state.spool
     return spool
 
 
-SpoolDependency = Annotated[Spool, Depends(_spool)]
+SpoolDependency = Annotated[Spool, Depends(spool_of)]
 
 RESPOND_ASYNC = "respond-async"
 
-PreferHeader = Annotated[
-    str | None,
-    Header(description=f"{RESPOND_ASYNC}: answer with a job instead of waiting (RFC 7240).", examples=[RESPOND_ASYNC]),
-]
+PREFER = {
+    "name": "prefer",
+    "in": "header",
+    "required": False,
+    "schema": {"anyOf": [{"type": "string"}, {"type": "null"}], "examples": [RESPOND_ASYNC]},
+    "description": f"{RESPOND_ASYNC}: answer with a job instead of waiting (RFC 7240).",
+}
 
 
-def wants_a_job(prefer: str | None) -> bool:
+def wants_a_job(request: Request) -> bool:
     """Whether the client would rather come back for its answer."""
-    wishes = (wish.partition(";")[0].strip().lower() for wish in (prefer or "").split(","))
-    return RESPOND_ASYNC in wishes
+    prefer = request.headers.get("prefer", "")
+    return RESPOND_ASYNC in (wish.partition(";")[0].strip().lower() for wish in prefer.split(","))
 
 
 def caller_of(request: Request) -> str | None:
@@ -100,7 +105,7 @@ def caller_of(request: Request) -> str | None:
     return caller
 
 
-async def _admitted(request: Request, runtime: RuntimeDependency) -> Query:
+async def admitted(request: Request, runtime: RuntimeDependency) -> Query:
     """The parameters, if the request stands a chance: whatever is wrong already is said before the body is received."""
     query = _validated(_once(request.query_params.multi_items()))
     runtime.admit()
@@ -143,7 +148,7 @@ def check_output(runtime: Runtime, query: Query) -> ModelSpec:
     return spec
 
 
-AdmittedQuery = Annotated[Query, Depends(_admitted)]
+AdmittedQuery = Annotated[Query, Depends(admitted)]
 
 
 @asynccontextmanager
@@ -199,6 +204,10 @@ class Posted:
         """
         self._upload.land()
         return None if self.shared else self._upload.digest
+
+    def let_go(self) -> None:
+        """Of a file in memory that was read: it stays for as long as it is mapped."""
+        self._upload.close()
 
     def keep(self) -> AsyncExitStack:
         """The folder stays, with all that is in it, until the returned stack is closed."""

@@ -28,16 +28,16 @@ from service.metrics import Stages
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
+    PREFER,
     REQUEST,
     RESPOND_ASYNC,
-    AdmittedQuery,
     Posted,
-    PreferHeader,
-    RuntimeDependency,
-    SpoolDependency,
+    admitted,
     caller_of,
     check_output,
     posted,
+    runtime_of,
+    spool_of,
     wants_a_job,
     while_connected,
 )
@@ -49,14 +49,14 @@ from service.store import Outcome
 router = APIRouter(tags=["segmentation"])
 
 
-@router.post("/segment", response_class=FileResponse, responses=ANSWER | ACCEPTED, openapi_extra=REQUEST)
-async def segment(
-    request: Request,
-    runtime: RuntimeDependency,
-    spool: SpoolDependency,
-    query: AdmittedQuery,
-    prefer: PreferHeader = None,
-) -> Response:
+# What the framework would hand over takes it longer to find than to ask for.
+@router.post(
+    "/segment",
+    response_class=FileResponse,
+    responses=ANSWER | ACCEPTED,
+    openapi_extra=REQUEST | {"parameters": [*REQUEST["parameters"], PREFER]},
+)
+async def segment(request: Request) -> Response:
     """Segment a 3D stack.
 
     Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`, or name a file of the
@@ -64,8 +64,10 @@ async def segment(
     what is ambiguous is refused rather than guessed.
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
-    if wants_a_job(prefer):
-        response = await accept(request, runtime, spool, query)
+    runtime = await runtime_of(request)
+    query = await admitted(request, runtime)
+    if wants_a_job(request):
+        response = await accept(request, runtime, await spool_of(request), query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     stages = Stages()
@@ -102,6 +104,7 @@ class _Work:
         self._spec = check_output(runtime, posted.query)
         self._digest: str | None = None
         self._pixels: Pixels
+        self._voxels = 0
         self._job: Job[_Made] | None = None
 
     async def answer(self) -> LabelResponse:
@@ -128,12 +131,19 @@ class _Work:
         arrival, query = posted.arrival, posted.query
         with stages.measure("read"):
             self._pixels = read_pixels(self._runtime, query, arrival.source, arrival.folder)
+            posted.let_go()
+        self._voxels = self._pixels.segmented.voxels
+        # Which may be over at once.
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
         return self._job
 
     def _finish(self, result: Result) -> _Made:
         """In the thread that has segmented."""
-        return _Made(result, small_answer(self._runtime, self._posted.arrival, result))
+        answer = small_answer(self._runtime, self._posted.arrival, result)
+        if answer is not None:
+            # Nobody looks at its pixels any more.
+            del self._pixels
+        return _Made(result, answer)
 
     def _again(self, known: _Known) -> LabelResponse:
         outcome, suffix = known.result.told
@@ -152,8 +162,7 @@ class _Work:
         else:
             answer, found = made.answer, Found(None, made.answer.content)
         stages.update(answer.seconds)
-        voxels, count = self._pixels.segmented.voxels, result.segmentation.count
-        runtime.metrics.count_segmentation(spec.name, voxels, count, stages.seconds)
+        runtime.metrics.count_segmentation(spec.name, self._voxels, result.segmentation.count, stages.seconds)
         seconds = {**stages.seconds, "total": stages.total}
         outcome = outcome_of(spec.identifier, self._posted.name, answer, result, seconds)
         # Only once a model is loaded it is known how it runs.
