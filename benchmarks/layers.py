@@ -1,17 +1,23 @@
 """How fast single layers run where channels are last: norms with their activation, and the model's convolutions.
 
 python benchmarks/layers.py [--model models/nuclei] [--threads 1] [--windows 2] [--groups 8] [--calls 10]
+                            [--only "32 to 32"] [--kernels FOLDER]
 
 Norms work on as many channels of a whole window as are named: ATen's own, and those of `service/engine/norms.py`, eager
-and compiled, and how far their largest result is from float64's where the mean is five standard deviations. The
-convolutions are those of the model for which there is a Winograd kernel, on the shapes that they have in it, beside
-oneDNN's. Milliseconds of a call are the least of all, of one thread's CPU time where there is one thread.
+and compiled, in float32 and bfloat16, and how far their largest result is from float64's where the mean is five
+standard deviations. The convolutions are those of the model for which there is a Winograd kernel, on the shapes that
+they have in it, beside oneDNN's with weights in its own layout. Milliseconds of a call are the least of all, of one
+thread's CPU time where there is one thread.
+
+With --only, rows whose name contains the text. With --kernels, compiled kernels stay in FOLDER, where `perf report`
+finds the names of their parts: perf record python benchmarks/layers.py --only "32 to 32" --kernels FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,23 +26,28 @@ from network import ROOT, least, matrix_peak, trusted
 from torch import Tensor, nn
 
 from service import hardware
-from service.engine import compiled, norms, winograd
+from service.engine import compiled, norms, packed, winograd
 from service.engine.prepare import prepare
+from service.kernels import shelf
 from service.networks import load
 from service.repository import ModelSpec, read_spec
 
 LAST = torch.channels_last_3d
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def norm_rows(x: Tensor, groups: int) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """What each is called, itself, and what it should give."""
-    channels = x.shape[1]
-    for norm in (nn.InstanceNorm3d(channels, affine=True), nn.GroupNorm(groups, channels)):
-        own = nn.Sequential(norm, nn.ReLU())
+def norm_rows(image: Tensor, groups: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
+    """What each is called, itself, what it takes and what it should give."""
+    channels = image.shape[1]
+    for norm, dtype in itertools.product(
+        (nn.InstanceNorm3d(channels, affine=True), nn.GroupNorm(groups, channels)), DTYPES
+    ):
+        x, own = image.to(dtype), nn.Sequential(norm, nn.ReLU()).to(dtype)
         exact = copy.deepcopy(own).double()(x.double())
         for whose, module in (("ATen's", own), ("channels-last", norms.lay_out(copy.deepcopy(own)))):
-            yield f"{whose} {type(norm).__name__}, eager", module, exact
-            yield f"{whose} {type(norm).__name__}, compiled", _Compiled(module), exact
+            name = f"{whose} {type(norm).__name__}, {DTYPES[dtype]}"
+            yield f"{name}, eager", module, x, exact
+            yield f"{name}, compiled", _Compiled(module), x, exact
 
 
 class _Compiled(nn.Module):
@@ -64,6 +75,15 @@ def convolutions(spec: ModelSpec, windows: int) -> list[tuple[nn.Conv3d, Tensor]
     return list(found.values())
 
 
+def convolution_rows(spec: ModelSpec, windows: int) -> Iterator[tuple[str, nn.Conv3d, Tensor]]:
+    """What each is called, itself, and what it takes."""
+    for convolution, image in convolutions(spec, windows):
+        channels = f"{convolution.in_channels} to {convolution.out_channels}"
+        for dtype, name in DTYPES.items():
+            shape = " x ".join(map(str, image.shape[2:]))
+            yield f"{channels}, {shape}, {name}", copy.deepcopy(convolution).to(dtype), image.to(dtype)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "nuclei")
@@ -72,30 +92,48 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--kernels", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.kernels is not None:
+        shelf.use(options.kernels)
     cpu = torch.device("cpu")
     spec = read_spec(options.model)
-    x = torch.randn(options.windows, options.channels, *spec.input.roi_size).add_(5).to(memory_format=LAST)
     print(f"{hardware.device_name(cpu)}, {options.threads} threads, torch {torch.__version__}")
-    print(f"\n| norm and ReLU over {' x '.join(map(str, x.shape))} | ms | largest error |\n|---|---|---|")
     with torch.inference_mode():
-        for name, module, exact in norm_rows(x, options.groups):
+        print_norms(spec, options)
+        print_convolutions(spec, options)
+
+
+def milliseconds(module: nn.Module, x: Tensor, calls: int) -> float:
+    cpu = torch.device("cpu")
+    return trusted(least(lambda: module(x), calls, cpu), cpu) * 1000
+
+
+def print_norms(spec: ModelSpec, options: argparse.Namespace) -> None:
+    image = torch.randn(options.windows, options.channels, *spec.input.roi_size).add_(5).to(memory_format=LAST)
+    print(f"\n| norm and ReLU over {' x '.join(map(str, image.shape))} | ms | largest error |\n|---|---|---|")
+    for name, module, x, exact in norm_rows(image, options.groups):
+        if options.only in name:
             error = (module(x) - exact).abs().max().item()
-            timing = least(lambda run=module: run(x), options.calls, cpu)
-            print(f"| {name} | {trusted(timing, cpu) * 1000:.0f} | {error:.0e} |", flush=True)
-        print("\n| convolution | oneDNN, ms | Winograd, ms | ratio | share of a matrix product's speed |")
-        print("|---|---|---|---|---|")
-        for convolution, image in convolutions(spec, options.windows):
-            ours = winograd.Convolution(convolution)
-            before, after = (
-                trusted(least(lambda run=run, x=image: run(x), options.calls, cpu), cpu) for run in (convolution, ours)
-            )
-            peak = matrix_peak(torch.float32, options.calls, cpu)
-            flop = 2 * 27 * convolution.out_channels * image.numel()
-            shape = f"{convolution.in_channels} to {convolution.out_channels}, {' x '.join(map(str, image.shape[2:]))}"
-            print(f"| {shape} | {before * 1000:.1f} | {after * 1000:.1f} | {before / after:.2f} ", end="")
-            print(f"| {flop / after / peak:.0%} |", flush=True)
+            print(f"| {name} | {milliseconds(module, x, options.calls):.1f} | {error:.0e} |", flush=True)
+
+
+def print_convolutions(spec: ModelSpec, options: argparse.Namespace) -> None:
+    print("\n| convolution | oneDNN, ms | Winograd, ms | ratio | share of a matrix product's speed |")
+    print("|---|---|---|---|---|")
+    for name, convolution, x in convolution_rows(spec, options.windows):
+        if options.only not in name:
+            continue
+        direct = packed.pack(nn.Sequential(copy.deepcopy(convolution)))
+        before, after = (
+            milliseconds(module, x, options.calls) for module in (direct, winograd.Convolution(convolution))
+        )
+        peak = matrix_peak(x.dtype, options.calls, torch.device("cpu"))
+        flop = 2 * 27 * convolution.out_channels * x.numel()
+        print(f"| {name} | {before:.2f} | {after:.2f} | {before / after:.2f} ", end="")
+        print(f"| {flop / after / peak * 1000:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ template <bool ACTIVATE, class V> struct Affine {
 };
 
 template <bool ACTIVATE, int N, class T>
-void apply_vector(const Norm &n, const T *x, int64_t voxels, const float *middle, const float *factor, int64_t c, T *y) {
+void apply_vector(const Norm &n, const T *x, int64_t voxels, const float *middle, const float *factor, int64_t c,
+                  T *y) {
   typedef Floats<N> V;
   const Affine<ACTIVATE, V> affine{load<N>(middle + c), load<N>(factor + c), n.bias ? load<N>(n.bias + c) : V{},
                                    ACTIVATE ? load<N>(n.slope + c) : V{}};

@@ -19,6 +19,7 @@ namespace {
 
 constexpr int EDGE = 4;  // outputs along each edge of a tile
 constexpr int REACH = 6; // inputs that they depend on, and sampling points, along each edge
+constexpr int AHEAD = 512; // elements of the image that are asked for before they are read
 constexpr int PLANE = REACH * REACH, POINTS = REACH * PLANE;
 
 #if defined(__AVX512F__)
@@ -97,6 +98,8 @@ template <class V> inline void interpolate(const V m[REACH], V s[EDGE]) {
   s[3] = 2 * odd + 0.5f * odd2 + m[5];
 }
 
+// The five parts of the work are not put into one another, so that profilers tell them apart.
+
 // A block of tiles and where what is made of it lies: all of float32.
 struct Block {
   int64_t first, count;
@@ -144,7 +147,7 @@ template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
 // to end, which the hardware foresees. It does not foresee 36 lines that are read column by column, and where they are
 // a multiple of 4 KiB apart, they also push each other out of the caches.
 template <int G, class T>
-void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
+[[gnu::noinline]] void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
   const Place &at = run.at;
   const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + run.count * EDGE + 1, s.width);
   const int64_t before = (left - (at.x - 1)) * s.inputs, length = (right - left) * s.inputs;
@@ -165,6 +168,7 @@ void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run
     line += before;
     for (int64_t c = 0; c < length; c += G) {
       Floats<G> d[REACH], t[REACH];
+      for (int i = 0; i < REACH; ++i) __builtin_prefetch(lines[i] + c + AHEAD);
       for (int i = 0; i < REACH; ++i) d[i] = load<G>(lines[i] + c);
       sample(d, t);
       for (int i = 0; i < REACH; ++i) store<G>(line + i * stride + c, t[i]);
@@ -174,7 +178,8 @@ void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run
 
 // One group of channels of one tile's lines at one point along z -> sampled[36][inputs ...]. Three points along x at a
 // time, so that the values of six lines fit into registers.
-template <int G> void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
+template <int G>
+[[gnu::noinline]] void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
   constexpr int HALF = REACH / 2;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
@@ -212,7 +217,7 @@ template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_poi
 // Unrolled by order: the compiler otherwise gives the sums a place in memory, zeroed first and copied from at the end.
 // Weights are asked for a point ahead: there are so many that they come from the third-level cache each time.
 template <int R, int V>
-inline void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
+[[gnu::noinline]] void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                           int64_t out_stride) {
   Floats<LANES> sum[R][V];
 #pragma GCC unroll 24
@@ -285,7 +290,7 @@ void multiply_block(const Shape &s, const Block &b, const float *weights, int64_
 }
 
 // One group of channels of one tile at one point along z: products[6, 6][outputs ...] -> reduced[4, 4][outputs ...].
-template <int G> void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
+template <int G> [[gnu::noinline]] void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
   Floats<G> along_x[EDGE][REACH];
   for (int j = 0; j < REACH; ++j) {
     Floats<G> m[REACH], line[EDGE];
@@ -321,8 +326,8 @@ struct Leak {
 
 // One tile, reduced[6, 4, 4, outputs] -> its outputs, with bias and activation.
 template <int G, class T, class Activation>
-void finish_tile(const float *reduced, const float *bias, const Activation &activation, const Shape &s, const Place &at,
-                 T *result) {
+[[gnu::noinline]] void finish_tile(const float *reduced, const float *bias, const Activation &activation,
+                                   const Shape &s, const Place &at, T *result) {
   const int64_t deep = std::min<int64_t>(EDGE, s.depth - at.z), high = std::min<int64_t>(EDGE, s.height - at.y),
                 wide = std::min<int64_t>(EDGE, s.width - at.x);
   const int64_t step = s.outputs, line_step = s.width * step, plane_step = s.height * line_step;
@@ -335,6 +340,8 @@ void finish_tile(const float *reduced, const float *bias, const Activation &acti
         interpolate(m, line);
         const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
         T *out = result + y * line_step + x * step + c;
+        // Those of the next tile: what was never read is waited for when it is written.
+        for (int z = 0; z < EDGE; ++z) __builtin_prefetch(out + z * plane_step + EDGE * step, 1);
         for (int64_t z = 0; z < deep; ++z, out += plane_step) store<G>(out, activation(line[z] + offset));
       }
 }
