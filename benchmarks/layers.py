@@ -1,7 +1,7 @@
 """How fast single layers run where channels are last: norms with their activation, and the model's convolutions.
 
 python benchmarks/layers.py [--model models/nuclei] [--threads 1] [--windows 2] [--groups 8] [--calls 10]
-                            [--only "32 to 32"] [--kernels FOLDER]
+                            [--layer 256 256 4] [--only "32 to 32"] [--kernels FOLDER]
 
 Norms work on as many channels of a whole window as are named: ATen's own, and those of `service/engine/norms.py`, eager
 and compiled, in float32 and bfloat16, and how far their largest result is from float64's where the mean is five
@@ -9,8 +9,9 @@ standard deviations. The convolutions are those of the model for which there is 
 they have in it, beside oneDNN's with weights in its own layout. Milliseconds of a call are the least of all, of one
 thread's CPU time where there is one thread.
 
-With --only, rows whose name contains the text. With --kernels, compiled kernels stay in FOLDER, where `perf report`
-finds the names of their parts: perf record python benchmarks/layers.py --only "32 to 32" --kernels FOLDER
+With --layer, convolutions of so many inputs and outputs, and voxels along each edge, instead of the model's. With
+--only, rows whose name contains the text. With --kernels, compiled kernels stay in FOLDER, where `perf report` finds
+the names of their parts: perf record python benchmarks/layers.py --only "32 to 32" --kernels FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -75,9 +76,16 @@ def convolutions(spec: ModelSpec, windows: int) -> list[tuple[nn.Conv3d, Tensor]
     return list(found.values())
 
 
-def convolution_rows(spec: ModelSpec, windows: int) -> Iterator[tuple[str, nn.Conv3d, Tensor]]:
+def stated(layers: list[list[int]], windows: int) -> Iterator[tuple[nn.Conv3d, Tensor]]:
+    """Convolutions of so many inputs, outputs and voxels along each edge, and what they take."""
+    for inputs, outputs, edge in layers:
+        layer = nn.Conv3d(inputs, outputs, 3, padding=1).requires_grad_(requires_grad=False)
+        yield layer, torch.randn(windows, inputs, edge, edge, edge).to(memory_format=LAST)
+
+
+def convolution_rows(found: Iterable[tuple[nn.Conv3d, Tensor]]) -> Iterator[tuple[str, nn.Conv3d, Tensor]]:
     """What each is called, itself, and what it takes."""
-    for convolution, image in convolutions(spec, windows):
+    for convolution, image in found:
         channels = f"{convolution.in_channels} to {convolution.out_channels}"
         for dtype, name in DTYPES.items():
             shape = " x ".join(map(str, image.shape[2:]))
@@ -92,6 +100,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--layer", type=int, nargs=3, action="append", metavar=("INPUTS", "OUTPUTS", "EDGE"))
     parser.add_argument("--only", default="")
     parser.add_argument("--kernels", type=Path)
     options = parser.parse_args()
@@ -123,7 +132,8 @@ def print_norms(spec: ModelSpec, options: argparse.Namespace) -> None:
 def print_convolutions(spec: ModelSpec, options: argparse.Namespace) -> None:
     print("\n| convolution | oneDNN, ms | Winograd, ms | ratio | share of a matrix product's speed |")
     print("|---|---|---|---|---|")
-    for name, convolution, x in convolution_rows(spec, options.windows):
+    found = stated(options.layer, options.windows) if options.layer else convolutions(spec, options.windows)
+    for name, convolution, x in convolution_rows(found):
         if options.only not in name:
             continue
         direct = packed.pack(nn.Sequential(copy.deepcopy(convolution)))
