@@ -1,4 +1,5 @@
 import copy
+import platform
 
 import pytest
 import torch
@@ -134,6 +135,22 @@ def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
     assert torch.equal(norm(x)[0], norm(x.float())[0].bfloat16())
     assert norm(x)[1].isnan().all()
     assert norm(x).is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("missing", ["avx512bf16", "avx512f", "avx"])
+def test_processors_with_less_compute_the_same(missing, monkeypatch):
+    network = nn.Sequential(with_weights(nn.GroupNorm(1, 27)), nn.ReLU())
+    x = torch.randn(2, 27, 5, 6, 7, generator=torch.Generator().manual_seed(2)) + 5
+    monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
+    norms._library.cache_clear()
+    try:
+        norm, narrow = lay_out(copy.deepcopy(network)), x.bfloat16()
+        torch.testing.assert_close(norm(x), exactly(network, x), atol=1e-5, rtol=1e-5)
+        assert torch.equal(norm(narrow), norm(narrow.float()).bfloat16())
+    finally:
+        norms._library.cache_clear()
 
 
 @torch.inference_mode()

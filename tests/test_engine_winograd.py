@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import platform
 
 import pytest
 import torch
@@ -179,6 +180,24 @@ def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="float16"):
         winograd.Convolution(convolution(8, 16))(torch.zeros(1, 8, 4, 4, 4).half())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("missing", ["avx512bf16", "avx512f", "avx"])
+def test_processors_with_less_compute_the_same(missing, monkeypatch):
+    layer, x = convolution(24, 48), torch.randn(2, 24, 6, 9, 7)
+    narrow = x.bfloat16()
+    narrow[1, 5, 3, 4, 5] = torch.nan
+    monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
+    winograd._library.cache_clear()
+    try:
+        fast = winograd.Convolution(layer, 0.0)
+        assert (fast(x) - reference(layer, x).relu()).abs().max() < 4e-5
+        assert torch.equal(fast(narrow)[0], fast(narrow.float())[0].bfloat16())
+        assert torch.equal(fast(narrow).isnan(), fast(narrow.float()).isnan())
+        assert fast(narrow)[1].isnan().any()
+    finally:
+        winograd._library.cache_clear()
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
