@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,19 @@ class Server:
                 return None
             time.sleep(0.05)
         raise AssertionError(f"not ready within {START_SECONDS} s: {self._log.read_text()[-3000:]}")
+
+    @contextmanager
+    def running(self) -> Iterator[httpx2.Client]:
+        """A client of the service, which is ready, and killed in the end whatever happens."""
+        self.start()
+        try:
+            client = self.client()
+            assert client is not None, "the server ended before it was ready"
+            with closing(client):
+                yield client
+        finally:
+            self.kill()
+            self.wait()
 
     def states(self) -> Counter[str]:
         """How many jobs are in which state on disk; also checks the database."""

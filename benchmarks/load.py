@@ -25,7 +25,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,30 +156,26 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     """Let clients at a server for so long; gives the figures. Raises AssertionError where something is wrong."""
     server = Server(models, folder, waiting=max(clients // 2, 1))
     stacks = make_stacks(models, EAGER)
-    server.start()
-    http = server.client()
-    assert http is not None
-    address = str(http.base_url)
-    before = Taken.by(server.pid)
-    memory = Memory(server.pid, min(seconds / 60, 1.0))
-    command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
-    with closing(http), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
-        end = time.monotonic() + seconds
-        with ThreadPoolExecutor(clients) as pool:
-            users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
-        told = sum((user.result() for user in users), Counter[str]())
-        memory.stop()
-        assert probe.stdout is not None
-        health = json.loads(probe.stdout.read())
-        wait_idle(http)
-        metrics = http.get("/metrics").text
-        assert 'status="500"' not in metrics, metrics
-        assert http.get("/jobs?limit=1000").json()["jobs"] == []
-        after = Taken.by(server.pid)
-    left = [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
-    assert left == [], f"files are left over: {left}"
-    server.kill()
-    server.wait()
+    with server.running() as http:
+        address = str(http.base_url)
+        before = Taken.by(server.pid)
+        memory = Memory(server.pid, min(seconds / 60, 1.0))
+        command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
+            end = time.monotonic() + seconds
+            with ThreadPoolExecutor(clients) as pool:
+                users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
+            told = sum((user.result() for user in users), Counter[str]())
+            memory.stop()
+            assert probe.stdout is not None
+            health = json.loads(probe.stdout.read())
+            wait_idle(http)
+            metrics = http.get("/metrics").text
+            assert 'status="500"' not in metrics, metrics
+            assert http.get("/jobs?limit=1000").json()["jobs"] == []
+            after = Taken.by(server.pid)
+        left = [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
+        assert left == [], f"files are left over: {left}"
     return {
         "seconds": seconds,
         "clients": clients,
