@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from threading import get_ident
 
 import pytest
@@ -81,6 +82,23 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
                 assert len({thread for _, thread, _ in calls[:-1]}) == streams
                 assert {threads for _, _, threads in calls[:-1]} == {1}
                 assert calls[-1][2] == streams
+
+
+def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands, tmp_path):
+    settings = overruled(overruled(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
+    with device_of(settings) as device:
+        segmenter, calls = Segmenter(bands, settings), []
+        device.call(segmenter.warm_up)
+        window = segmenter._warm.window
+        counted = window.with_network(lambda batch: calls.append(len(batch)) or window.network(batch), elastic=True)
+        segmenter._warm = replace(segmenter._warm, window=counted)
+        requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
+        line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)
+        line.once()
+        for work in (line.stitched, line.bare_loop):
+            calls.clear()
+            work()
+            assert calls == [4, 2]
 
 
 def test_a_trace_is_written(report, trace):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import torch
@@ -80,22 +81,37 @@ class Requests:
 
         What is left over is computed by all threads together, as a device does it.
         """
-        batches, streams = -(-self.windows // len(self.batch)), self._latest[0].streams
-        each, rest = divmod(batches, streams)
-        if streams > 1:
-            list(self._streams.map(lambda stream: self._forwards(stream, each), range(streams)))
+        window = self._latest[0]
+        batches, last = divmod(self.windows, window.room)
+        if last and not window.elastic:
+            batches, last = batches + 1, 0
+        each, rest = divmod(batches, window.streams)
+        if window.streams > 1:
+            # Together, so that no thread computes what belongs to another's stream.
+            start = Barrier(window.streams)
+
+            def compute(stream: int) -> None:
+                start.wait()
+                self._forwards(stream, each)
+
+            list(self._streams.map(compute, range(window.streams)))
             self.forward(rest)
         else:
             self.forward(batches)
+        if last:
+            self.forward(1, last)
 
-    def forward(self, times: int = 1) -> None:
-        """The network on the batch of the first stream by all threads, until the device has finished."""
+    def forward(self, times: int = 1, windows: int | None = None) -> None:
+        """The network on the batch of the first stream by all threads, until the device has finished.
+
+        windows  of the batch, for a network that takes fewer; None: all
+        """
 
         def work() -> None:
             before = torch.get_num_threads()
             hardware.use_threads(self._threads)
             try:
-                self._forwards(0, times)
+                self._forwards(0, times, windows)
             finally:
                 # As the device has left it, and believes it to be.
                 hardware.use_threads(before)
@@ -107,11 +123,11 @@ class Requests:
         """As the first stream gets it, [B, C, *roi]."""
         return self._latest[0].batch
 
-    def _forwards(self, stream: int, times: int) -> None:
+    def _forwards(self, stream: int, times: int, windows: int | None = None) -> None:
         window = self._latest[0]
         with torch.inference_mode():
             for _ in range(times):
-                window.network(window.batches[stream])
+                window.network(window.batches[stream][:windows])
         synchronise(self.batch.device)
 
     @property
