@@ -13,11 +13,13 @@ NARROW = Choice("eager", "bf16", "contiguous", 2)
 class World:
     """A clock that only networks move. `seconds`: of one window by choice without its batch size, then of that."""
 
-    def __init__(self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1, waste=0.0):
+    def __init__(
+        self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1, waste=0.0, disturbed=0
+    ):
         self.now = 0.0
         self.seconds, self.differences, self.builds = seconds, differences or {}, builds or {}
         self.errors, self.per_call = errors or {}, per_call
-        self.calls, self.cores, self.waste = [], cores, waste
+        self.calls, self.cores, self.waste, self.disturbed = [], cores, waste, disturbed
 
     def enter(self, choice):
         self.now += self.builds.get(choice.engine, 1.0)
@@ -27,6 +29,9 @@ class World:
         def call():
             self.calls.append(choice)
             seconds = self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
+            if choice.streams > 1 and self.disturbed:
+                self.disturbed -= 1
+                seconds *= 3
             self.now += seconds * max(choice.streams / self.cores, 1) * (1 + self.waste * (choice.streams - 1))
 
         windows = choice.streams * choice.sw_batch_size
@@ -173,6 +178,14 @@ def test_all_cores_at_once_must_bring_more_than_company_costs():
     made, trials = World({("eager", "fp32"): 0.1}, waste=0.02).tune(EAGER, streams=(2, 4))
     assert made.streams == 2
     assert trials[EAGER].verdict == "hardly faster: 102% of the chosen is not worth all cores at once"
+
+
+@pytest.mark.parametrize(("disturbed", "streams"), [(5, 2), (100, 1)])
+def test_several_streams_may_be_disturbed_in_their_first_calls(disturbed, streams):
+    world = World({("eager", "fp32"): 0.01}, cores=2, disturbed=disturbed)
+    made, trials = world.tune(EAGER, streams=(2,))
+    assert made.streams == streams
+    assert any(trial.verdict.startswith("dropped") for trial in trials.values()) == (streams == 1)
 
 
 def test_a_rate_counts_the_windows_of_a_call():

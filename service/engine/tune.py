@@ -216,11 +216,13 @@ class Tuner(Generic[Made]):
         if best is None:
             self._take_turns([runner], CALLS, DUEL_SECONDS)
             return True
+        # A call of several streams is slow where any of their cores is disturbed, so a few tell little.
+        patient = runner.choice.streams > best.choice.streams
         self._take_turns([runner, best], FIRST_CALLS, math.inf)
-        if runner.rate < FAR_BEHIND * best.rate:
+        if not patient and runner.rate < FAR_BEHIND * best.rate:
             return False
         self._take_turns([runner, best], CALLS - FIRST_CALLS, DUEL_SECONDS)
-        return True
+        return not patient or runner.rate >= FAR_BEHIND * best.rate
 
     def _final(self) -> _Runner[Made]:
         """The last few in turn, from scratch; of nearly equal ones the one with fewer windows per call."""
