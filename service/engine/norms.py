@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.sequences import steps
+from service.engine.sequences import slope, steps
 from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -111,10 +111,10 @@ def lay_out(module: nn.Module) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         return module
     for step, following in itertools.pairwise(list(steps(module))):
-        slope = _slope(following.module)
-        norm = _replacement(step.module) if slope is not None else None
-        if norm is not None and slope is not None:
-            norm.activate(slope)
+        slopes = _slope(following.module)
+        norm = _replacement(step.module) if slopes is not None else None
+        if norm is not None and slopes is not None:
+            norm.activate(slopes)
             step.put(norm)
             following.put(nn.Identity())
     for name, child in module.named_children():
@@ -139,9 +139,8 @@ def _slope(activation: nn.Module) -> Tensor | None:
     """What it multiplies by what is negative, [1] or [C]."""
     if isinstance(activation, nn.PReLU):
         return activation.weight
-    if isinstance(activation, nn.LeakyReLU):
-        return torch.tensor([activation.negative_slope])
-    return torch.zeros(1) if isinstance(activation, nn.ReLU) else None
+    number = slope(activation)
+    return None if number is None else torch.tensor([number])
 
 
 @cache

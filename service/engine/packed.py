@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from service.engine import shuffles
-from service.engine.sequences import steps
+from service.engine.sequences import slope, steps
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
@@ -116,21 +116,12 @@ def _computes(dtype: torch.dtype) -> bool:
 
 def _activation(module: nn.Module) -> Activation | None:
     """What oneDNN has for it, None where that would lose NaN or is something else."""
-    slope = _slope(module)
-    if slope is not None:
-        return Activation("leaky_relu", (slope or ALMOST_ZERO,))
+    negative = slope(module)
+    if negative is not None:
+        return Activation("leaky_relu", (negative or ALMOST_ZERO,))
     if isinstance(module, nn.SiLU):
         return Activation("swish")
     return Activation("gelu", algorithm=module.approximate) if isinstance(module, nn.GELU) else None
-
-
-def _slope(module: nn.Module) -> float | None:
-    """What multiplies negative values of all channels."""
-    if isinstance(module, nn.ReLU):
-        return 0.0
-    if isinstance(module, nn.LeakyReLU):
-        return module.negative_slope
-    return module.weight.item() if isinstance(module, nn.PReLU) and module.num_parameters == 1 else None
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -36,3 +36,12 @@ def steps(module: nn.Module) -> Iterator[Step]:
 def is_sequence(module: nn.Module) -> bool:
     """Whether it calls its children in turn, and does nothing else."""
     return type(module).forward is nn.Sequential.forward
+
+
+def slope(activation: nn.Module) -> float | None:
+    """What a rectifier multiplies by what is negative; None where that is not one number, or is something else."""
+    if isinstance(activation, nn.PReLU) and activation.weight.numel() == 1:
+        return activation.weight.item()
+    if isinstance(activation, nn.LeakyReLU):
+        return activation.negative_slope
+    return 0.0 if isinstance(activation, nn.ReLU) else None

@@ -18,7 +18,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import steps
+from service.engine.sequences import slope, steps
 from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -105,8 +105,8 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 def _replace(module: nn.Module) -> nn.Module:
     # In a sequence whatever follows the convolution is known, in other modules only that it is called.
     for step, following in itertools.pairwise(list(steps(module))):
-        if suits(step.module) and (slope := _slope(following.module)) is not None:
-            step.put(Convolution(step.module, slope))
+        if suits(step.module) and (negative := slope(following.module)) is not None:
+            step.put(Convolution(step.module, negative))
             following.put(nn.Identity())
     for name, child in module.named_children():
         if suits(child):
@@ -114,15 +114,6 @@ def _replace(module: nn.Module) -> nn.Module:
         else:
             _replace(child)
     return module
-
-
-def _slope(activation: nn.Module) -> float | None:
-    """What it multiplies by what is negative, where that is one number."""
-    if isinstance(activation, nn.PReLU) and activation.weight.numel() == 1:
-        return activation.weight.item()
-    if isinstance(activation, nn.LeakyReLU):
-        return activation.negative_slope
-    return 0.0 if isinstance(activation, nn.ReLU) else None
 
 
 def pack(weight: Tensor) -> Tensor:
