@@ -411,11 +411,19 @@ def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[
 
 def _counted(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each value occurs, added to `counts`, which may be changed; as long as the highest value asks for."""
-    for start in range(0, values.size, COUNTED_VOXELS):
-        here = np.bincount(values[start : start + COUNTED_VOXELS], minlength=1)
+    for here in _in_portions(values):
         counts, fewer = (here, counts) if len(here) > len(counts) else (counts, here)
         counts[: len(fewer)] += fewer
     return counts
+
+
+def _in_portions(values: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
+    """How often each value occurs in the first of them, the next, and so on."""
+    if values.size and stitching.counts(values):
+        yield stitching.count(values)
+        return
+    for start in range(0, values.size, COUNTED_VOXELS):
+        yield np.bincount(values[start : start + COUNTED_VOXELS], minlength=1)
 
 
 def _keys(pixels: Array) -> NDArray[np.unsignedinteger]:

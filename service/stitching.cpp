@@ -1,4 +1,4 @@
-// Cutting windows out of images and blending their scores, one pass each. `service/blending.py` and
+// Counting pixels, cutting windows out of images and blending their scores, one pass each. `service/blending.py` and
 // `service/preprocess.py` say what is computed, and compute the same with torch and NumPy.
 //
 // What is cut and what comes from a network may have any strides, counted in elements; buffers of sums lie densely.
@@ -47,6 +47,10 @@ template <bool ToWrite> inline void fetch(const void *begin, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += CACHE_LINE)
     __builtin_prefetch(from + i, ToWrite);
 }
+
+// Counted apart, and then together before a count could need more than 32 bits.
+constexpr int64_t APART = 4;
+constexpr int64_t COUNTED = int64_t(1) << 30;
 
 struct Scaling {
   float offset, scale, lowest, highest;
@@ -213,6 +217,33 @@ void stackseg_cut(const void *pixels, int32_t kind, const int64_t *steps, void *
   default:
     return cut_into<float>(pixels, steps, out, narrow, out_steps, size, s, threads);
   }
+}
+
+// Counts how often each value occurs; gives the highest value and one more, so many counts being written.
+//
+// scratch  [4, 65536]
+// counts   [65536]
+int64_t stackseg_count(const uint16_t *values, int64_t size, uint32_t *scratch, int64_t *counts) {
+  uint16_t highest = 0;
+  for (int64_t i = 0; i < size; ++i)
+    highest = std::max(highest, values[i]);
+  const int64_t length = highest + int64_t(1);
+  std::fill(counts, counts + length, 0);
+  for (int64_t begin = 0; begin < size; begin += COUNTED) {
+    const int64_t end = std::min(begin + COUNTED, size);
+    std::fill(scratch, scratch + APART * length, 0);
+    // Neighbours are often alike, and a count that was just written would be waited for.
+    int64_t i = begin;
+    for (; i + APART <= end; i += APART)
+      for (int64_t k = 0; k < APART; ++k)
+        ++scratch[k * length + values[i + k]];
+    for (; i < end; ++i)
+      ++scratch[values[i]];
+    for (int64_t k = 0; k < APART; ++k)
+      for (int64_t value = 0; value < length; ++value)
+        counts[value] += scratch[k * length + value];
+  }
+  return length;
 }
 
 // Adds the weighted scores of one window to the row that it lies in.

@@ -1,4 +1,4 @@
-"""Cutting windows and blending their scores in C++, in the memory of a CPU; `stitching.cpp` says how.
+"""Counting pixels, cutting windows and blending their scores in C++, in the memory of a CPU; `stitching.cpp` says how.
 
 The same comes out as of torch, which takes several passes over the same memory. Cutting is exact to the bit.
 """
@@ -22,6 +22,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 # What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
+    ("stackseg_count", "pqpp", "q"),
     ("stackseg_cut", "pippippffffi", "-"),
     ("stackseg_add", "pipppfqqqpi", "-"),
     ("stackseg_leave", "pppfppqqqqqpqqppi", "i"),
@@ -29,6 +30,9 @@ SIGNATURES = (
 
 PIXELS = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
 FLOATS = (torch.float32, torch.bfloat16)
+
+# What 16 bits can hold.
+VALUES = 2**16
 
 
 @dataclass
@@ -79,6 +83,24 @@ class Stitching(Kernel):
     def suits(self, device: torch.device) -> bool:
         """Whether it is there, and can blend on this device."""
         return self._library is not None and device.type == "cpu"
+
+    def counts(self, values: NDArray[Any]) -> bool:
+        """Whether it can count these."""
+        return self._library is not None and values.dtype == np.uint16
+
+    def count(self, values: NDArray[np.uint16]) -> NDArray[np.int64]:
+        """How often each value occurs, int64 [highest + 1], as `numpy.bincount` gives it of one value at least.
+
+        values  [N]
+        """
+        if not self.counts(values) or not values.size or values.ndim != 1:
+            raise ValueError(f"{values.dtype} {values.shape} cannot be counted")
+        values = np.require(values, requirements=("C", "A"))
+        scratch, counts = np.empty(4 * VALUES, np.uint32), np.empty(VALUES, np.int64)
+        length = self._functions.stackseg_count(
+            values.ctypes.data, values.size, scratch.ctypes.data, counts.ctypes.data
+        )
+        return counts[:length]
 
     def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether it can make `out` of these pixels."""
