@@ -7,6 +7,7 @@ exist: one row is summed at a time, and of a layer only the planes that the next
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ class _WithTorch(Blender):
 def finite(scores: Tensor) -> Tensor:
     """The same scores. Raises NonFiniteScores."""
     # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
-    if not torch.isfinite(scores.sum()):
+    if not math.isfinite(scores.sum().item()):
         raise NonFiniteScores(NOT_FINITE)
     return scores
 

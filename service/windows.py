@@ -180,7 +180,7 @@ class SlidingWindow:
     def passage(self, image: Image, overlap: float) -> Passage:
         """The way of `image` through these windows, from the first on."""
         grid = Grid.cover(triple(image.shape[2:]), self._roi, overlap)
-        return Passage(image, grid, self._blending, self.batch.device, self._kernel)
+        return Passage(image, grid, self._blending, self.batch.device, self._kernel, lasting=self._lasting)
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], stream: int = 0) -> list[Tensor]:
@@ -215,11 +215,19 @@ class Part(NamedTuple):
 class Passage:
     """One image on its way through windows: taken from it in order, computed anywhere, and blended in order.
 
-    Made by `SlidingWindow.passage`. One thread at a time may take and one at a time may blend; filling is anybody's.
+    Made by `SlidingWindow.passage`, whose scores are `lasting` or not. One thread at a time may take and one at a time
+    may blend; filling is anybody's.
     """
 
-    def __init__(
-        self, image: Image, grid: Grid, blending: Blending, device: torch.device, kernel: Stitching = stitching
+    def __init__(  # noqa: PLR0913
+        self,
+        image: Image,
+        grid: Grid,
+        blending: Blending,
+        device: torch.device,
+        kernel: Stitching = stitching,
+        *,
+        lasting: bool = False,
     ) -> None:
         skipped, self._elsewhere = frozenset[Size](), torch.empty(0)
         if isinstance(image, Sparse):
@@ -228,7 +236,7 @@ class Passage:
         self._image, self._grid = image, grid
         # Asking a protocol takes longer than slicing.
         self._writer = image if isinstance(image, Writer) else None
-        self._blending, self._device, self._kernel = blending, device, kernel
+        self._blending, self._device, self._kernel, self._lasting = blending, device, kernel, lasting
         self._positions = (place for place in grid.positions() if place not in skipped)
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
@@ -266,7 +274,8 @@ class Passage:
         if self._grid.count == 1:
             # Alone in its place, a window has a weight that cancels.
             self.done = 1
-            return [Slab(0, 0, finite(scores.float())[(slice(None), slice(None), *self._inside)].clone())]
+            inside = finite(scores.float())[(slice(None), slice(None), *self._inside)]
+            return [Slab(0, 0, inside if self._lasting else inside.clone())]
         if self._blender is None:
             self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
         slabs = list[Slab | None]()
