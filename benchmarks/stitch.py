@@ -66,9 +66,11 @@ def main() -> None:
     image, out = Image(Volume.from_array(pixels), [Scaling(300.0, 2000.0)]), torch.zeros(1, *grid.roi)
     scores = torch.randn(WINDOWS, options.outputs, *grid.roi)
     last = list(scores.to(memory_format=torch.channels_last_3d))
+    narrow = list(scores.bfloat16())
     calls = {
         "cut": lambda kernel: cut(image, grid, kernel, out),
         "blend": lambda kernel: blend(list(scores), grid, kernel),
+        "blend, bfloat16": lambda kernel: blend(narrow, grid, kernel),
         "blend, channels last": lambda kernel: blend(last, grid, kernel),
     }
     print(f"{grid.count} windows\n\n| part | torch, ms per window | kernel | times as fast | share of a forward |")

@@ -8,6 +8,7 @@ from service import config
 from service.engine import select
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
+from service.engine.prepare import prepare
 from service.engine.select import KINDS, build, choices
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
@@ -114,6 +115,17 @@ def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compil
         expected = copy.deepcopy(module).float()(example.float())
         difference = (built.network(example).float() - expected).abs().max()
     assert difference <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
+
+
+def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
+    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1))
+    example = torch.rand(2, 8, 8, 8, 8).to(torch.bfloat16, memory_format=torch.channels_last_3d)
+    wide = prepare(module, CPU, torch.bfloat16, torch.channels_last_3d)
+    built = build(wide, example, choice_of("winograd", "bf16", memory_format="channels_last_3d"), config.Engine())
+    with torch.inference_mode():
+        scores, expected = built.network(example), wide(example)
+    assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
+    assert (scores - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():

@@ -15,6 +15,7 @@ from service import config
 from service.engine import compiled, cudagraph, eager, openvino, packed, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
+from service.engine.prepare import Float32Scores
 from service.networks import Network, weight_bytes
 
 # Seconds that torch.compile takes on a slow machine.
@@ -81,7 +82,8 @@ def _make_compiled(module: nn.Module, example: Tensor, choice: Choice, settings:
 def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
     if choice.compile_mode is not None:
         return _make_compiled(module, example, choice, settings)
-    return eager.make(packed.pack(module))
+    # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
+    return eager.make(packed.pack(module.network if isinstance(module, Float32Scores) else module))
 
 
 def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
