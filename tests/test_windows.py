@@ -128,6 +128,16 @@ def test_what_an_earlier_volume_left_in_the_batch_does_not_show():
     assert torch.equal(whole(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_scores_of_a_single_window_are_copied_unless_they_last(lasting):
+    scores = torch.rand(1, 2, 4, 4, 4)
+    window = make(lambda _batch: scores, (4, 4, 4), 1)
+    window = window.with_network(window.network, lasting=lasting)
+    (slab,) = window.run(torch.zeros(1, 1, 4, 4, 4), 0)
+    assert torch.equal(slab.scores, scores)
+    assert (slab.scores.data_ptr() == scores.data_ptr()) == lasting
+
+
 def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
     calls = []
 
