@@ -633,18 +633,35 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
     assert all(str(uuid.UUID(identifier)) == identifier for identifier in identifiers)
 
 
-def test_small_planes_may_be_compressed_by_others(tmp_path: Path) -> None:
-    labels = noise(4, 9, 8, dtype="uint8")
-    asked: list[Any] = []
+def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
 
     def compress(planes: Any) -> Any:
-        asked.append(planes)
+        if planes.dtype != np.uint8:
+            return None
+        asked.append(len(planes))
         streams = [zlib.compress(plane.tobytes(), 9) for plane in planes]
         return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
 
-    tiff.write(Segmentation(labels, "classes"), tmp_path / "small.tif", compress=compress)
-    np.testing.assert_array_equal(tifffile.imread(tmp_path / "small.tif"), labels)
-    assert len(asked) == 1
-    large = np.zeros((3, 2000, 2000), np.uint8)
-    tiff.write(Segmentation(large, "classes"), tmp_path / "large.tif", compress=compress)
-    assert len(asked) == 1
+    def written(pixels: Any, **how: Any) -> list[int]:
+        """How many planes were compressed at once, and that they are those of the file."""
+        asked.clear()
+        path = tmp_path / "labels.tif"
+        tiff.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
+        with tifffile.TiffFile(path) as file:
+            np.testing.assert_array_equal(file.asarray(), pixels)
+            assert len(file.pages) == len(pixels)
+            assert 'PhysicalSizeZ="3' in str(file.ome_metadata)
+        return asked.copy()
+
+    labels = noise(4, 9, 8, dtype="uint8")
+    assert written(labels) == [4]
+    assert written(labels.astype(np.uint16)) == []
+    # One to see whether it does, then blocks of as many as may be in memory.
+    assert written(labels, bigtiff=True) == [1, 4]
+    monkeypatch.setattr(tiff, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(tiff, "_BLOCK_BYTES", 3 * labels[0].nbytes)
+    assert written(labels) == [1, 3, 1]
+    monkeypatch.setattr(tiff, "_BLOCK_BYTES", 1)
+    assert written(labels) == [1, 1, 1, 1, 1]
+    assert written(labels.astype(np.uint16)) == []

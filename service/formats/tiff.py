@@ -41,6 +41,9 @@ RELEASED_PAGES = 64
 _CLASSIC_BYTES = 2**32 - 2**26
 _SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
 
+# Bytes of planes that are compressed in one call, if that is more than one plane.
+_BLOCK_BYTES = 2**24
+
 
 def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
     """What a file holds and what the selection would read of it; no pixel is decoded.
@@ -233,7 +236,8 @@ def write(
 
     One page per plane, Deflate at its fastest level and no predictor, which every reader opens. BigTIFF, unless chosen,
     only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution
-    tags, and to a second description for ImageJ's own reader, which knows no OME-XML. `compress` as in `encoded`.
+    tags, and to a second description for ImageJ's own reader, which knows no OME-XML. `compress` as in `encoded`; what
+    it leaves is compressed by the writer of the pages, in strips.
     """
     form = _Form.of(segmentation)
     if bigtiff is None:
@@ -244,7 +248,8 @@ def write(
             if not bigtiff and (content := encoded(segmentation, compress)) is not None:
                 file.write(content)
             else:
-                _write(file, form, _pages(segmentation.pixels), str(uuid.uuid4()), bigtiff=bigtiff)
+                pixels = segmentation.pixels
+                _write(file, form, _streams(pixels, compress) or pixels, str(uuid.uuid4()), bigtiff=bigtiff)
                 description.append(file, description.for_imagej(segmentation))
         partial.replace(path)
     finally:
@@ -280,10 +285,9 @@ def _stencil(form: _Form) -> Stencil:
     return Stencil.cut(write, description.for_imagej(made))
 
 
-def _write(
-    file: BinaryIO, form: _Form, pages: Iterator[Array] | Iterator[bytes], number: str, *, bigtiff: bool
-) -> None:
-    """Pages as they are, or compressed by then, in a file with this UUID."""
+def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
+    """Pixels as they are, or pages compressed by then, in a file with this UUID."""
+    plain = isinstance(pixels, np.ndarray)
     planes = len(form.shape) == 3
     metadata: dict[str, object] = {
         "UUID": number,
@@ -299,19 +303,18 @@ def _write(
         resolution = (1e4 / form.voxel_size.x, 1e4 / form.voxel_size.y)
     with TiffWriter(file, ome=True, bigtiff=bigtiff) as writer:
         writer.write(
-            pages,
+            _pages(pixels) if isinstance(pixels, np.ndarray) else pixels,
             shape=form.shape,
             dtype=form.dtype,
             photometric="minisblack",
             compression="adobe_deflate",
             compressionargs={"level": 1},
-            rowsperstrip=form.shape[-2] if form.is_small else None,
+            rowsperstrip=None if plain else form.shape[-2],
             resolution=resolution,
             resolutionunit="CENTIMETER" if resolution else None,
             metadata=metadata,
             software="StackSeg",
-            # Starting threads would take longer than compressing so little.
-            maxworkers=1 if form.is_small else len(os.sched_getaffinity(0)),
+            maxworkers=len(os.sched_getaffinity(0)) if plain else 1,
         )
 
 
@@ -321,6 +324,23 @@ def _pages(pixels: Array) -> Iterator[Array]:
         if number % RELEASED_PAGES == 0:
             release(pixels)
         yield pixels[index]
+
+
+def _streams(pixels: Array, compress: Compress) -> Iterator[bytes] | None:
+    """Planes [Z, Y, X] as `compress` makes them, one after the other; None where it leaves them to others."""
+    if pixels.ndim != 3 or compress(pixels[:1]) is None:
+        return None
+    return _one_by_one(pixels, compress)
+
+
+def _one_by_one(pixels: Array, compress: Compress) -> Iterator[bytes]:
+    count = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
+    for begin in range(0, len(pixels), count):
+        planes = pixels[begin : begin + count]
+        streams, ends = compress(planes) or _compressed(planes)
+        release(pixels)
+        for start, end in itertools.pairwise((0, *ends.tolist())):
+            yield streams[start:end].tobytes()
 
 
 def _compressed(pixels: Array) -> Streams:
