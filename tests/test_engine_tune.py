@@ -210,3 +210,43 @@ def test_batch_sizes_of_a_device():
     assert batch_sizes(8, 32, on_cpu=False) == (1, 2, 4, 8, 16, 32)
     assert batch_sizes(2, 1, on_cpu=True) == (1,)
     assert batch_sizes(6, 6, on_cpu=False) == (1, 2, 4, 6)
+
+
+class Failing(World):
+    """`last`: how often a network runs before it fails, by its engine."""
+
+    def __init__(self, seconds, last):
+        super().__init__(seconds)
+        self.last = last
+
+    def enter(self, choice):
+        entrant = super().enter(choice)
+
+        def call():
+            if self.calls.count(choice) >= self.last.get(choice.engine, math.inf):
+                raise RuntimeError("out of memory")
+            entrant.call()
+
+        return entrant._replace(call=call)
+
+
+@pytest.mark.parametrize("last", [0, 1, 5, 10, 15])
+@pytest.mark.parametrize("candidates", [(EAGER, COMPILED), (COMPILED, EAGER)])
+def test_what_fails_at_any_time_is_out_and_nobody_else(last, candidates):
+    world = Failing({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, {"compiled": last})
+    made, trials = world.tune(*candidates)
+    assert made == EAGER
+    assert trials[COMPILED].verdict == "failed: out of memory"
+    assert trials[EAGER].verdict == "chosen"
+
+
+def test_where_all_fail_in_the_final_nothing_runs():
+    world = Failing({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, {"compiled": 15, "eager": 25})
+    with pytest.raises(NothingRuns, match=r"out of memory; .*out of memory"):
+        world.tune(EAGER, COMPILED)
+
+
+def test_a_duel_has_one_round_where_no_time_is_left():
+    world = World({("eager", "fp32"): 30.0, ("compiled", "fp32"): 25.0})
+    world.tune(COMPILED, EAGER, seconds=100.0)
+    assert world.calls.count(EAGER) == 3, "once each in its first turns, in those after them, and in the final"

@@ -76,6 +76,7 @@ class _Runner(Generic[Made]):
     build_seconds: float
     least: float = math.inf
     difference: float | None = None
+    failure: Trial | None = None
 
     @property
     def rate(self) -> float:
@@ -90,6 +91,10 @@ class _Runner(Generic[Made]):
 
     def trial(self, verdict: str) -> Trial:
         return Trial(self.choice, verdict, self.rate, self.difference, self.build_seconds)
+
+
+# What a network raises where it does not run here.
+FAILURES = (RuntimeError, OSError, ImportError, MemoryError)
 
 
 class NothingRuns(RuntimeError):
@@ -125,9 +130,6 @@ class Tuner(Generic[Made]):
         """
         for choice in candidates:
             self._try(choice)
-        if not self._passed:
-            reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
-            raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")
         self._climb(batch_sizes)
         self._spread(streams)
         best = self._final()
@@ -196,12 +198,15 @@ class Tuner(Generic[Made]):
             runner = _Runner(choice, entrant, self._clock() - began)
             made = choice.engine, choice.compile_mode
             self._builds[made] = max(runner.build_seconds, self._builds.get(made, 0.0))
-            if not self._keeps_up(runner):
+            keeps_up = self._keeps_up(runner)
+            if runner.failure is not None:
+                return runner.failure
+            if not keeps_up:
                 return runner.trial("dropped: far behind in its first calls")
             difference = entrant.differs()
-        except (RuntimeError, OSError, ImportError, MemoryError) as error:
+        except FAILURES as error:
             log.debug("%s does not run", choice, exc_info=True)
-            return Trial(choice, f"failed: {first_line(error)}")
+            return _failed(choice, error)
         if math.isnan(difference):
             return runner.trial("wrong: scores that are not finite")
         runner.difference = difference
@@ -218,33 +223,58 @@ class Tuner(Generic[Made]):
             return True
         # A call of several streams is slow where any of their cores is disturbed, so a few tell little.
         patient = runner.choice.streams > best.choice.streams
-        self._take_turns([runner, best], FIRST_CALLS, math.inf)
-        if not patient and runner.rate < FAR_BEHIND * best.rate:
+        self._take_turns([runner, best], FIRST_CALLS, self._rules.seconds - self.seconds)
+        if best.failure is None and not patient and runner.rate < FAR_BEHIND * best.rate:
             return False
         self._take_turns([runner, best], CALLS - FIRST_CALLS, DUEL_SECONDS)
-        return not patient or runner.rate >= FAR_BEHIND * best.rate
+        return best.failure is not None or not patient or runner.rate >= FAR_BEHIND * best.rate
 
     def _final(self) -> _Runner[Made]:
-        """The last few in turn, from scratch; of nearly equal ones the one with fewer windows per call."""
-        ranking = sorted(self._passed, key=lambda runner: runner.worth, reverse=True)
-        finalists = ranking[:FINALISTS]
-        if len(finalists) > 1:
-            for runner in finalists:
-                runner.least = math.inf
-            self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
+        """The last few in turn, from scratch; of nearly equal ones the one with fewer windows per call.
+
+        Raises NothingRuns.
+        """
+        finalists: list[_Runner[Made]] = []
+        # Where all of them fail, those behind them are the last few.
+        while self._passed and not finalists:
+            ranking = sorted(self._passed, key=lambda runner: runner.worth, reverse=True)
+            finalists = ranking[:FINALISTS]
+            if len(finalists) > 1:
+                for runner in finalists:
+                    runner.least = math.inf
+                self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
+                finalists = [runner for runner in finalists if runner.failure is None]
+        if not finalists:
+            reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
+            raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")
         fastest = max(finalists, key=lambda runner: runner.worth)
         near = [runner for runner in finalists if runner.worth * WORTH_IT >= fastest.worth]
         return min(near, key=lambda runner: (runner.choice.sw_batch_size * runner.choice.streams, -runner.worth))
 
     def _take_turns(self, runners: Sequence[_Runner[Made]], rounds: int, seconds: float) -> None:
+        """One round at least. Whoever fails is out of the race, whenever that is."""
         deadline = self._clock() + seconds
         for _ in range(rounds):
             for runner in runners:
-                began = self._clock()
-                runner.entrant.call()
-                runner.least = min(runner.least, self._clock() - began)
+                if runner.failure is None:
+                    self._call(runner)
             if self._clock() > deadline:
                 return
+
+    def _call(self, runner: _Runner[Made]) -> None:
+        began = self._clock()
+        try:
+            runner.entrant.call()
+        except FAILURES as error:
+            log.debug("%s runs no more", runner.choice, exc_info=True)
+            runner.failure = self._trials[runner.choice] = _failed(runner.choice, error)
+            self._passed = [passed for passed in self._passed if passed is not runner]
+        else:
+            runner.least = min(runner.least, self._clock() - began)
+
+
+def _failed(choice: Choice, error: BaseException) -> Trial:
+    return Trial(choice, f"failed: {first_line(error)}")
 
 
 def _verdict(runner: _Runner[Made], best: _Runner[Made]) -> str:
