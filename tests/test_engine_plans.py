@@ -65,3 +65,16 @@ def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, mon
     assert plans.home(None) == Path("/caches/stackseg/plans")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert plans.home(None) == Path("~/.cache/stackseg/plans").expanduser()
+
+
+def test_plans_depend_on_whatever_kernels_are_made_of_and_on_what_measures_them():
+    names = {path.name for path in plans.sources()}
+    assert names >= {
+        "winograd.cpp",
+        "winograd.py",
+        "vectors.hpp",
+        "pace.py",
+        "parity.py",
+        "windows.py",
+        "stitching.cpp",
+    }

@@ -95,11 +95,21 @@ def home(configured: Path | None) -> Path:
     return Path(caches) / "stackseg" / FOLDER
 
 
+# What is measured besides engines, and so decides which of them is best.
+AROUND = ("blending.py", "pace.py", "parity.py", "stitching.cpp", "stitching.py", "windows.py")
+
+
+def sources() -> list[Path]:
+    """The files that the engines are made of, and those that decide which of them is best."""
+    here = Path(__file__).parent
+    own = (path for path in here.iterdir() if path.suffix in {".py", ".cpp", ".hpp"})
+    return sorted((*own, *(here.parent / name for name in AROUND)))
+
+
 @cache
 def engines() -> str:
-    """What the engines are made of, as a number: after an update in place another plan may be better."""
-    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in {".py", ".cpp"})
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    """Those files as a number: after an update in place another plan may be better."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
