@@ -202,7 +202,8 @@ class Segmenter:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
         if self._warm is not None:
             window = self._warm.window
-            self._warm = replace(self._warm, window=window.with_network(wrap(window.network), elastic=window.elastic))
+            wrapped = window.with_network(wrap(window.network), elastic=window.elastic, lasting=window.lasting)
+            self._warm = replace(self._warm, window=wrapped)
 
     def segment(  # noqa: PLR0913
         self,
