@@ -178,3 +178,25 @@ assert module[:2](x)[0].isnan().all()
 def test_without_bf16_in_onednn_only_float32_is_packed(features):
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": features}
     subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_a_rectifier_that_makes_scores_makes_zeros(bias):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv3d(8, 16, 1), nn.ReLU(), nn.Conv3d(16, 3, 1, bias=bias), nn.ReLU(), nn.Dropout())
+    network = network.eval().requires_grad_(requires_grad=False)
+    network[0].bias.fill_(-1.0)
+    x = torch.randn(1, 8, *SIZE)
+    expected = network(x)
+    assert (expected.amax(1) == 0).any()
+    fast = packed.pack(network, scores=True)
+    assert isinstance(fast[1], nn.Identity) == bias
+    assert torch.equal(fast(x) == 0, expected == 0)
+
+
+@torch.inference_mode()
+def test_scores_without_a_bias_are_zero_where_nothing_is_summed():
+    network = nn.Sequential(nn.Conv3d(8, 16, 1), nn.ReLU(), nn.Conv3d(16, 3, 1, bias=False))
+    network.requires_grad_(requires_grad=False)[0].bias.fill_(-100.0)
+    assert not packed.pack(network, scores=True)(torch.randn(1, 8, *SIZE)).any()

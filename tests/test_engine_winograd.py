@@ -211,3 +211,14 @@ def test_without_a_compiler_the_error_says_so(monkeypatch):
             winograd.Convolution(convolution(8, 16))
     finally:
         winograd._library.cache_clear()
+
+
+@pytest.mark.parametrize("channels", [8, 24])
+def test_other_channels_than_there_are_weights_for_are_refused(channels):
+    with pytest.raises(RuntimeError, match="no weights for the channels"):
+        winograd.Convolution(convolution(16, 16))(torch.zeros(1, channels, 4, 4, 4))
+
+
+@pytest.mark.parametrize("size", [(0, 16, 4, 4, 4), (1, 16, 0, 4, 4)])
+def test_nothing_gives_nothing(size):
+    assert winograd.Convolution(convolution(16, 16))(torch.zeros(size)).shape == size

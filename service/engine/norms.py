@@ -9,7 +9,6 @@ float32 and bfloat16 on a CPU, and torch elsewhere, in compiled graphs, and wher
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.sequences import slope, steps
+from service.engine.sequences import neighbours, ordinary, slope
 from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -108,28 +107,32 @@ def lay_out(module: nn.Module) -> nn.Module:
 
     Rectifiers that follow in a sequence are taken in, leaky and parametric ones included.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        return module
-    for step, following in itertools.pairwise(list(steps(module))):
+    for step, following in neighbours(module):
         slopes = _slope(following.module)
         norm = _replacement(step.module) if slopes is not None else None
         if norm is not None and slopes is not None:
             norm.activate(slopes)
             step.put(norm)
             following.put(nn.Identity())
-    for name, child in module.named_children():
-        replacement = _replacement(child)
-        if replacement is None:
-            lay_out(child)
-        else:
-            module._modules[name] = replacement
+    _replace(module)
     return module
 
 
+def _replace(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    for name, child in module.named_children():
+        replacement = _replacement(child)
+        if replacement is None:
+            _replace(child)
+        else:
+            module._modules[name] = replacement
+
+
 def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
-    if isinstance(module, nn.GroupNorm):
+    if ordinary(module, nn.GroupNorm):
         return ChannelsLastNorm(module.num_groups, module.num_channels, module.weight, module.bias, module.eps)
-    if isinstance(module, nn.InstanceNorm3d) and not module.track_running_stats:
+    if ordinary(module, nn.InstanceNorm3d) and not module.track_running_stats:
         channels = module.num_features
         return ChannelsLastNorm(channels, channels, module.weight, module.bias, module.eps)
     return None
@@ -137,7 +140,7 @@ def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
 
 def _slope(activation: nn.Module) -> Tensor | None:
     """What it multiplies by what is negative, [1] or [C]."""
-    if isinstance(activation, nn.PReLU):
+    if ordinary(activation, nn.PReLU):
         return activation.weight
     number = slope(activation)
     return None if number is None else torch.tensor([number])

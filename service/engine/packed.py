@@ -5,14 +5,13 @@ That is most of what freezing does for a compiled graph on a CPU, without the se
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from service.engine import shuffles
-from service.engine.sequences import slope, steps
+from service.engine import shuffles, winograd
+from service.engine.sequences import neighbours, ordinary, slope
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
@@ -67,36 +66,53 @@ class Convolution(nn.Module):
         return y
 
 
-def pack(module: nn.Module) -> nn.Module:
+def pack(module: nn.Module, *, scores: bool = False) -> nn.Module:
     """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`.
 
     What folds voxels into channels on a CPU is replaced as well.
+
+    scores  whether it gives scores: rectifiers whose zeros may be among these are left, as one class is as good as
+            another where both are zero
     """
-    present = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not present or isinstance(module, torch.jit.ScriptModule):
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return module
-    for step, following in itertools.pairwise(list(steps(module))):
+    exact = _exact(module) if scores else set[nn.Module]()
+    for step, following in neighbours(module):
+        if step.module in exact and slope(following.module) == 0:
+            continue
         if _suits(step.module) and (activation := _activation(following.module)) is not None:
             step.put(Convolution(step.module, activation))
             following.put(nn.Identity())
+    _replace(module)
+    return module
+
+
+def _exact(network: nn.Module) -> set[nn.Module]:
+    """Convolutions whose zeros may be among the scores: the last one, or all where that has no bias to add to them."""
+    layers = [each for each in network.modules() if isinstance(each, Layer | winograd.Convolution)]
+    return set(layers[-1:] if layers and layers[-1].bias is not None else layers)
+
+
+def _replace(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for name, child in module.named_children():
         if _suits(child):
             module._modules[name] = Convolution(child, Activation())
         elif (shuffle := shuffles.replacement(child)) is not None:
             module._modules[name] = shuffle
         elif not isinstance(child, Convolution):
-            pack(child)
-    return module
+            _replace(child)
 
 
 def _suits(module: nn.Module) -> TypeGuard[Layer]:
-    if not isinstance(module, Layer) or module.padding_mode != "zeros":
+    if not (ordinary(module, nn.Conv3d) or ordinary(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
-    ordinary = module.weight.device.type == "cpu" and _computes(module.weight.dtype)
+    computes = module.weight.device.type == "cpu" and _computes(module.weight.dtype)
     if isinstance(module, nn.ConvTranspose3d):
-        return ordinary and module.groups == 1
+        return computes and module.groups == 1
     # Even kernels are padded more on one side, which these kernels cannot.
-    return ordinary and (module.padding != "same" or all(edge % 2 for edge in module.kernel_size))
+    return computes and (module.padding != "same" or all(edge % 2 for edge in module.kernel_size))
 
 
 def _padding(layer: Layer) -> tuple[int, ...]:
@@ -119,9 +135,9 @@ def _activation(module: nn.Module) -> Activation | None:
     negative = slope(module)
     if negative is not None:
         return Activation("leaky_relu", (negative or ALMOST_ZERO,))
-    if isinstance(module, nn.SiLU):
+    if ordinary(module, nn.SiLU):
         return Activation("swish")
-    return Activation("gelu", algorithm=module.approximate) if isinstance(module, nn.GELU) else None
+    return Activation("gelu", algorithm=module.approximate) if ordinary(module, nn.GELU) else None
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import TypeGuard
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from service.engine import norms
-from service.engine.sequences import steps
+from service.engine.sequences import neighbours, ordinary
 
 
 class Float32Scores(nn.Module):
@@ -57,13 +56,9 @@ def fold_batch_norms(module: nn.Module) -> nn.Module:
     Only sequences tell the order of calls without tracing, those within others included; other modules are left as
     they are.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        return module
-    for child in module.children():
-        fold_batch_norms(child)
-    for first, second in itertools.pairwise(list(steps(module))):
+    for first, second in neighbours(module):
         convolution, norm = first.module, second.module
-        if _foldable(convolution) and isinstance(norm, nn.BatchNorm3d) and norm.track_running_stats:
+        if _foldable(convolution) and ordinary(norm, nn.BatchNorm3d) and norm.track_running_stats:
             transposed = isinstance(convolution, nn.ConvTranspose3d)
             first.put(fuse_conv_bn_eval(convolution, norm, transpose=transposed))
             second.put(nn.Identity())
@@ -71,4 +66,4 @@ def fold_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def _foldable(module: nn.Module) -> TypeGuard[nn.Conv3d | nn.ConvTranspose3d]:
-    return isinstance(module, nn.Conv3d) or (isinstance(module, nn.ConvTranspose3d) and module.groups == 1)
+    return ordinary(module, nn.Conv3d) or (ordinary(module, nn.ConvTranspose3d) and module.groups == 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from service import config
+from service import config, hardware
 from service.engine import compiled, cudagraph, eager, openvino, packed, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
@@ -83,7 +84,7 @@ def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings:
     if choice.compile_mode is not None:
         return _make_compiled(module, example, choice, settings)
     # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
-    return eager.make(packed.pack(module.network if isinstance(module, Float32Scores) else module))
+    return eager.make(packed.pack(module.network if isinstance(module, Float32Scores) else module, scores=True))
 
 
 def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
@@ -139,7 +140,7 @@ class Built(NamedTuple):
 
     seconds  making it and the first calls
     nbytes   of weights beside the module's
-    elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has
+    elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has, in any of its streams
     lasting  whether its scores stay what they are after the next call
     """
 
@@ -226,7 +227,7 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         nbytes = weight_bytes(transformed)
         network = kind.make(transformed, example, choice, settings)
         lasting = _warmed_up(network, example)
-        elastic = kind.any_batch and choice.compile_mode is None and _is_elastic(network, example)
+        elastic = kind.any_batch and choice.compile_mode is None and is_elastic(network, example, choice.streams)
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
@@ -234,8 +235,28 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
     return Built(network, time.perf_counter() - began, own * nbytes, elastic, lasting)
 
 
+def is_elastic(network: Network, example: Tensor, streams: int) -> bool:
+    """Whether each smaller batch gives what it gives within the whole one, however many of `streams` share the cores.
+
+    Libraries choose their algorithms by the number of threads.
+    """
+    if len(example) == 1:
+        return True
+    cores = torch.get_num_threads()
+
+    def check(threads: int) -> bool:
+        hardware.use_threads(threads)
+        return _is_elastic(network, example)
+
+    # All cores come last: threads that have not asked yet take the number that was set last.
+    numbers = sorted({max(cores // among, 1) for among in range(1, streams + 1)})
+    with ThreadPoolExecutor(1, "elastic") as crew:
+        checked = list(crew.map(check, numbers))
+    return all(checked)
+
+
+@torch.inference_mode()
 def _is_elastic(network: Network, example: Tensor) -> bool:
-    """Whether each smaller batch gives what it gives within the whole one."""
     generator = torch.Generator(example.device).manual_seed(0)
     batch = torch.empty_like(example).uniform_(generator=generator)
     scores = network(batch).clone()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
+import torch
 from torch import nn
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 class Step(NamedTuple):
@@ -19,18 +24,17 @@ class Step(NamedTuple):
         self.owner._modules[self.name] = module
 
 
-def steps(module: nn.Module) -> Iterator[Step]:
-    """What an `nn.Sequential` calls in turn, sequences within it included; nothing of any other module.
+def neighbours(network: nn.Module) -> Iterator[tuple[Step, Step]]:
+    """Every two steps that an `nn.Sequential` in `network` calls one after the other, each where it can be replaced.
 
-    Those that do nothing in inference are left out.
+    Sequences within sequences count as their steps, unless they are in several places, where different steps follow,
+    or have hooks. Steps that do nothing in inference are left out. Replacing while iterating is safe.
     """
-    if not is_sequence(module):
-        return
-    for name, child in module.named_children():
-        if is_sequence(child):
-            yield from steps(child)
-        elif not isinstance(child, nn.Identity | nn.Dropout | nn.Dropout3d):
-            yield Step(module, name, child)
+    modules = list(_modules(network))
+    places = Counter(child for module in modules for _, child in _children(module))
+    for module in modules:
+        if is_sequence(module):
+            yield from itertools.pairwise(list(_steps(module, places)))
 
 
 def is_sequence(module: nn.Module) -> bool:
@@ -38,10 +42,36 @@ def is_sequence(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
+def ordinary(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Whether it computes what a `kind` does: one of a class with another forward, or with hooks, need not."""
+    return isinstance(module, kind) and type(module).forward is kind.forward and not _hooked(module)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _modules(network: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule))
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that are there several times as often as they are called."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _steps(sequence: nn.Module, places: Counter[nn.Module]) -> Iterator[Step]:
+    for name, child in _children(sequence):
+        if is_sequence(child) and places[child] == 1 and not _hooked(child):
+            yield from _steps(child, places)
+        elif not any(ordinary(child, kind) for kind in (nn.Identity, nn.Dropout, nn.Dropout3d)):
+            yield Step(sequence, name, child)
+
+
 def slope(activation: nn.Module) -> float | None:
     """What a rectifier multiplies by what is negative; None where that is not one number, or is something else."""
-    if isinstance(activation, nn.PReLU) and activation.weight.numel() == 1:
+    if ordinary(activation, nn.PReLU) and activation.weight.numel() == 1:
         return activation.weight.item()
-    if isinstance(activation, nn.LeakyReLU):
+    if ordinary(activation, nn.LeakyReLU):
         return activation.negative_slope
-    return 0.0 if isinstance(activation, nn.ReLU) else None
+    return 0.0 if ordinary(activation, nn.ReLU) else None

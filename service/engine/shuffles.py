@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from service import networks
+from service.engine.sequences import ordinary
 
 # What the voxels of a block that are beside each other along x are moved as, by their bytes.
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,9 +60,9 @@ class DepthToSpace(nn.Module):
 
 def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same faster, None where that is nothing of this file."""
-    if isinstance(module, networks.SpaceToDepth):
+    if ordinary(module, networks.SpaceToDepth):
         return SpaceToDepth(module.block)
-    return DepthToSpace(module.block) if isinstance(module, networks.DepthToSpace) else None
+    return DepthToSpace(module.block) if ordinary(module, networks.DepthToSpace) else None
 
 
 def _words(x: Tensor, voxels: int, shape: Sequence[int]) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import itertools
 import math
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import slope, steps
+from service.engine.sequences import neighbours, ordinary, slope
 from service.kernels import shelf
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -78,7 +77,13 @@ def accelerate(module: nn.Module) -> nn.Module:
 
     Raises OSError where the kernel cannot be compiled.
     """
-    return _replace(copy.deepcopy(module))
+    own = copy.deepcopy(module)
+    # In a sequence whatever follows the convolution is known, in other modules only that it is called.
+    for step, following in neighbours(own):
+        if suits(step.module) and (negative := slope(following.module)) is not None:
+            step.put(Convolution(step.module, negative))
+            following.put(nn.Identity())
+    return _replace(own)
 
 
 def candidates(module: nn.Module) -> int:
@@ -89,7 +94,7 @@ def candidates(module: nn.Module) -> int:
 def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     """Whether `Convolution` computes what this module does."""
     return (
-        isinstance(module, nn.Conv3d)
+        ordinary(module, nn.Conv3d)
         and module.weight.dtype in DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == (3, 3, 3)
@@ -103,11 +108,6 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 
 
 def _replace(module: nn.Module) -> nn.Module:
-    # In a sequence whatever follows the convolution is known, in other modules only that it is called.
-    for step, following in itertools.pairwise(list(steps(module))):
-        if suits(step.module) and (negative := slope(following.module)) is not None:
-            step.put(Convolution(step.module, negative))
-            following.put(nn.Identity())
     for name, child in module.named_children():
         if suits(child):
             module._modules[name] = Convolution(child)
@@ -139,10 +139,12 @@ def _blocks(outputs: int) -> list[int]:
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
     """The kernel for `x` [B, C, z, y, x] in float32 or bfloat16; `weights` as from `pack`, bias [K] float32.
 
-    Raises MemoryError.
+    Raises MemoryError, and RuntimeError for other channels than there are weights for.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"no Winograd convolution of {x.dtype}")
+    if x.dim() != 5 or POINTS * x.shape[1] * outputs != weights.numel():
+        raise RuntimeError(f"no weights for the channels of {list(x.shape)}")
     x = x.contiguous(memory_format=torch.channels_last_3d)
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
@@ -178,7 +180,7 @@ def blocking(tiles: int, across: int, threads: int) -> int:
 
     across  tiles along x
     """
-    share = -(-tiles // threads)
+    share = max(-(-tiles // threads), 1)
     if tiles < 2 * TILES:
         return share
     rows = max(1, round(TILES / across)) * across

@@ -1,0 +1,115 @@
+"""Layers that are replaced or fused, in networks that call them in unusual ways, give what they gave before."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from service.engine import packed, winograd
+from service.engine.prepare import prepare
+from service.engine.sequences import neighbours
+
+FORMAT = torch.channels_last_3d
+
+
+class Centred(nn.Conv3d):
+    """Weights are used in another way than those of its base class."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3, 4), keepdim=True)
+        return self._conv_forward(x, 3 * weight, self.bias)
+
+
+class Raised(nn.ReLU):
+    def forward(self, x):
+        return torch.relu(x) + 1
+
+
+class Elsewhere(nn.Module):
+    """Calls a sequence within another one, and once more by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(convolution())
+        self.outer = nn.Sequential(self.inner, nn.LeakyReLU(0.3))
+
+    def forward(self, x):
+        return self.outer(x) + self.inner(x)
+
+
+def convolution():
+    return nn.Conv3d(16, 16, 3, padding=1)
+
+
+def norm():
+    layer = nn.BatchNorm3d(16)
+    nn.init.uniform_(layer.running_mean)
+    nn.init.uniform_(layer.running_var, 0.5, 2.0)
+    return layer
+
+
+def hooked(module):
+    module.register_forward_hook(lambda _module, _given, result: result + 1)
+    return module
+
+
+def sequence_twice():
+    inner = nn.Sequential(convolution())
+    return nn.Sequential(inner, nn.LeakyReLU(0.3), inner)
+
+
+def norm_behind_a_sequence_twice():
+    inner = nn.Sequential(convolution())
+    return nn.Sequential(inner, norm(), inner, nn.ReLU())
+
+
+def layer_twice():
+    layer = convolution()
+    return nn.Sequential(layer, nn.LeakyReLU(0.3), layer, norm(), layer)
+
+
+def module_between():
+    pool = nn.AvgPool3d(3, 1, 1)
+    return nn.Sequential(pool, convolution(), pool, nn.LeakyReLU(0.3))
+
+
+UNUSUAL = {
+    "a sequence twice": sequence_twice,
+    "a sequence with a norm behind": norm_behind_a_sequence_twice,
+    "a layer twice": layer_twice,
+    "a module twice": module_between,
+    "a sequence elsewhere": Elsewhere,
+    "a convolution of its own": lambda: nn.Sequential(Centred(16, 16, 3, padding=1), nn.ReLU(), convolution()),
+    "a rectifier of its own": lambda: nn.Sequential(convolution(), Raised(), convolution()),
+    "a hooked rectifier": lambda: nn.Sequential(convolution(), hooked(nn.ReLU()), convolution()),
+    "a hooked convolution": lambda: nn.Sequential(hooked(convolution()), norm(), nn.ReLU(), convolution()),
+    "a hooked norm": lambda: nn.Sequential(convolution(), hooked(norm()), nn.ReLU(), convolution()),
+    "a hooked instance norm": lambda: nn.Sequential(hooked(nn.InstanceNorm3d(16)), nn.ReLU(), convolution()),
+    "a hooked sequence": lambda: nn.Sequential(hooked(nn.Sequential(convolution())), norm(), nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
+@torch.inference_mode()
+def test_what_is_called_in_unusual_ways_computes_the_same(make):
+    torch.manual_seed(0)
+    network = make().eval().requires_grad_(requires_grad=False)
+    x = torch.randn(2, 16, 5, 6, 7)
+    expected = network(x)
+    prepared = prepare(network, x.device, x.dtype, FORMAT)
+    ways = {
+        "prepared": prepared,
+        "packed": packed.pack(copy.deepcopy(network)),
+        "winograd": winograd.accelerate(network),
+        "all": packed.pack(winograd.accelerate(prepared)),
+    }
+    for name, way in ways.items():
+        assert (way(x) - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+
+
+def test_sequences_within_sequences_are_as_if_they_were_one():
+    first, second, third = convolution(), nn.ReLU(), convolution()
+    network = nn.Sequential(nn.Sequential(first, nn.Dropout()), nn.Identity(), nn.Sequential(second, third))
+    found = [(one.module, other.module) for one, other in neighbours(network)]
+    assert found == [(first, second), (second, third), (second, third)]
