@@ -99,8 +99,8 @@ class WarmUp:
 
         Without `tune` nothing is tried that takes minutes: what nobody has found out then runs in the first way that is
         made quickly and right, with a warning.
-        An engine that was asked for and fails is replaced by the eager one, with a warning; an error of that one
-        passes through.
+        An engine that was asked for and fails is tried in the next wider precision, where none was asked for, and at
+        last replaced by the eager one, with a warning; an error of that one passes through.
         """
         if self._settings.engine.kind != "auto":
             return self._fixed()
@@ -186,30 +186,45 @@ class WarmUp:
 
     def _fixed(self) -> Warm:
         settings = self._settings.engine
-        name, warning = precision.choose(settings.precision, self._native)
-        warnings = (warning,) if warning else ()
+        warning = precision.choose(settings.precision, self._native).warning
+        warnings = [warning] if warning else []
         kind = select.KINDS[settings.kind]
-        if (unfit := select.unfit(kind, name, self._device, self._network)) is not None:
-            warnings = (*warnings, f"The {settings.kind} engine {unfit}; running eagerly.")
-            return self._warned(self._eager(name), *warnings)
+        names = precision.candidates(settings.precision, self._native)
+        unfit = {name: select.unfit(kind, name, self._device, self._network) for name in names}
+        choices = [self._own(name) for name in names if unfit[name] is None]
+        if not choices:
+            warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
+            choices = [self._eager(name) for name in names]
+        for choice in choices:
+            try:
+                return self._warned(choice, *warnings)
+            except FAILURES as error:
+                if choice == self._eager(self._sure):
+                    raise
+                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, error)
+                instead = "in another precision" if choice is not choices[-1] else "eagerly"
+                reason = select.first_line(error)
+                warnings.append(f"The {choice.engine} engine failed, so the model runs {instead}: {reason}")
+        return self._warned(self._eager(self._sure), *warnings)
+
+    def _own(self, name: str) -> Choice:
+        """The engine that was asked for, in the precision of that name."""
+        settings = self._settings.engine
+        kind = select.KINDS[settings.kind]
         memory_format = select.memory_formats(settings, kind, self._device)[0]
         mode = select.compile_modes(settings, kind, self._device)[0]
         choice = Choice(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
-        if select.one_at_a_time(choice, settings):
-            choice = replace(choice, streams=1)
-        try:
-            return self._warned(choice, *warnings)
-        except FAILURES as error:
-            if choice.engine == "eager":
-                raise
-            log.warning("the %s engine failed, running eagerly: %s", choice.engine, error)
-            reason = f"The {choice.engine} engine failed, so the model runs eagerly: {select.first_line(error)}"
-            return self._warned(self._eager(name), *warnings, reason)
+        return replace(choice, streams=1) if select.one_at_a_time(choice, settings) else choice
+
+    @property
+    def _sure(self) -> str:
+        """The precision that needs no comparison: what was asked for, else that of the network as it was loaded."""
+        wanted = self._settings.engine.precision
+        return "fp32" if wanted == "auto" else wanted
 
     def _at_once(self) -> Warm:
         """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
         parity = self._parity()
-        name = precision.choose(self._settings.engine.precision, self._native).name
         for choice in self._candidates(self._streams):
             quick = choice.engine != "eager" and select.slow_build(choice) <= QUICK_BUILD
             if not quick or self._fits(choice) is not None:
@@ -222,7 +237,7 @@ class WarmUp:
                 continue
             if right:
                 return replace(warm, warnings=(*warm.warnings, UNTUNED))
-        return self._warned(self._eager(name), UNTUNED)
+        return self._warned(self._eager(self._sure), UNTUNED)
 
     def _parity(self) -> Parity:
         return Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
@@ -256,7 +271,11 @@ class WarmUp:
             if found is None or select.KINDS[choice.engine].divides:
                 warm = alone[choice] = self.build(choice)
             else:
-                warm = replace(found, choice=choice, window=found.window.with_streams(choice.streams))
+                window = found.window.with_streams(choice.streams)
+                # With fewer cores for each call other algorithms may be chosen.
+                elastic = window.elastic and select.is_elastic(window.network, window.batch, choice.streams)
+                window = window.with_network(window.network, elastic=elastic, lasting=window.lasting)
+                warm = replace(found, choice=choice, window=window)
             pace = Pace(warm.window, parity.row, OVERLAP, parity.decoder, crews)
             return tune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
 

@@ -1,10 +1,11 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from service import config
+from service import config, hardware
 from service.engine import select
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
@@ -84,6 +85,23 @@ def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch
     kind = select.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
     monkeypatch.setitem(KINDS, "other", kind)
     assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
+
+
+@pytest.mark.parametrize(("streams", "elastic"), [(1, True), (2, False)])
+def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, streams, elastic):
+    def network(x):
+        # As libraries do that choose an algorithm by the threads there are.
+        return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
+
+    monkeypatch.setitem(KINDS, "other", select.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
+    before = torch.get_num_threads()
+    hardware.use_threads(2)
+    try:
+        choice = replace(choice_of("other"), streams=streams)
+        assert build(Counting(), EXAMPLE, choice, config.Engine()).elastic == elastic
+        assert torch.get_num_threads() == 2
+    finally:
+        hardware.use_threads(before)
 
 
 BUFFER = torch.empty(EXAMPLE.shape)

@@ -325,3 +325,65 @@ def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
     command = [sys.executable, "-c", NO_COMPILER, str(bands.folder)]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class Wide(nn.Module):
+    """Does not run in bfloat16."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return self.network(x)
+
+
+BOTH = frozenset({torch.bfloat16, torch.float32})
+
+
+@pytest.mark.parametrize(
+    ("make", "precisions", "engine"),
+    [
+        (lambda module: module, ("bf16", "fp32"), "other"),
+        (lambda _module: broken, ("bf16", "fp32"), "eager"),
+        (lambda module: module, ("fp32",), "other"),
+        (lambda module: module, ("fp16",), "eager"),
+    ],
+    ids=["narrow fails", "all fail", "only wide", "unfit"],
+)
+def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next(
+    bands, settings, only, make, precisions, engine
+):
+    only("eager", other=replace(kind_of(make), precisions=precisions))
+    chosen = settings()
+    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+    warm = WarmUp(bands, chosen, CPU, Wide(load(bands)), 1000, BOTH).run()
+    assert (warm.choice.engine, warm.choice.precision) == (engine, "fp32")
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
+def test_on_demand_what_was_never_compared_runs_in_float32(bands, settings, only, precision, expected):
+    only("eager")
+    warm = WarmUp(bands, settings(precision=precision), CPU, load(bands), 1000, BOTH).run(tune=False)
+    assert (warm.choice.engine, warm.choice.precision) == ("eager", expected)
+
+
+def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, settings, only, use_two_threads):
+    def moody(module):
+        def call(x):
+            time.sleep(0.05)
+            return module(x) + (len(x) if torch.get_num_threads() == 1 else 0)
+
+        return call
+
+    eager = replace(select.KINDS["eager"], precisions=())
+    only(eager=eager, other=replace(kind_of(moody), any_batch=True))
+    warming = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
+    alone = Choice("other", "fp32", "contiguous", 2)
+    assert warming.build(alone).window.elastic
+    assert not warming.build(replace(alone, streams=2)).window.elastic
+    tuned = warming.run()
+    assert tuned.choice.streams == 2, "who sleeps needs no core"
+    assert not tuned.window.elastic
