@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -36,6 +37,14 @@ REAL = sorted(path.parent.name for path in (DATA / "real").glob("*/image.tif"))
 HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file() and path.suffix != ".json")
 # Volumes on which the bundled model would take longer than the test is worth on two cores.
 LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046"}
+
+
+def opened_as(descriptor: Path) -> str:
+    """The name of the file behind it; nothing where it was closed meanwhile."""
+    try:
+        return str(descriptor.readlink())
+    except FileNotFoundError:
+        return ""
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +202,27 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
     assert job.progress.done < job.progress.total
     until(lambda: live.leftovers() == [], 10)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=2).image)).status_code == 200
+
+
+def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_maker: Any) -> None:
+    """At once, and not when Python next looks for cycles."""
+
+    def uploads() -> list[str]:
+        return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := opened_as(file))]
+
+    large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
+    request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
+    gc.collect()
+    assert uploads() == []
+    gc.disable()
+    try:
+        with socket.create_connection((live.host, live.port)) as connection:
+            connection.sendall(request.encode() + large)
+            until(lambda: any(job.progress.total > 0 for job in live.runtime.running), 60)
+            assert uploads() != []
+        until(lambda: uploads() == [], 20)
+    finally:
+        gc.enable()
 
 
 def test_client_that_still_sends_hears_why_it_is_refused(live: Live) -> None:

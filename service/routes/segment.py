@@ -204,10 +204,18 @@ async def _finished(job: Job[_Made], stages: Stages) -> _Made:
     except Cancelled:
         raise stopped from None
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _abandoned():
             raise
         raise stopped from None
     stages.add("queue", job.seconds_waited)
     stages.update(made.result.seconds)
     return made
+
+
+def _abandoned() -> bool:
+    """Whether nobody waits for the current task any more.
+
+    Whoever is cancelled must not hold its task: that holds the error, which holds everything that was at work.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
