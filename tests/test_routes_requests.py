@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,35 @@ def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> No
 
     asyncio.run(main())
     assert events == ["thread ended", "given up"]
+
+
+def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
+    events: list[str] = []
+    begun, release, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        release.wait(20)
+        events.append(f"thread ended, told: {gone.is_set()}")
+        raise BadParameter("seen by nobody")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context["message"]))
+        work = asyncio.ensure_future(in_thread(slow, gone=gone))
+        await asyncio.to_thread(begun.wait, 20)
+        for _ in range(3):
+            work.cancel()
+            await asyncio.sleep(0.01)
+        assert not work.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        events.append("given up")
+        del work
+        gc.collect()
+
+    asyncio.run(main())
+    assert events == ["thread ended, told: True", "given up"]
 
 
 def test_cancelling_the_caller_cancels_the_work() -> None:
