@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections import OrderedDict
 from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, TypeVar
@@ -47,16 +48,27 @@ class ResultCache(Generic[T]):
     def put(self, key: str, result: Path | bytes, told: T) -> None:
         """Keep a finished file of this file system, which must not be changed any more, or what would be in one.
 
-        The file's own name may go.
+        The file's own name may go. Raises OSError, and has kept nothing then.
         """
         size = result.stat().st_size if isinstance(result, Path) else len(result)
-        with self._lock:
-            if size > self._limit or key in self._entries:
-                return
+        if size > self._limit or key in self._entries:
+            return
+        # Written before the lock is taken, which every request takes that looks for a result.
+        partial = self._folder / f".{uuid.uuid4().hex}"
+        try:
             if isinstance(result, Path):
-                os.link(result, self._folder / key)
+                os.link(result, partial)
             else:
-                (self._folder / key).write_bytes(result)
+                partial.write_bytes(result)
+            self._enter(key, partial, size, told)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _enter(self, key: str, file: Path, size: int, told: T) -> None:
+        with self._lock:
+            if key in self._entries:
+                return
+            file.replace(self._folder / key)
             self._entries[key] = size, told
             self._bytes += size
             while self._bytes > self._limit:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,17 @@ def test_what_is_too_large_is_not_kept(folder: Path, limit: int) -> None:
     cache = ResultCache[str](folder, limit)
     put(cache, "a", 40)
     assert (read(cache, "a"), list(folder.iterdir()), cache.enabled) == (None, [], limit > 0)
+
+
+def test_what_cannot_be_written_is_not_kept_and_leaves_nothing(folder: Path) -> None:
+    cache = ResultCache[str](folder, 10_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            cache.put("a", b"a" * 5000, "told of a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (read(cache, "a"), list(folder.iterdir()), cache.nbytes) == (None, [], 0)
+    cache.put("a", b"a" * 5000, "told of a")
+    assert read(cache, "a") == b"a" * 5000
