@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import uuid
@@ -665,3 +666,11 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tiff, "_BLOCK_BYTES", 1)
     assert written(labels) == [1, 1, 1, 1, 1]
     assert written(labels.astype(np.uint16)) == []
+
+
+@pytest.mark.parametrize("byteorder", "<>")
+def test_small_files_hold_pixels_of_either_byte_order(byteorder: str) -> None:
+    stack = noise(3, 9, 11).astype(f"{byteorder}u2")
+    content = tiff.encoded(Segmentation(stack, "labels", None, 7))
+    assert content is not None
+    np.testing.assert_array_equal(tifffile.imread(io.BytesIO(content)), stack)
