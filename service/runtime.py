@@ -13,12 +13,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from service import hardware, measurements, repository
 from service.cache import ResultCache
@@ -51,6 +51,7 @@ FOLDER_PREFIX = "stackseg-"
 # Says that a folder is ours to delete; others may choose the same beginning of a name.
 MARKER = ".stackseg-scratch"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 State = Literal["unloaded", "loading", "ready", "failed"]
@@ -76,6 +77,31 @@ class ModelState(NamedTuple):
     loaded: Mapping[str, Standing] = {}
 
 
+class Threads(ThreadPoolExecutor):
+    """So many threads that tell whether all of them are busy."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self._number, self._taken = number, 0
+        self._counting = threading.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether work would have to wait for a thread."""
+        return self._taken >= self._number
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As that of any executor."""
+        future = super().submit(fn, *args, **kwargs)
+        self._count(1)
+        future.add_done_callback(lambda _: self._count(-1))
+        return future
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._taken += change
+
+
 class Runtime:
     """Owns the threads and child processes. `start` returns at once, models become ready one after the other.
 
@@ -95,7 +121,7 @@ class Runtime:
         self.scratch = self.root / "requests"
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
         # Threads that wait for a process to read: files to be decoded may not keep others from being looked at.
-        self.readers = ThreadPoolExecutor(WAITING_READERS, "read")
+        self.readers = Threads(WAITING_READERS, "read")
         self.lookers = ThreadPoolExecutor(WAITING_READERS, "look")
         # Looked up in files, which takes a millisecond.
         self._version = version("stackseg")

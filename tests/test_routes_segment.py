@@ -4,6 +4,7 @@ import csv
 import gc
 import io
 import threading
+import time
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from service.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.routes.threads import NAMED_FILES
 from service.routes.uploads import BLOCK_BYTES
-from service.runtime import Runtime
+from service.runtime import WAITING_READERS, Runtime
 from service.schemas import Query
 from service.store import Outcome
 from service.volume import VoxelSize
@@ -65,6 +66,8 @@ def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) 
 def test_small_request_is_never_on_a_disk(client: TestClient) -> None:
     """Where nothing can be written it is answered nevertheless; large ones are not, nor those that must be decoded."""
     scratch = runtime_of(client).scratch
+    # Known once a process that reads has started.
+    assert client.post("/inspect", content=STACK, headers=TIFF).status_code == 200
     scratch.rmdir()
     try:
         response = client.post("/segment", content=STACK, headers=TIFF)
@@ -184,6 +187,64 @@ def test_same_request_is_answered_again_without_the_device(bands_repository: Pat
         metrics = client.get("/metrics").text
         assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
         assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
+        assert list(runtime.scratch.iterdir()) == []
+
+
+def test_answer_that_cannot_be_kept_is_given(
+    bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
+        runtime = runtime_of(client)
+        until(lambda: runtime.obstacles() == ())
+        (runtime.root / "cache").rmdir()
+        for _ in range(2):
+            response = client.post("/segment", content=STACK, headers=TIFF)
+            assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
+        assert caplog.text.count("A result is not kept") == 2
+
+
+def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path, cache_bytes=100_000, request_seconds=10) as client:
+        runtime, gate = runtime_of(client), threading.Event()
+        until(lambda: runtime.obstacles() == ())
+        assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
+        stuck = [runtime.readers.submit(gate.wait, 60) for _ in range(WAITING_READERS)]
+        assert runtime.readers.full
+        try:
+            again = client.post("/segment", content=STACK, headers=TIFF)
+            assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
+            threading.Timer(0.5, gate.set).start()
+            other = client.post("/segment", content=as_tiff(np.full((3, 8, 8), 201, np.uint8)), headers=TIFF)
+        finally:
+            gate.set()
+        assert other.headers["x-cache"] == "miss"
+        timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
+        assert float(timing["read"]) > 300
+        assert all(waited.result(60) for waited in stuck)
+        until(lambda: not runtime.readers.full)
+
+
+def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(bands_repository, tmp_path, request_seconds=1) as client:
+        runtime, submitted = runtime_of(client), []
+        until(lambda: runtime.obstacles() == ())
+        read, submit = runtime.read, runtime.submit
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            volume = read(*arguments, **options)
+            time.sleep(1.5)
+            return volume
+
+        def noting(*arguments: Any) -> Any:
+            submitted.append(arguments)
+            return submit(*arguments)
+
+        monkeypatch.setattr(runtime, "read", slow)
+        monkeypatch.setattr(runtime, "submit", noting)
+        assert client.post("/segment", content=STACK, headers=TIFF).status_code == 504
+        assert submitted == []
         assert list(runtime.scratch.iterdir()) == []
 
 

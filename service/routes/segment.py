@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -47,6 +50,8 @@ from service.segmenter import Result
 from service.store import Outcome
 
 router = APIRouter(tags=["segmentation"])
+
+log = logging.getLogger(__name__)
 
 
 # What the framework would hand over takes it longer to find than to ask for.
@@ -106,11 +111,13 @@ class _Work:
         self._pixels: Pixels
         self._voxels = 0
         self._job: Job[_Made] | None = None
+        # Set when nobody waits for the answer any more.
+        self._gone = threading.Event()
 
     async def answer(self) -> LabelResponse:
         """The answer of this request, or of an earlier one for the same. The job is cancelled when the caller is."""
         try:
-            begun = await in_thread(self._begin, self._runtime.readers)
+            begun = await self._begun()
             if isinstance(begun, _Known):
                 return self._again(begun)
             return await self._answer(await _finished(begun, self._stages))
@@ -118,24 +125,52 @@ class _Work:
             if self._job is not None:
                 self._job.cancel()
 
-    def _begin(self) -> Job[_Made] | _Known:
-        """In a thread: read the file and wait for the device, unless the result is kept."""
-        posted, stages = self._posted, self._stages
-        with stages.measure("receive"):
+    async def _begun(self) -> Job[_Made] | _Known:
+        """What `_look` or `_read` gives: in one thread, unless what is kept would wait for files to be decoded."""
+        readers = self._runtime.readers
+        if self._runtime.cache.enabled and readers.full:
+            known = await in_thread(self._look, FILES, self._gone)
+            if known is not None:
+                return known
+            return await in_thread(partial(self._read, time.perf_counter()), readers, self._gone)
+        return await in_thread(partial(self._look_or_read, time.perf_counter()), readers, self._gone)
+
+    def _look_or_read(self, asked: float) -> Job[_Made] | _Known:
+        waited = time.perf_counter() - asked
+        return self._look() or self._read(time.perf_counter() - waited)
+
+    def _look(self) -> _Known | None:
+        """In a thread: let the file land, and find the result that is kept for it."""
+        posted, runtime = self._posted, self._runtime
+        with self._stages.measure("receive"):
             self._digest = posted.land()
-        if self._runtime.cache.enabled and (key := self._key()) is not None:
-            kept = self._runtime.cache.get(key)
-            self._runtime.metrics.count_cache("miss" if kept is None else "hit")
-            if kept is not None:
-                return _Known(key, kept)
+        if not runtime.cache.enabled or (key := self._key()) is None:
+            return None
+        kept = runtime.cache.get(key)
+        runtime.metrics.count_cache("miss" if kept is None else "hit")
+        if kept is None:
+            return None
+        posted.let_go()
+        return _Known(key, kept)
+
+    def _read(self, asked: float) -> Job[_Made]:
+        """In a thread, for which was `asked` on the clock `perf_counter`: read the file and wait for the device."""
+        posted, stages = self._posted, self._stages
+        stages.add("read", time.perf_counter() - asked)
         arrival, query = posted.arrival, posted.query
+        self._check_wanted()
         with stages.measure("read"):
             self._pixels = read_pixels(self._runtime, query, arrival.source, arrival.folder)
             posted.let_go()
         self._voxels = self._pixels.segmented.voxels
+        self._check_wanted()
         # Which may be over at once.
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
         return self._job
+
+    def _check_wanted(self) -> None:
+        if self._gone.is_set():
+            raise Cancelled("Nobody waits for the answer any more.")
 
     def _finish(self, result: Result) -> _Made:
         """In the thread that has segmented."""
@@ -170,9 +205,16 @@ class _Work:
             return respond(answer.path, outcome, found)
         if not runtime.cache.enabled:
             return respond(answer.path, outcome, found, ETag=etag(key))
-        kept = answer.path if answer.content is None else answer.content
-        await in_thread(partial(runtime.cache.put, key, kept, (outcome, answer.suffix)))
+        await in_thread(partial(self._keep, key, answer, outcome))
         return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
+
+    def _keep(self, key: str, answer: Answer, outcome: Outcome) -> None:
+        """In a thread, for who asks the same again; where the disk is full, this caller has an answer nevertheless."""
+        kept = answer.path if answer.content is None else answer.content
+        try:
+            self._runtime.cache.put(key, kept, (outcome, answer.suffix))
+        except OSError as error:
+            log.warning("A result is not kept: %s", error)
 
     def _write(self, result: Result) -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
