@@ -17,6 +17,7 @@ from typing import NamedTuple
 from service import config
 from service.config import Root
 from service.errors import BadParameter, ConfigError, OutputExists
+from service.formats.sandbox import held
 
 COPY_BYTES = 2**26
 # A folder that is opened for nothing but finding what is in it.
@@ -72,8 +73,7 @@ class References:
             finally:
                 os.close(found)
         try:
-            # Not /proc/self: the processes that read TIFFs open it, too.
-            yield Source(Path(f"/proc/{os.getpid()}/fd/{file}"), way[-1])
+            yield Source(held(file), way[-1])
         finally:
             os.close(file)
 

@@ -290,6 +290,11 @@ class Runtime:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
         return self._reader.inspect(path, selection, shared=shared)
 
+    @property
+    def reads_memory(self) -> bool:
+        """Whether a file that this process holds in memory can be read; not known, and False, before the first one."""
+        return self._reader.opens
+
     def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
         return self._reader.read(path, selection, scratch, shared=shared)

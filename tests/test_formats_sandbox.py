@@ -271,9 +271,20 @@ def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
     code = "import sys, service.formats.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
-    lonely = [sys.executable, "-m", child.__name__, str(2**29), str(LIMIT), "10"]
+    lonely = [sys.executable, "-m", child.__name__, str(2**29), str(LIMIT), "10", "/dev/null"]
     ended = subprocess.run(lonely, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, b"{}\n")
+    assert (ended.returncode, ended.stdout) == (0, b'{"opens": true}\n')
+
+
+def test_whether_files_without_a_name_are_read_is_known_once_a_process_has_started(
+    tmp_path: Path, stack: np.ndarray
+) -> None:
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT) as reader:
+        assert not reader.opens
+        reader.inspect(path, Selection())
+        assert reader.opens
+    assert not child.opens(Path(f"/proc/{os.getpid()}/fd/99999"))
 
 
 def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:

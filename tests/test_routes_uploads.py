@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.requests import Request
 
 from service.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
 from service.routes.forms import FIELD_BYTES, FIELDS
-from service.routes.uploads import BLOCK_BYTES, Upload, plain_name, receive
+from service.routes.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive
 
 TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}
@@ -27,6 +28,7 @@ def post(
     *,
     gone: bool = False,
     in_memory: bool = False,
+    room: Room = ROOM,
 ) -> Upload:
     """What `receive` makes of a body that arrives in these chunks; `gone`: the client leaves before its end."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
@@ -38,7 +40,8 @@ def post(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
-    upload = Upload(folder / "request" / "upload.tif", limit)
+    upload = Upload(folder / "request" / "upload.tif", limit, room)
+    folder.mkdir(exist_ok=True)
     asyncio.run(receive(request, upload))
     if in_memory:
         upload.keep_in_memory()
@@ -66,8 +69,38 @@ def test_small_body_lies_in_memory_until_it_is_let_go_of(tmp_path: Path) -> None
     assert upload.path.read_bytes() == b"II*\0rest"
     assert upload.digest == hashlib.sha256(b"II*\0rest").hexdigest()
     assert list(tmp_path.iterdir()) == []
-    upload.close()
+    upload.let_go()
     assert not upload.path.exists()
+    upload.close()
+
+
+def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
+    room = Room(20)
+    uploads = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, room=room) for n in range(3)]
+    assert [tmp_path in upload.path.parents for upload in uploads] == [False, False, True]
+    assert {upload.path.read_bytes() for upload in uploads} == {b"II*\0rest"}
+    # What was read of it is still mapped.
+    uploads[0].let_go()
+    assert not room.take(8)
+    for _ in range(2):
+        uploads[0].close()
+    assert room.take(12)
+    assert not room.take(1)
+    uploads[1].close()
+
+
+def test_body_lies_on_disk_where_no_more_files_can_be_open_in_memory(tmp_path: Path) -> None:
+    room, (soft, hard) = Room(20), resource.getrlimit(resource.RLIMIT_NOFILE)
+    upload = Upload(tmp_path / "request" / "upload.tif", 100, room)
+    upload.take(b"II*\0rest")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        upload.keep_in_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    upload.land()
+    assert (tmp_path / "request" / "upload.tif").read_bytes() == b"II*\0rest"
+    assert room.take(20)
 
 
 def test_large_body_lies_on_disk_whatever_is_wished(tmp_path: Path) -> None:

@@ -49,18 +49,30 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
-    """The child: read requests, one JSON object per line, until the parent closes the pipe."""
+def main(memory_bytes: int, decoded_bytes: int, seconds: float, held: Path) -> None:
+    """The child: read requests, one JSON object per line, until the parent closes the pipe.
+
+    First it says whether it can open `held`, which leads to a file that the parent has open.
+    """
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _limit(memory_bytes, decoded_bytes)
-    replies.write(b"{}\n")
+    replies.write(json.dumps({"opens": opens(held)}).encode() + b"\n")
     replies.flush()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, seconds + 5)
         replies.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
         replies.flush()
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def opens(path: Path) -> bool:
+    """Whether this process can: not those of a parent that has changed its user, nor without its view of /proc."""
+    try:
+        path.open("rb").close()
+    except OSError:
+        return False
+    return True
 
 
 def _limit(memory_bytes: int, decoded_bytes: int) -> None:
@@ -71,4 +83,4 @@ def _limit(memory_bytes: int, decoded_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))

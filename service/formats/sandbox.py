@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -109,6 +110,11 @@ class Reader:
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
+    @property
+    def opens(self) -> bool:
+        """Whether the processes can open what has no name but /proc/PID/fd/NUMBER; False until one has started."""
+        return any(process.opens for process in self._children)
+
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
         for process in self._children:
@@ -158,6 +164,8 @@ class _Child:
         self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
         self._seconds = seconds
         self._retired = False
+        # Whether it can open a file that this process has open; known once it has started.
+        self.opens = False
         self._process = self._start()
         self._ready = False
 
@@ -190,12 +198,14 @@ class _Child:
 
     def _await_start(self) -> None:
         try:
-            self._receive(STARTUP_SECONDS)
+            self.opens = bool(self._receive(STARTUP_SECONDS)["opens"])
         except (EOFError, TimeoutError):
             self._process.kill()
             self._report()
             raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
         self._ready = True
+        if not self.opens:
+            _tell_of_closed()
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = os.fspath(Path(service.__file__).parents[1])
@@ -207,7 +217,7 @@ class _Child:
         }
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-            [sys.executable, "-m", child.__name__, *self._arguments],
+            [sys.executable, "-m", child.__name__, *self._arguments, os.fspath(held(self._complaints.fileno()))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -254,6 +264,17 @@ class _Child:
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
+
+
+def held(descriptor: int) -> Path:
+    """A path to a file that this process has open, for the processes that read TIFFs; so not /proc/self."""
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+@cache
+def _tell_of_closed() -> None:
+    """Once."""
+    _log.warning("The processes that read TIFFs cannot open files of this process; small uploads go to the disk, too.")
 
 
 def _size(path: Path) -> int:

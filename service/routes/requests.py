@@ -207,7 +207,7 @@ class Posted:
 
     def let_go(self) -> None:
         """Of a file in memory that was read: it stays for as long as it is mapped."""
-        self._upload.close()
+        self._upload.let_go()
 
     def keep(self) -> AsyncExitStack:
         """The folder stays, with all that is in it, until the returned stack is closed."""
@@ -235,7 +235,7 @@ async def posted(
             stack.callback(upload.close)
             with stages.measure("receive"):
                 await receive(request, upload)
-            if place is None:
+            if place is None and runtime.reads_memory:
                 upload.keep_in_memory()
             if is_multipart(request):
                 query = with_fields(query, upload.fields)

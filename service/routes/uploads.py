@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol
 
@@ -11,6 +12,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from service.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.formats.sandbox import held
 from service.routes.forms import FORM_BYTES, Form
 from service.routes.threads import in_thread
 
@@ -31,19 +33,43 @@ RAW_TYPES = frozenset(
 BLOCK_BYTES = 2 * 2**20
 
 
+class Room:
+    """At most `nbytes` of memory for uploads that lie nowhere else. Safe to use from threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there was so much; who has taken it gives it back."""
+        with self._lock:
+            if nbytes > self._free:
+                return False
+            self._free -= nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._free += nbytes
+
+
+# Of this process.
+ROOM = Room(64 * 2**20)
+
+
 class Upload:
     """A file on its way to disk, or into memory where it is small, with the name and the form fields that came along.
 
     path  where the file is, or will be once it has landed
     """
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int, room: Room = ROOM) -> None:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
         self.received = 0
         self._file: BinaryIO | None = None
-        self._in_memory = False
+        self._room, self._taken = room, 0
         self._hash = hashlib.sha256()
         self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
@@ -63,24 +89,38 @@ class Upload:
             await in_thread(self._write)
 
     def keep_in_memory(self) -> None:
-        """Of the file that has arrived, unless it was too large to be held until now: it then never is on a disk."""
-        if self._file is None:
-            self._file, self._in_memory = os.fdopen(os.memfd_create("upload"), "wb"), True
-            # Not /proc/self: the processes that read TIFFs open it, too.
-            self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        """Of the file that has arrived, which then never is on a disk.
+
+        Not of one that was too large to be held until now, nor where there is no room or the system does not let it.
+        """
+        if self._file is not None or not self._room.take(self.received):
+            return
+        try:
+            self._file = os.fdopen(os.memfd_create("upload"), "wb")
+        except (OSError, AttributeError):
+            self._room.give_back(self.received)
+            return
+        self._taken = self.received
+        self.path = held(self._file.fileno())
 
     def land(self) -> None:
-        """Write the rest, in the thread of the caller: only then the file is there; one in memory until `close`."""
+        """Write the rest, in the thread of the caller: only then the file is there; one in memory until `let_go`."""
         file = self._write()
-        if self._in_memory:
+        if self._taken:
             file.flush()
         else:
             file.close()
 
-    def close(self) -> None:
-        """Nothing more is written."""
+    def let_go(self) -> None:
+        """Nothing more is written; of a file in memory there is left what is mapped."""
         if self._file is not None:
             self._file.close()
+
+    def close(self) -> None:
+        """The same, and its room in memory is for others: nobody maps it any more."""
+        self.let_go()
+        self._room.give_back(self._taken)
+        self._taken = 0
 
     @property
     def digest(self) -> str:
