@@ -264,7 +264,7 @@ def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, m
     gc.disable()
     try:
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
-        until(lambda: [known() for known in seen] == [None, None])
+        until(lambda: len(seen) == 2 and all(known() is None for known in seen))
     finally:
         gc.enable()
 
