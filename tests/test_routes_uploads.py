@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from service.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
+from service.routes import uploads
 from service.routes.forms import FIELD_BYTES, FIELDS
 from service.routes.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive
 
@@ -76,17 +77,17 @@ def test_small_body_lies_in_memory_until_it_is_let_go_of(tmp_path: Path) -> None
 
 def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
     room = Room(20)
-    uploads = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, room=room) for n in range(3)]
-    assert [tmp_path in upload.path.parents for upload in uploads] == [False, False, True]
-    assert {upload.path.read_bytes() for upload in uploads} == {b"II*\0rest"}
+    made = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, room=room) for n in range(3)]
+    assert [tmp_path in upload.path.parents for upload in made] == [False, False, True]
+    assert {upload.path.read_bytes() for upload in made} == {b"II*\0rest"}
     # What was read of it is still mapped.
-    uploads[0].let_go()
+    made[0].let_go()
     assert not room.take(8)
     for _ in range(2):
-        uploads[0].close()
+        made[0].close()
     assert room.take(12)
     assert not room.take(1)
-    uploads[1].close()
+    made[1].close()
 
 
 def test_body_lies_on_disk_where_no_more_files_can_be_open_in_memory(tmp_path: Path) -> None:
@@ -101,6 +102,25 @@ def test_body_lies_on_disk_where_no_more_files_can_be_open_in_memory(tmp_path: P
     upload.land()
     assert (tmp_path / "request" / "upload.tif").read_bytes() == b"II*\0rest"
     assert room.take(20)
+
+
+def test_blocks_that_are_written_while_more_arrive_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "BLOCK_BYTES", 3)
+    body = [number.to_bytes(2, "big") for number in range(1001)]
+    upload = post(body, TIFF, tmp_path)
+    assert upload.path.read_bytes() == b"".join(body)
+    assert upload.digest == hashlib.sha256(b"".join(body)).hexdigest()
+
+
+def test_what_fails_while_more_arrives_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "BLOCK_BYTES", 3)
+    (tmp_path / "request" / "upload.tif").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        post([b"II*\0", b"rest", b"more"], TIFF, tmp_path)
+    with pytest.raises(IsADirectoryError):
+        post([b"II*\0"], TIFF, tmp_path)
 
 
 def test_large_body_lies_on_disk_whatever_is_wished(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import threading
+from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol
 
@@ -74,6 +76,7 @@ class Upload:
         self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
+        self._writing: asyncio.Task[BinaryIO] | None = None
 
     def take(self, data: bytes | memoryview) -> None:
         """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
@@ -84,9 +87,17 @@ class Upload:
         self._pending_bytes += len(data)
 
     async def flush(self) -> None:
-        """Write what is pending, in a thread, if it is a block."""
+        """Have what is pending written by a thread, while more arrives, if it is a block."""
         if self._pending_bytes >= BLOCK_BYTES:
-            await in_thread(self._write)
+            # One at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
+            await self.written()
+            self._writing = asyncio.create_task(in_thread(partial(self._write, self._drain())))
+
+    async def written(self) -> None:
+        """Until no block is being written. Raises OSError where that failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     def keep_in_memory(self) -> None:
         """Of the file that has arrived, which then never is on a disk.
@@ -105,7 +116,7 @@ class Upload:
 
     def land(self) -> None:
         """Write the rest, in the thread of the caller: only then the file is there; one in memory until `let_go`."""
-        file = self._write()
+        file = self._write(self._drain())
         if self._taken:
             file.flush()
         else:
@@ -127,11 +138,15 @@ class Upload:
         """SHA-256 of what was written."""
         return self._hash.hexdigest()
 
-    def _write(self) -> BinaryIO:
+    def _drain(self) -> list[bytes | memoryview]:
+        """What was pending."""
+        blocks, self._pending, self._pending_bytes = self._pending, [], 0
+        return blocks
+
+    def _write(self, blocks: list[bytes | memoryview]) -> BinaryIO:
         if self._file is None:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             self._file = self.path.open("wb")
-        blocks, self._pending, self._pending_bytes = self._pending, [], 0
         for block in blocks:
             self._hash.update(block)
         self._file.writelines(blocks)
@@ -176,6 +191,8 @@ async def receive(request: Request, upload: Upload) -> None:
             await upload.flush()
     except ClientDisconnect:
         raise Cancelled("The client went away while sending.") from None
+    finally:
+        await upload.written()
     body.finish()
 
 
