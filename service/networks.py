@@ -45,26 +45,25 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     return x.reshape(batch, outputs, z * bz, y * by, w * bx)
 
 
-class SpaceToDepth(nn.Module):
-    """`space_to_depth`, where an engine can replace it."""
+class _Shuffle(nn.Module):
+    """Moves voxels of blocks [bz, by, bx] into channels or back, as a module that an engine can replace."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
         bz, by, bx = block
         self.block = (bz, by, bx)
+
+
+class SpaceToDepth(_Shuffle):
+    """`space_to_depth`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
         return space_to_depth(x, self.block)
 
 
-class DepthToSpace(nn.Module):
-    """`depth_to_space`, where an engine can replace it."""
-
-    def __init__(self, block: Sequence[int]) -> None:
-        super().__init__()
-        bz, by, bx = block
-        self.block = (bz, by, bx)
+class DepthToSpace(_Shuffle):
+    """`depth_to_space`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""

@@ -287,7 +287,8 @@ def _stencil(form: _Form) -> Stencil:
 
 def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
     """Pixels as they are, or pages compressed by then, in a file with this UUID."""
-    plain = isinstance(pixels, np.ndarray)
+    pages = _pages(pixels) if isinstance(pixels, np.ndarray) else pixels
+    plain = pages is not pixels
     planes = len(form.shape) == 3
     metadata: dict[str, object] = {
         "UUID": number,
@@ -303,7 +304,7 @@ def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number:
         resolution = (1e4 / form.voxel_size.x, 1e4 / form.voxel_size.y)
     with TiffWriter(file, ome=True, bigtiff=bigtiff) as writer:
         writer.write(
-            _pages(pixels) if isinstance(pixels, np.ndarray) else pixels,
+            pages,
             shape=form.shape,
             dtype=form.dtype,
             photometric="minisblack",
