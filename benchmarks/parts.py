@@ -22,6 +22,7 @@ from service import hardware
 from service.ascent import ascent
 from service.deflation import deflation
 from service.formats import tiff
+from service.formats.sandbox import Reader
 from service.networks import load
 from service.postprocess import make_decoder
 from service.preprocess import normalised
@@ -39,7 +40,7 @@ def least(work: Callable[[], object], repeats: int) -> float:
     return 1000 * min(seconds)
 
 
-def parts(spec: ModelSpec, folder: Path) -> dict[str, Callable[[], object]]:
+def parts(spec: ModelSpec, folder: Path, reader: Reader) -> dict[str, Callable[[], object]]:
     """By name what a request for one window does beside the network, ready to be called."""
     content = as_tiff(synthetic_nuclei(spec.input.roi_size))
     file, limit = folder / "stack.tif", 2**30
@@ -60,6 +61,7 @@ def parts(spec: ModelSpec, folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "understand the file": lambda: tiff.extract(file, Selection(), limit, folder),
         "map it": extract.volume,
+        "both for one like an earlier one": lambda: reader.read(file, Selection(), folder),
         "normalise": lambda: normalised(volume, spec),
         "decode": decode,
         "write": lambda: tiff.write(segmentation, folder / "labels.tif", compress=deflation.compress),
@@ -73,9 +75,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with torch.inference_mode(), tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        for name, work in parts(read_spec(options.model), Path(folder)).items():
-            print(f"{name:30} {least(work, options.repeats):.2f}")
+    with (
+        torch.inference_mode(),
+        tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+        Reader(memory_bytes=2**30, seconds=60, decoded_bytes=2**30, processes=1) as reader,
+    ):
+        for name, work in parts(read_spec(options.model), Path(folder), reader).items():
+            print(f"{name:32} {least(work, options.repeats):.2f}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -55,16 +56,17 @@ class Pixels(NamedTuple):
     measured: Volume
 
 
-def read_pixels(runtime: Runtime, query: Query, source: Path, folder: Path) -> Pixels:
-    """All that the query needs of a file, before anything is computed: later it may be another one, or gone.
+def read_pixels(runtime: Runtime, query: Query, source: Path, folder: Path, caller: str | None) -> Pixels:
+    """All that the query needs of the caller's file, before anything is computed: later it may be another one, or gone.
 
     Raises what `Runtime.read` raises.
     """
     shared = query.input is not None
-    volume = runtime.read(source, query.selection, folder, shared=shared)
+    read = partial(runtime.read, source, scratch=folder, shared=shared, owner=caller)
+    volume = read(query.selection)
     if query.measurements is None or query.channel is None:
         return Pixels(volume, volume)
-    return Pixels(volume, runtime.read(source, replace(query.selection, channel=None), folder, shared=shared))
+    return Pixels(volume, read(replace(query.selection, channel=None)))
 
 
 class Answer(NamedTuple):

@@ -286,18 +286,22 @@ class Runtime:
         loaded = self._loaded(spec.name)
         return loaded.estimate(volume, options) if loaded else self.stations[0].outlook(spec).estimate(volume, options)
 
-    def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
+    def inspect(
+        self, path: Path, selection: Selection, *, shared: bool = False, owner: str | None = None
+    ) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
-        return self._reader.inspect(path, selection, shared=shared)
+        return self._reader.inspect(path, selection, shared=shared, owner=owner)
 
     @property
     def reads_memory(self) -> bool:
         """Whether a file that this process holds in memory can be read; not known, and False, before the first one."""
         return self._reader.opens
 
-    def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
+    def read(
+        self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
+    ) -> Volume:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
-        return self._reader.read(path, selection, scratch, shared=shared)
+        return self._reader.read(path, selection, scratch, shared=shared, owner=owner)
 
     def manner(self, model: str) -> dict[str, Any]:
         """What decides about labels beside a model and a request: what the operator chose, and how the model runs here.

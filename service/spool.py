@@ -125,7 +125,7 @@ class Spool:
         """
         query, owner = arrival.query, arrival.caller
         spec = self._runtime.spec(query.model)
-        file = self._runtime.inspect(arrival.source, query.selection, shared=query.input is not None)
+        file = self._runtime.inspect(arrival.source, query.selection, shared=query.input is not None, owner=owner)
         windows = self._runtime.estimate(spec, file, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         order = Order(spec.name, parameters, name, windows, receive_seconds)
@@ -219,7 +219,7 @@ class Spool:
         with storage(), live.stages.measure("read"):
             live.folder = self._runtime.make_folder()
             with self._source(live) as source:
-                live.pixels = read_pixels(self._runtime, live.query, source, live.folder)
+                live.pixels = read_pixels(self._runtime, live.query, source, live.folder, live.owner)
 
     @contextmanager
     def _source(self, live: _Live) -> Iterator[Path]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from service.errors import RequestError, TooLarge
 from service.formats import tiff
+from service.formats.evidence import Evidence
 from service.volume import Selection, VoxelSize
 
 
@@ -25,27 +26,33 @@ def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What a child does with one request; only errors that a file or a folder may cause are caught."""
+    """What a child does with one request; only errors that a file or a folder may cause are caught.
+
+    Beside a result that is no decoded file stands its `evidence`, ranges as those of `Evidence`, or null.
+    """
     stated = request["selection"]
     selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
-    path, limit_bytes = Path(request["path"]), request["limit_bytes"]
+    path, limit_bytes, evidence = Path(request["path"]), request["limit_bytes"], Evidence()
     try:
         if request["call"] == "inspect":
-            return {"result": asdict(tiff.inspect(path, selection, limit_bytes))}
-        extract = tiff.extract(path, selection, limit_bytes, Path(request["scratch"]))
+            described = tiff.inspect(path, selection, limit_bytes, evidence)
+            return {"result": asdict(described), "evidence": evidence.ranges}
+        extract = tiff.extract(path, selection, limit_bytes, Path(request["scratch"]), evidence)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
+    plain = extract.path == path
     return {
         "result": {
-            "file": None if extract.path == path else extract.path.name,
+            "file": None if plain else extract.path.name,
             **asdict(extract.placement),
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
-        }
+        },
+        "evidence": evidence.ranges if plain else None,
     }
 
 

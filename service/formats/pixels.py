@@ -33,6 +33,17 @@ Store = Callable[[int, int, Array], None]
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
 
+def mapped(file: Path | int) -> mmap.mmap:
+    """The whole of a file, by its path or its descriptor; written to, it is a copy.
+
+    Raises ValueError for an empty one. NumPy's own class for it takes several times as long to make.
+    """
+    if isinstance(file, int):
+        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    with file.open("rb", buffering=0) as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Pixels [C, Z, Y, X] at regular distances in a file; offset and strides in bytes, dtype with its byte order."""
@@ -49,15 +60,18 @@ class Placement:
         size = dtype.itemsize
         return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
 
-    def volume(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
-        """Map the file; slabs come out in native byte order, without a copy where they are stored so.
+    @property
+    def nbytes(self) -> int:
+        """Of the pixels alone."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    def volume(self, content: mmap.mmap, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Of a whole file, mapped as by `mapped`.
+
+        Slabs come out in native byte order, without a copy where they are stored so.
         Raises ValueError where the placement reaches beyond the file.
         """
-        with path.open("rb") as file:
-            # Written to, it is a copy. NumPy's own class for it takes several times as long to make.
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), buffer, self.offset, self.strides)
+        pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
         native = pixels.dtype.newbyteorder("=")
 
         def read(z0: int, z1: int) -> Array:

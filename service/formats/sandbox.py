@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import mmap
 import os
 import queue
 import select
@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -37,8 +37,9 @@ from service.errors import (
     UnsupportedMedia,
 )
 from service.formats import child
-from service.formats.pixels import Placement
-from service.volume import Description, Selection, Volume
+from service.formats.evidence import Precedents, Ranges
+from service.formats.pixels import Placement, mapped
+from service.volume import Description, Selection, Volume, VoxelSize
 
 STARTUP_SECONDS = 60.0
 
@@ -50,6 +51,15 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _log = logging.getLogger(__name__)
+
+
+class _Extract(NamedTuple):
+    """Where pixels are: in the file itself, or decoded in another one, by its name."""
+
+    file: str | None
+    placement: Placement
+    voxel_size: VoxelSize | None
+    channels: tuple[str, ...]
 
 
 class Reader:
@@ -81,32 +91,51 @@ class Reader:
         for process in self._children:
             self._idle.put(process)
         self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
+        self._described: Precedents[Description] = Precedents()
+        self._extracted: Precedents[_Extract] = Precedents()
+        self._closed = False
 
-    def inspect(self, path: Path, selection: Selection, *, shared: bool = False) -> Description:
+    def inspect(
+        self, path: Path, selection: Selection, *, shared: bool = False, owner: str | None = None
+    ) -> Description:
         """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
-        return _description(self._ask("inspect", path, selection, self._limit(shared=shared)))
+        content, limit = self._content(path, shared=shared), self._limit(shared=shared)
 
-    def read(self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
+        def ask() -> tuple[Description, Ranges | None]:
+            result, evidence = self._ask("inspect", path, selection, limit)
+            return _description(result), evidence
+
+        return self._described.answer((selection, limit, owner), content, ask)
+
+    def read(
+        self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
+    ) -> Volume:
         """As `service.formats.tiff.read`, with its errors; a crash is BadFile, running out of time TooLarge.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
         The volume maps that file, or the uploaded one. A `shared` file may be changed by others at any time, and is
-        read instead of mapped: a mapped file that becomes shorter ends the process that looks at it.
+        read instead of mapped: a mapped file that becomes shorter ends the process that looks at it. Of any other it
+        is remembered what decided, for files of the same `owner` that differ in pixels alone.
         """
-        limit = self._limit(shared=shared)
-        with self._large if _size(path) > self._large_bytes else nullcontext():
-            reply = self._ask("extract", path, selection, limit, scratch)
-        name = reply["file"]
-        source = path if name is None else scratch / Path(name).name
-        placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
-        dtype = np.dtype(placement.dtype)
-        if dtype.kind not in "uif" or math.prod(placement.shape) * dtype.itemsize > limit:
-            raise BadFile("The file is damaged: what was read of it makes no sense.")
+        content, limit = self._content(path, shared=shared), self._limit(shared=shared)
+
+        def ask() -> tuple[_Extract, Ranges | None]:
+            with self._large if _size(path) > self._large_bytes else nullcontext():
+                result, evidence = self._ask("extract", path, selection, limit, scratch)
+            extract = _extract(result, limit)
+            return extract, evidence if extract.file is None else None
+
+        found = self._extracted.answer((selection, limit, owner), content, ask)
+        source = path if found.file is None else scratch / found.file
+        placement, told = found.placement, (found.voxel_size, found.channels)
         # What is large would otherwise fill memory with pages of the file, which looks like use.
-        large = math.prod(placement.shape) * dtype.itemsize >= LARGE_BYTES
-        take = placement.stream if large or (shared and name is None) else placement.volume
+        large = placement.nbytes >= LARGE_BYTES
         try:
-            return take(source, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+            if large or (shared and found.file is None):
+                return placement.stream(source, *told)
+            if content is None or found.file is not None:
+                content = mapped(source)
+            return placement.volume(content, *told)
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
@@ -117,6 +146,7 @@ class Reader:
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
+        self._closed = True
         for process in self._children:
             process.retire()
         for process in [self._idle.get() for _ in self._children]:
@@ -132,9 +162,19 @@ class Reader:
     def _limit(self, *, shared: bool) -> int:
         return self._shared_bytes if shared else self._decoded_bytes
 
+    def _content(self, path: Path, *, shared: bool) -> mmap.mmap | None:
+        """The whole file, where it can be compared: not what is empty, nor what others may change."""
+        if shared or self._closed:
+            return None
+        descriptor = _descriptor(path)
+        try:
+            return mapped(path if descriptor is None else descriptor)
+        except ValueError:
+            return None
+
     def _ask(
         self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Ranges | None]:
         process = self._idle.get()
         try:
             reply = process.ask(
@@ -153,8 +193,8 @@ class Reader:
             raise OSError(reply["errno"], reply["message"], os.fspath(path))
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
-        result: dict[str, Any] = reply["result"]
-        return result
+        evidence = reply["evidence"]
+        return reply["result"], None if evidence is None else [(int(begin), int(end)) for begin, end in evidence]
 
 
 class _Child:
@@ -271,6 +311,12 @@ def held(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
+def _descriptor(path: Path) -> int | None:
+    """What `held` made the path of."""
+    folder, _, name = os.fspath(path).rpartition("/")
+    return int(name) if name.isdecimal() and folder == f"/proc/{os.getpid()}/fd" else None
+
+
 @cache
 def _tell_of_closed() -> None:
     """Once."""
@@ -283,6 +329,14 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
+    placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
+    if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
+        raise BadFile("The file is damaged: what was read of it makes no sense.")
+    file = None if reply["file"] is None else Path(reply["file"]).name
+    return _Extract(file, placement, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:

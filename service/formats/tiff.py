@@ -27,6 +27,7 @@ from service.arrays import release
 from service.errors import BadParameter
 from service.formats import axes, description, image, metadata, pixels, stencil, structure
 from service.formats.axes import Layout, Part
+from service.formats.evidence import Evidence
 from service.formats.image import StoredImage
 from service.formats.pixels import Placement
 from service.formats.stencil import Stencil, Streams
@@ -45,13 +46,13 @@ _SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
 _BLOCK_BYTES = 2**24
 
 
-def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
+def inspect(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Description:
     """What a file holds and what the selection would read of it; no pixel is decoded.
 
-    A time point that has yet to be chosen is no error here, but a note.
+    A time point that has yet to be chosen is no error here, but a note. `evidence` hears of every byte that is read.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _opened(path, selection, limit_bytes) as stack:
+    with _opened(path, selection, limit_bytes, evidence) as stack:
         return stack.describe(selection)
 
 
@@ -67,7 +68,7 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
     with _opened(path, selection, limit_bytes) as stack:
         placement = stack.place()
         if placement is not None:
-            return placement.volume(path, stack.voxel_size(selection), stack.channels)
+            return placement.volume(pixels.mapped(path), stack.voxel_size(selection), stack.channels)
         decoded: Array = np.empty(pixels.shape_of(stack.layout, stack.part), pixels.delivered_dtype(stack.image))
 
         def store(channel: int, z0: int, block: Array) -> None:
@@ -88,15 +89,17 @@ class Extract:
 
     def volume(self) -> Volume:
         """Map the file."""
-        return self.placement.volume(self.path, self.voxel_size, self.channels)
+        return self.placement.volume(pixels.mapped(self.path), self.voxel_size, self.channels)
 
 
-def extract(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Extract:
+def extract(
+    path: Path, selection: Selection, limit_bytes: int, scratch: Path, evidence: Evidence | None = None
+) -> Extract:
     """Like `read`, but says where the pixels are: in the file itself, or decoded in a new file in `scratch`.
 
-    That folder is made where there is need for it.
+    That folder is made where there is need for it. `evidence` hears of every byte that is read.
     """
-    with _opened(path, selection, limit_bytes) as stack:
+    with _opened(path, selection, limit_bytes, evidence) as stack:
         voxel_size = stack.voxel_size(selection)
         placement = stack.place()
         if placement is not None:
@@ -182,8 +185,9 @@ class _Stack:
 
 
 @contextmanager
-def _opened(path: Path, selection: Selection, limit_bytes: int) -> Iterator[_Stack]:
-    with path.open("rb") as stream:
+def _opened(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Iterator[_Stack]:
+    with path.open("rb") as file:
+        stream = file if evidence is None else evidence.watch(file)
         skeleton = structure.scan(stream)
         stream.seek(0)
         with image.translated("reading its tags"):

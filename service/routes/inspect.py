@@ -27,7 +27,8 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
         def look() -> Description:
             arrived.land()
-            return runtime.inspect(arrived.arrival.source, query.selection, shared=arrived.shared)
+            arrival = arrived.arrival
+            return runtime.inspect(arrival.source, query.selection, shared=arrived.shared, owner=arrival.caller)
 
         file = await while_connected(request, in_thread(look, runtime.lookers))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
