@@ -105,19 +105,32 @@ class Kernel:
         self._tried = False
 
     def prepare(self) -> None:
-        """Compile, which takes a second or two, or load what an earlier start has kept. That it fails is no error."""
+        """`load`, if that was not tried before. That it fails is no error."""
         if self._tried:
             return
         self._tried = True
         try:
-            library = shelf.load(self._source, self._flags)
+            self.load()
         except OSError as error:
             log.warning("%s, without the kernel for it: %s", self._without, error)
+
+    def load(self) -> None:
+        """Compile, which takes a second or two, or load what an earlier start has kept.
+
+        Raises OSError where there is no compiler, or it fails.
+        """
+        if self._library is not None:
             return
+        library = shelf.load(self._source, self._flags)
         for name, takes, gives in self._signatures:
             function = getattr(library, name)
             function.argtypes, function.restype = [self.KINDS[letter] for letter in takes], self.KINDS[gives]
         self._library = library
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is there."""
+        return self._library is not None
 
     @property
     def _functions(self) -> ctypes.CDLL:

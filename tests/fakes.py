@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.errors import Cancelled
+from service.kernels import Kernel
 from service.planning import Estimate, Outlook, make_plan
 from service.segmenter import EngineReport, Result
 from service.volume import Segmentation
@@ -84,3 +86,10 @@ def until(condition: Any, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
         time.sleep(0.01)
+
+
+def untried(kernel: Kernel) -> Kernel:
+    """The same kernel, as it was before it was compiled."""
+    other = copy.copy(kernel)
+    other._library, other._tried = None, False
+    return other

@@ -174,14 +174,16 @@ template <class T> int normalise(const Norm &n, const T *x, T *y, int threads) {
 
 extern "C" {
 
-// x -> y, both [batch, voxels, channels], bfloat16 or both float32: x less the mean of its group of channels, over the
-// square root of variance plus eps, times weight plus bias (each [channels] or null), and what is negative times slope
-// ([channels] or null). Returns 0, or 1 where memory ran out.
-int stackseg_normalise(const void *x, const float *weight, const float *bias, const float *slope, void *y,
-                       int64_t batch, int64_t voxels, int64_t channels, int64_t groups, double eps, int bfloat16,
-                       int threads) {
-  const Norm n{batch, voxels, channels, groups, eps, weight, bias, slope};
-  if (bfloat16) return normalise(n, static_cast<const Bfloat16 *>(x), static_cast<Bfloat16 *>(y), threads);
-  return normalise(n, static_cast<const float *>(x), static_cast<float *>(y), threads);
+// tensors  x [batch, voxels, channels], weight, bias and slope, each float32 [channels] or null -> y as x
+// sizes    batch, voxels, channels, groups, whether bfloat16, which otherwise is float32
+// reals    eps
+// x less the mean of its group of channels, over the square root of variance plus eps, times weight plus bias, and what
+// is negative times slope. Returns 0, or 1 where memory ran out.
+int stackseg_normalise(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
+  const auto *weight = static_cast<const float *>(tensors[1]), *bias = static_cast<const float *>(tensors[2]),
+             *slope = static_cast<const float *>(tensors[3]);
+  const Norm n{sizes[0], sizes[1], sizes[2], sizes[3], reals[0], weight, bias, slope};
+  if (sizes[4]) return normalise(n, static_cast<const Bfloat16 *>(tensors[0]), static_cast<Bfloat16 *>(tensors[4]), threads);
+  return normalise(n, static_cast<const float *>(tensors[0]), static_cast<float *>(tensors[4]), threads);
 }
 }

@@ -8,24 +8,19 @@ float32 and bfloat16 on a CPU, and torch elsewhere, in compiled graphs, and wher
 
 from __future__ import annotations
 
-import ctypes
-import logging
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.sequences import neighbours, ordinary, slope
-from service.kernels import shelf
+from service.engine.sequences import neighbours, ordinary, replace, slope
+from service.engine.steps import Steps
 
-SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 VOXELS = (2, 3, 4)
 
-log = logging.getLogger(__name__)
+KERNEL = Steps(Path(__file__).with_suffix(".cpp"), ["stackseg_normalise"], "Norms take several times as long")
 
 
 class ChannelsLastNorm(nn.Module):
@@ -54,9 +49,9 @@ class ChannelsLastNorm(nn.Module):
         on_cpu = x.device.type == "cpu" and x.dtype in DTYPES
         # Norms without weights may be given other channels than they state; the kernel reads a slope for each.
         if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels:
-            library = _library()
-            if library is not None:
-                return self._in_one(x, library)
+            KERNEL.prepare()
+            if KERNEL.ready:
+                return self._in_one(x)
         variance, mean = _moments(x.float())
         if self.groups < x.shape[1]:
             variance, mean = _of_groups(variance, mean, self.groups)
@@ -69,18 +64,13 @@ class ChannelsLastNorm(nn.Module):
         y = (x * scale[..., None, None, None] + shift[..., None, None, None]).to(x.dtype)
         return y if self.slope is None else functional.prelu(y, self.slope)
 
-    def _in_one(self, x: Tensor, library: ctypes.CDLL) -> Tensor:
+    def _in_one(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last_3d)
         y = torch.empty_like(x)
         batch, channels, depth, height, width = x.shape
-        weights = [None if each is None else each.float() for each in (self.weight, self.bias, self.slope)]
-        failed = library.stackseg_normalise(
-            *(None if tensor is None else tensor.data_ptr() for tensor in (x, *weights, y)),
-            *(batch, depth * height * width, channels, self.groups, self.eps),
-            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-        if failed:
-            raise MemoryError("no memory for the moments of a norm")
+        weights = (None if each is None else each.float() for each in (self.weight, self.bias, self.slope))
+        sizes = (batch, depth * height * width, channels, self.groups, x.dtype == torch.bfloat16)
+        KERNEL.run("stackseg_normalise", (x, *weights, y), sizes, (self.eps,))
         return y
 
 
@@ -114,19 +104,7 @@ def lay_out(module: nn.Module) -> nn.Module:
             norm.activate(slopes)
             step.put(norm)
             following.put(nn.Identity())
-    _replace(module)
-    return module
-
-
-def _replace(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    for name, child in module.named_children():
-        replacement = _replacement(child)
-        if replacement is None:
-            _replace(child)
-        else:
-            module._modules[name] = replacement
+    return replace(module, _replacement)
 
 
 def _replacement(module: nn.Module) -> ChannelsLastNorm | None:
@@ -144,16 +122,3 @@ def _slope(activation: nn.Module) -> Tensor | None:
         return activation.weight
     number = slope(activation)
     return None if number is None else torch.tensor([number])
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled kernel, None where it cannot be compiled."""
-    try:
-        library = shelf.load(SOURCE, FLAGS)
-    except OSError as error:
-        log.warning("Norms take several times as long, without the kernel for them: %s", error)
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.stackseg_normalise.argtypes = [pointer] * 5 + [size] * 4 + [ctypes.c_double] + [ctypes.c_int] * 2
-    return library

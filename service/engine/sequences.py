@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -35,6 +35,17 @@ def neighbours(network: nn.Module) -> Iterator[tuple[Step, Step]]:
     for module in modules:
         if is_sequence(module):
             yield from itertools.pairwise(list(_steps(module, places)))
+
+
+def replace(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """Put in the place of every module within `network` what `replacement` has for it, if anything; gives `network`."""
+    if not isinstance(network, torch.jit.ScriptModule):
+        for name, child in network.named_children():
+            if (other := replacement(child)) is not None:
+                network._modules[name] = other
+            else:
+                replace(child, replacement)
+    return network
 
 
 def is_sequence(module: nn.Module) -> bool:

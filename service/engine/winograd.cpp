@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 
+#include "products.hpp"
 #include "vectors.hpp"
 
 namespace {
@@ -21,17 +22,6 @@ constexpr int EDGE = 4;  // outputs along each edge of a tile
 constexpr int REACH = 6; // inputs that they depend on, and sampling points, along each edge
 constexpr int AHEAD = 512; // elements of the image that are asked for before they are read
 constexpr int PLANE = REACH * REACH, POINTS = REACH * PLANE;
-
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-constexpr int ROWS = 24; // vectors of sums in a register tile, beside those of weights and one of an input
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-constexpr int ROWS = 12;
-#else
-constexpr int LANES = 4;
-constexpr int ROWS = 12;
-#endif
 
 inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
 
@@ -241,34 +231,15 @@ template <int R, int V>
     for (int v = 0; v < V; ++v) store<LANES>(out + r * out_stride + v * LANES, sum[r][v]);
 }
 
-template <int R, int V>
-void multiply_rows(int64_t count, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
-                   int64_t out_stride) {
-  if constexpr (R > 0) {
-    if (count == R)
-      multiply_tile<R, V>(a, stride, inputs, weights, out, out_stride);
-    else
-      multiply_rows<R - 1, V>(count, a, stride, inputs, weights, out, out_stride);
-  }
-}
-
-// Rows of a register tile that is so many vectors wide.
-constexpr int64_t tile_rows(int vectors) { return ROWS / std::max(vectors, 2); }
-
-// One sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors]. Register tiles are all
-// about equally high, as those of one or two rows take as long as those of four.
+// One sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors].
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
-  for (int64_t left = (rows + tile_rows(V) - 1) / tile_rows(V); left > 0; --left) {
-    const int64_t count = (rows + left - 1) / left;
-    multiply_rows<tile_rows(V), V>(count, a, stride, inputs, weights, out, out_stride);
-    rows -= count, a += count * stride, out += count * out_stride;
-  }
+  each_tile<V>(rows, [&](auto high, int64_t first) {
+    multiply_tile<decltype(high)::value, V>(a + first * stride, stride, inputs, weights, out + first * out_stride,
+                                            out_stride);
+  });
 }
-
-// Vectors of the next block of columns, where so many are left: as wide as register tiles are best.
-int next_columns(int64_t left) { return left == 3 || left == 5 ? 3 : left == 1 ? 1 : 2; }
 
 // At one point along z: `weights` of all columns, as the library's caller lays them out.
 void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
@@ -278,12 +249,9 @@ void multiply_block(const Shape &s, const Block &b, const float *weights, int64_
     for (int64_t p = 0; p < PLANE; ++p) {
       const float *in = b.sampled + p * s.inputs, *by = weights + (z_point * PLANE + p) * size;
       float *out = b.products + p * s.outputs + column;
-      if (vectors == 3)
-        multiply<3>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
-      else if (vectors == 2)
-        multiply<2>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
-      else
-        multiply<1>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
+      with_constant<3>(vectors, [&](auto wide) {
+        multiply<decltype(wide)::value>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
+      });
     }
     column += vectors * LANES, weights += POINTS * size;
   }
@@ -311,18 +279,6 @@ template <int G> void interpolate_block(const Shape &s, const Block &b, int64_t 
       interpolate_plane<G>(b.products + tile * b.product_stride + c, s.outputs,
                            b.reduced + tile * b.reduced_stride + z_point * EDGE * EDGE * s.outputs + c);
 }
-
-// What is done to results. Comparisons are written so that NaN stays NaN: it must reach whoever looks for it.
-struct Keep {
-  template <class V> V operator()(V value) const { return value; }
-};
-struct Rectify {
-  template <class V> V operator()(V value) const { return value < 0.0f ? V{} : value; }
-};
-struct Leak {
-  float slope;
-  template <class V> V operator()(V value) const { return value < 0.0f ? slope * value : value; }
-};
 
 // One tile, reduced[6, 4, 4, outputs] -> its outputs, with bias and activation.
 template <int G, class T, class Activation>
@@ -401,13 +357,32 @@ template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64
   return true;
 }
 
-template <class T> int convolve(const Work<T> &work, int64_t tiles, int threads) {
-  const int64_t all = work.shape.tiles();
+// How many of all tiles are worked on together, about as many as stated: where they can be, whole rows, which share what
+// they depend on.
+int64_t blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
+  const int64_t share = std::max<int64_t>((tiles + threads - 1) / threads, 1);
+  if (tiles < 2 * about) return share;
+  const int64_t rows = std::max<int64_t>(1, (2 * about + across) / (2 * across)) * across;
+  return std::min(rows < 2 * about ? rows : about, share);
+}
+
+template <class T> int convolve(const Work<T> &work, int64_t about, int threads) {
+  const int64_t all = work.shape.tiles(), tiles = blocking(all, tiles_along(work.shape.width), about, threads);
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
   for (int64_t first = 0; first < all; first += tiles)
     failed |= !convolve_tiles(work, first, std::min(tiles, all - first));
   return failed;
+}
+
+template <class T> int convolve(const Shape &shape, void *const *tensors, float slope, int64_t about, int threads) {
+  const Work<T> work{shape,
+                     static_cast<const T *>(tensors[0]),
+                     static_cast<const float *>(tensors[1]),
+                     static_cast<const float *>(tensors[2]),
+                     static_cast<T *>(tensors[3]),
+                     slope};
+  return convolve(work, about, threads);
 }
 
 } // namespace
@@ -417,19 +392,19 @@ extern "C" {
 // How many of so many columns (outputs) of weights come first, in a block of their own.
 int64_t stackseg_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
 
-// image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or null
-// -> result [batch, depth, height, width, outputs], `tiles` at a time; what is negative is multiplied by `slope`.
+int64_t stackseg_blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
+  return blocking(tiles, across, about, threads);
+}
+
+// tensors  image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or
+//          null -> result [batch, depth, height, width, outputs]
+// sizes    batch, depth, height, width, inputs, outputs, about how many tiles are worked on together, whether bfloat16
+// reals    what is negative is multiplied by
 // Image and result are bfloat16 or both float32, the rest is float32. Returns 0, or 1 where memory ran out.
-int stackseg_convolve(const void *image, const float *weights, const float *bias, void *result, int64_t batch,
-                      int64_t depth, int64_t height, int64_t width, int64_t inputs, int64_t outputs, int64_t tiles,
-                      float slope, int bfloat16, int threads) {
-  const Shape shape{batch, depth, height, width, inputs, outputs};
-  if (bfloat16)
-    return convolve(Work<Bfloat16>{shape, static_cast<const Bfloat16 *>(image), weights, bias,
-                                   static_cast<Bfloat16 *>(result), slope},
-                    tiles, threads);
-  return convolve(
-      Work<float>{shape, static_cast<const float *>(image), weights, bias, static_cast<float *>(result), slope}, tiles,
-      threads);
+int stackseg_convolve(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
+  const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+  const float slope = static_cast<float>(reals[0]);
+  return sizes[7] ? convolve<Bfloat16>(shape, tensors, slope, sizes[6], threads)
+                  : convolve<float>(shape, tensors, slope, sizes[6], threads);
 }
 }

@@ -8,20 +8,21 @@ The C++ file is compiled for the processor at hand when it is first needed, whic
 from __future__ import annotations
 
 import copy
-import ctypes
-import math
-from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import neighbours, ordinary, slope
-from service.kernels import shelf
+from service.engine.sequences import neighbours, ordinary, replace, slope
+from service.engine.steps import Steps
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+KERNEL = Steps(
+    Path(__file__).with_suffix(".cpp"),
+    ["stackseg_convolve"],
+    "Convolutions take several times as long",
+    [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")],
+)
 
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # About as many tiles of 4x4x4 outputs are worked on together: fewer would read the weights more often than they
 # multiply with them, more leave a core's second-level cache.
 TILES = 16
-EDGE, POINTS = 4, 216
+POINTS = 216
 
 _ROOT = 2**0.5
 # G of F(4, 3): three weights -> their values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
@@ -83,7 +84,7 @@ def accelerate(module: nn.Module) -> nn.Module:
         if suits(step.module) and (negative := slope(following.module)) is not None:
             step.put(Convolution(step.module, negative))
             following.put(nn.Identity())
-    return _replace(own)
+    return replace(own, lambda child: Convolution(child) if suits(child) else None)
 
 
 def candidates(module: nn.Module) -> int:
@@ -107,15 +108,6 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     )
 
 
-def _replace(module: nn.Module) -> nn.Module:
-    for name, child in module.named_children():
-        if suits(child):
-            module._modules[name] = Convolution(child)
-        else:
-            _replace(child)
-    return module
-
-
 def pack(weight: Tensor) -> Tensor:
     """Weights [K, C, 3, 3, 3] at the sampling points, float32 [216 C K], in the order in which the kernel reads them.
 
@@ -130,9 +122,10 @@ def pack(weight: Tensor) -> Tensor:
 
 def _blocks(outputs: int) -> list[int]:
     """How many columns of weights the kernel reads together, from the first to the last."""
+    KERNEL.load()
     blocks = list[int]()
     while (left := outputs - sum(blocks)) > 0:
-        blocks.append(_library().stackseg_columns(left))
+        blocks.append(KERNEL.number("stackseg_columns", left))
     return blocks
 
 
@@ -148,15 +141,8 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slop
     x = x.contiguous(memory_format=torch.channels_last_3d)
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
-    threads = torch.get_num_threads()
-    along = [-(-size // EDGE) for size in x.shape[2:]]
-    tiles = blocking(batch * math.prod(along), along[-1], threads)
-    failed = _library().stackseg_convolve(
-        *(tensor.data_ptr() if tensor is not None else None for tensor in (x, weights, bias, y)),
-        *(batch, depth, height, width, channels, outputs, tiles, slope, x.dtype == torch.bfloat16, threads),
-    )
-    if failed:
-        raise MemoryError("no memory for the scratch space of a convolution")
+    sizes = (batch, depth, height, width, channels, outputs, TILES, x.dtype == torch.bfloat16)
+    KERNEL.run("stackseg_convolve", (x, weights, bias, y), sizes, (slope,))
     return y
 
 
@@ -180,18 +166,5 @@ def blocking(tiles: int, across: int, threads: int) -> int:
 
     across  tiles along x
     """
-    share = max(-(-tiles // threads), 1)
-    if tiles < 2 * TILES:
-        return share
-    rows = max(1, round(TILES / across)) * across
-    return min(rows if rows < 2 * TILES else TILES, share)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """The compiled kernel. Raises OSError where there is no compiler, or it fails."""
-    library = shelf.load(SOURCE, FLAGS)
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.stackseg_convolve.argtypes = [pointer] * 4 + [size] * 7 + [ctypes.c_float] + [ctypes.c_int] * 2
-    library.stackseg_columns.argtypes, library.stackseg_columns.restype = [size], size
-    return library
+    KERNEL.load()
+    return KERNEL.number("stackseg_blocking", tiles, across, TILES, threads)
