@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine import shuffles, winograd
-from service.engine.sequences import neighbours, ordinary, slope
+from service.engine import patches, shuffles, winograd
+from service.engine.sequences import neighbours, ordinary, replace, slope
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
@@ -69,22 +69,37 @@ class Convolution(nn.Module):
 def pack(module: nn.Module, *, scores: bool = False) -> nn.Module:
     """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`.
 
-    What folds voxels into channels on a CPU is replaced as well.
+    Those whose kernel is as large as their stride, and what folds voxels into channels, become kernels of ours.
 
     scores  whether it gives scores: rectifiers whose zeros may be among these are left, as one class is as good as
             another where both are zero
+
+    Raises OSError where kernels cannot be compiled.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return module
     exact = _exact(module) if scores else set[nn.Module]()
     for step, following in neighbours(module):
-        if step.module in exact and slope(following.module) == 0:
-            continue
-        if _suits(step.module) and (activation := _activation(following.module)) is not None:
-            step.put(Convolution(step.module, activation))
+        layer = _with_activation(step.module, following.module, exact=step.module in exact)
+        if layer is not None:
+            step.put(layer)
             following.put(nn.Identity())
-    _replace(module)
-    return module
+    return replace(module, _replacement)
+
+
+def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
+    """What computes both, None where nothing does, or not as exactly as it must be."""
+    negative = slope(following)
+    if patches.suits(layer) and negative is not None:
+        return patches.Convolution(layer, negative)
+    if not _suits(layer) or (exact and negative == 0):
+        return None
+    activation = _activation(following)
+    return None if activation is None else Convolution(layer, activation)
+
+
+def _replacement(module: nn.Module) -> nn.Module | None:
+    if patches.suits(module):
+        return patches.Convolution(module)
+    return Convolution(module, Activation()) if _suits(module) else shuffles.replacement(module)
 
 
 def _exact(network: nn.Module) -> set[nn.Module]:
@@ -93,19 +108,9 @@ def _exact(network: nn.Module) -> set[nn.Module]:
     return set(layers[-1:] if layers and layers[-1].bias is not None else layers)
 
 
-def _replace(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    for name, child in module.named_children():
-        if _suits(child):
-            module._modules[name] = Convolution(child, Activation())
-        elif (shuffle := shuffles.replacement(child)) is not None:
-            module._modules[name] = shuffle
-        elif not isinstance(child, Convolution):
-            _replace(child)
-
-
 def _suits(module: nn.Module) -> TypeGuard[Layer]:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     if not (ordinary(module, nn.Conv3d) or ordinary(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
     computes = module.weight.device.type == "cpu" and _computes(module.weight.dtype)

@@ -17,6 +17,8 @@ template <int N> struct Vectors;
 template <> struct Vectors<4> {
   typedef float Floats __attribute__((vector_size(16)));
   typedef float Stored __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(16)));
+  typedef uint16_t Halves __attribute__((vector_size(8), aligned(2), may_alias));
 };
 template <> struct Vectors<8> {
   typedef float Floats __attribute__((vector_size(32)));

@@ -1,0 +1,233 @@
+// Convolutions whose kernel is as large as their stride, without padding, and transposed ones; channels last. Images are
+// float32 or bfloat16, sums are float32.
+//
+// Each position of the coarser image belongs to a patch of the finer one, and to no other: a matrix product of the
+// positions' rows with the weights. A patch is several runs of voxels beside each other along x, and runs of positions
+// beside each other follow each other in memory, so that rows are read and written where they lie.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "products.hpp"
+#include "vectors.hpp"
+
+namespace {
+
+constexpr int64_t PIECE = 24; // positions along x that are worked on together, at most
+
+// An image, and the voxels of it that belong to one position.
+struct Image {
+  int64_t depth, height, width, channels, deep, high, wide;
+  // Elements of a run, and from one position to the next along x.
+  int64_t run() const { return wide * channels; }
+  int64_t runs() const { return deep * high; }
+  int64_t start(int64_t window, int64_t z, int64_t y) const {
+    return ((window * depth + z * deep) * height + y * high) * width * channels;
+  }
+  // Where the runs of a patch begin, from the first.
+  int64_t offset(int64_t run) const { return (run / high * height + run % high) * width * channels; }
+};
+
+struct Layer {
+  int64_t batch, depth, height, width; // positions
+  Image in, out;
+  int64_t paired; // weights of two inputs beside each other, as the processor takes products of bfloat16
+};
+
+template <class T> struct Work {
+  Layer layer;
+  const T *x;
+  const float *weights, *bias;
+  const T *skip; // added to the result, once that is rounded, if there is one
+  T *y;
+  float slope;
+};
+
+// One input at a time.
+struct Single {
+  static constexpr int STEP = 1;
+  template <class T> static void add(Floats<LANES> &sum, const T *a, Floats<LANES> w) { sum += load_one(a) * w; }
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+// Two at a time.
+struct Paired {
+  static constexpr int STEP = 2;
+  static void add(Floats<16> &sum, const Bfloat16 *a, Floats<16> w) {
+    int32_t pair;
+    std::memcpy(&pair, a, sizeof(pair));
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+  }
+};
+#else
+constexpr bool PAIRS = false;
+typedef Single Paired;
+#endif
+
+// R positions from `a` on times V vectors of columns. Kept apart from what is done to the sums, since the compiler then
+// has registers for all of them.
+template <class Product, int R, int V, class T>
+[[gnu::noinline]] void multiply_tile(const Image &in, const T *a, const float *weights, float *sums) {
+  const int64_t row = in.run(), line = in.width * in.channels, plane = in.height * line;
+  Floats<LANES> sum[R][V];
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[r][v] = Floats<LANES>{};
+  for (int64_t i = 0; i < in.deep; ++i)
+    for (int64_t j = 0; j < in.high; ++j) {
+      const T *at = a + i * plane + j * line;
+      for (const T *end = at + row; at < end; at += Product::STEP, weights += V * LANES) {
+        Floats<LANES> w[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) w[v] = load<LANES>(weights + v * LANES);
+#pragma GCC unroll 24
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) Product::add(sum[r][v], at + r * row, w[v]);
+      }
+    }
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store<LANES>(sums + (r * V + v) * LANES, sum[r][v]);
+}
+
+// Where the results of a tile lie, and what is added to them there, if anything is.
+template <class T> struct Target {
+  T *y;
+  const T *skip;
+  int64_t step, columns; // from row to row; of a row, at most
+};
+
+// A vector, or as much of it as there is.
+template <class T> Floats<LANES> some(const T *from, int64_t count) {
+  T values[LANES] = {};
+  std::memcpy(values, from, count * sizeof(T));
+  return load<LANES>(values);
+}
+template <class T> void put_some(T *to, Floats<LANES> value, int64_t count) {
+  T values[LANES];
+  store<LANES>(values, value);
+  std::memcpy(to, values, count * sizeof(T));
+}
+
+// As `value` is once it was stored.
+template <class T> Floats<LANES> rounded(Floats<LANES> value) {
+  T values[LANES];
+  store<LANES>(values, value);
+  return load<LANES>(values);
+}
+
+template <int V, class T, class Activation>
+[[gnu::noinline]] void finish_tile(const float *sums, int64_t rows, const float *bias, const Activation &activation,
+                                   const Target<T> &to) {
+  for (int v = 0; v < V; ++v) {
+    const Floats<LANES> offset = load<LANES>(bias + v * LANES);
+    const int64_t count = to.columns - v * LANES;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = r * to.step + v * LANES;
+      Floats<LANES> value = activation(load<LANES>(sums + (r * V + v) * LANES) + offset);
+      if (to.skip) {
+        value = rounded<T>(value);
+        value += count < LANES ? some(to.skip + at, count) : load<LANES>(to.skip + at);
+      }
+      if (count < LANES)
+        put_some(to.y + at, value, count);
+      else
+        store<LANES>(to.y + at, value);
+    }
+  }
+}
+
+template <int V, class T> void finish(const float *sums, int64_t rows, const float *bias, float slope, const Target<T> &to) {
+  if (slope == 1)
+    finish_tile<V>(sums, rows, bias, Keep{}, to);
+  else if (slope == 0)
+    finish_tile<V>(sums, rows, bias, Rectify{}, to);
+  else
+    finish_tile<V>(sums, rows, bias, Leak{slope}, to);
+}
+
+// `count` positions beside each other, from `a` on.
+template <class Product, class T>
+void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, const T *skip) {
+  const Image &in = work.layer.in, &out = work.layer.out;
+  const int64_t inputs = in.runs() * in.run() / Product::STEP, padded = whole_vectors(out.run()) * LANES;
+  const float *weights = work.weights;
+  for (int64_t run = 0; run < out.runs(); ++run)
+    for (int64_t column = 0; column < padded;) {
+      const int64_t at = out.offset(run) + column, left = out.run() - column;
+      const int vectors = next_columns((padded - column) / LANES);
+      with_constant<3>(vectors, [&](auto wide) {
+        constexpr int V = decltype(wide)::value;
+        each_tile<V>(count, [&](auto high, int64_t first) {
+          constexpr int R = decltype(high)::value;
+          alignas(64) float sums[R * V * LANES];
+          multiply_tile<Product, R, V>(in, a + first * in.run(), weights, sums);
+          const int64_t to = at + first * out.run();
+          finish<V>(sums, R, work.bias + column, work.slope, Target<T>{y + to, skip ? skip + to : nullptr, out.run(), left});
+        });
+      });
+      column += vectors * LANES, weights += inputs * vectors * LANES;
+    }
+}
+
+template <class Product, class T> void multiply(const Work<T> &work, int threads) {
+  const Layer &s = work.layer;
+  const int64_t pieces = (s.width + PIECE - 1) / PIECE, all = s.batch * s.depth * s.height * pieces;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t piece = 0; piece < all; ++piece) {
+    const int64_t line = piece / pieces, x = piece % pieces * PIECE;
+    const int64_t y = line % s.height, z = line / s.height % s.depth, window = line / s.height / s.depth;
+    const int64_t from = s.in.start(window, z, y) + x * s.in.run(), to = s.out.start(window, z, y) + x * s.out.run();
+    multiply_positions<Product>(work, work.x + from, std::min(PIECE, s.width - x), work.y + to,
+                                work.skip ? work.skip + to : nullptr);
+  }
+}
+
+template <class T> void convolve(const Layer &layer, void *const *tensors, float slope, int threads) {
+  const Work<T> work{layer,
+                     static_cast<const T *>(tensors[0]),
+                     static_cast<const float *>(tensors[1]),
+                     static_cast<const float *>(tensors[2]),
+                     static_cast<const T *>(tensors[3]),
+                     static_cast<T *>(tensors[4]),
+                     slope};
+  if constexpr (std::is_same_v<T, Bfloat16>) {
+    if (layer.paired) return multiply<Paired>(work, threads);
+  }
+  multiply<Single>(work, threads);
+}
+
+} // namespace
+
+extern "C" {
+
+// Columns of weights, all of them or the next block of so many that are left, are whole vectors.
+int64_t stackseg_patch_lanes() { return LANES; }
+int64_t stackseg_patch_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
+
+// Whether weights of bfloat16 are best given in pairs.
+int64_t stackseg_patch_pairs() { return PAIRS; }
+
+// tensors  x, weights [run of the result][column block][inputs, columns], or bfloat16 [..][inputs / 2, columns, 2] if in
+//          pairs, bias [columns], what is added or null -> y
+// sizes    windows, positions along z, y and x; of x and of y voxels along z, y and x, channels, and voxels of a position
+//          along z, y and x; whether in pairs; whether bfloat16
+// reals    what is negative is multiplied by
+// Always returns 0.
+int stackseg_patches(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
+  Layer layer;
+  std::memcpy(&layer, sizes, sizeof(layer));
+  const float slope = static_cast<float>(reals[0]);
+  if (sizes[sizeof(layer) / sizeof(int64_t)])
+    convolve<Bfloat16>(layer, tensors, slope, threads);
+  else
+    convolve<float>(layer, tensors, slope, threads);
+  return 0;
+}
+}
