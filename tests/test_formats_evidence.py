@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from service.errors import AmbiguousAxes
 from service.formats import child
-from service.formats.evidence import MOST_BYTES, MOST_RANGES, Evidence, Precedents, Ranges
+from service.formats.evidence import MOST_BYTES, MOST_PARTS, Evidence, Part, Precedents, renumbered
 from service.formats.sandbox import Reader
 from service.volume import Description, Selection, VoxelSize
 
 LIMIT = 2**28
-NUMBER = "01234567-89ab-cdef-0123-456789abcdef"
-HEADER = ((0, 8),)
+HEADER = (Part(0, 8),)
 
 
 def imagej(spacing: float, pixels: np.ndarray) -> bytes:
@@ -45,8 +44,7 @@ def pages(pixels: np.ndarray) -> bytes:
 
 
 def ome(pixels: np.ndarray) -> bytes:
-    # Every file has another one of itself.
-    metadata = {"axes": "ZYX", "PhysicalSizeZ": 2.0, "PhysicalSizeY": 0.5, "PhysicalSizeX": 0.5, "UUID": NUMBER}
+    metadata = {"axes": "ZYX", "PhysicalSizeZ": 2.0, "PhysicalSizeY": 0.5, "PhysicalSizeX": 0.5}
     return written(pixels, ome=True, metadata=metadata)
 
 
@@ -103,10 +101,10 @@ def test_every_byte_that_was_given_is_evidence(reads: list[tuple[str, int, int]]
         data = stream.read(size) if call == "read" else buffer[: stream.readinto(buffer)]
         assert stream.tell() == place + len(data)
         given |= set(data)
-    ranges = evidence.ranges
-    assert ranges is not None
-    assert {place for begin, end in ranges for place in range(begin, end)} == given
-    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    parts = evidence.parts
+    assert parts is not None
+    assert {place for part in parts for place in range(part.begin, part.end)} == given
+    assert all(one.end < other.begin for one, other in itertools.pairwise(parts))
 
 
 def test_reading_on_and_from_the_end_is_followed() -> None:
@@ -118,7 +116,7 @@ def test_reading_on_and_from_the_end_is_followed() -> None:
     stream.seek(-5, io.SEEK_END)
     stream.read()
     stream.read(1)
-    assert evidence.ranges == ((0, 4), (10, 12), (95, 100))
+    assert evidence.parts == (Part(0, 4), Part(10, 12), Part(95, 100))
 
 
 def test_what_is_not_known_to_have_been_read_is_no_evidence() -> None:
@@ -126,17 +124,17 @@ def test_what_is_not_known_to_have_been_read_is_no_evidence() -> None:
     stream = evidence.watch(io.BytesIO(b"some\nlines"))
     assert stream.readline() == b"some\n"
     assert stream.read(2) == b"li"
-    assert evidence.ranges is None
+    assert evidence.parts is None
 
 
-@pytest.mark.parametrize(("count", "size", "step"), [(MOST_RANGES + 1, 1, 2), (1, MOST_BYTES + 1, 0), (10_000, 2, 3)])
+@pytest.mark.parametrize(("count", "size", "step"), [(MOST_PARTS + 1, 1, 2), (1, MOST_BYTES + 1, 0), (10_000, 2, 3)])
 def test_too_much_is_no_evidence(count: int, size: int, step: int) -> None:
     evidence = Evidence()
     stream = evidence.watch(io.BytesIO(bytes(count * step + size)))
     for number in range(count):
         stream.seek(number * step)
         stream.read(size)
-    assert evidence.ranges is None
+    assert evidence.parts is None
 
 
 def test_ten_thousand_reads_side_by_side_are_one_range() -> None:
@@ -144,7 +142,54 @@ def test_ten_thousand_reads_side_by_side_are_one_range() -> None:
     stream = evidence.watch(io.BytesIO(bytes(10_000)))
     while stream.read(1):
         pass
-    assert evidence.ranges == ((0, 10_000),)
+    assert evidence.parts == (Part(0, 10_000),)
+
+
+OWN, OTHER, THIRD = (b"01234567-89ab-cdef-0123-%012x" % number for number in (1, 2, 3))
+
+
+def described(own: bytes, *planes: bytes) -> bytes:
+    text = b"".join(b"<UUID FileName='x'>urn:uuid:%s</UUID>" % plane for plane in planes)
+    return b'<OME UUID="urn:uuid:%s">%s</OME>' % (own, text)
+
+
+def test_which_files_are_the_same_is_all_that_is_left_of_their_identifiers() -> None:
+    assert renumbered(described(OWN, OWN)) == renumbered(described(OTHER, OTHER))
+    assert renumbered(described(OWN, OWN)) != renumbered(described(OWN, OTHER))
+    assert renumbered(described(OWN, OTHER, OTHER)) != renumbered(described(OWN, OTHER, THIRD))
+    assert renumbered(described(OWN, OTHER, THIRD)) == renumbered(described(THIRD, OWN, OTHER))
+    assert len(renumbered(described(OWN, OTHER))) == len(described(OWN, OTHER))
+    for text in (
+        b"Name='urn:uuid:%s'" % OWN,
+        b'UUID="%s"' % OWN,
+        b'UUID="urn:uuid:%s"' % OWN[1:],
+        described(b"x" * 36),
+    ):
+        assert renumbered(text) == text
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_identifiers_are_kept_from_who_parses_and_pixels_are_not_changed(decoding: bool) -> None:
+    content = b"header, " + described(OWN, OWN)
+    evidence = Evidence()
+    stream = evidence.watch(io.BytesIO(content))
+    stream.read(8)
+    if decoding:
+        evidence.end()
+    assert stream.read() == (content[8:] if decoding else renumbered(content[8:]))
+    assert evidence.parts == (None if decoding else (*HEADER, Part(8, len(content), text=True)))
+
+
+def test_bytes_that_were_also_read_otherwise_count_as_they_are() -> None:
+    content, other = b"header, " + described(OWN), b"header, " + described(OTHER)
+    text = Part(8, len(content), text=True)
+    known: Precedents[str] = Precedents()
+    known.keep("what?", content, (*HEADER, text), "an identifier")
+    assert known.find("what?", other) == "an identifier"
+    assert known.find("what?", b"header, " + described(OTHER).upper()) is None
+    known.keep("which?", content, (*HEADER, Part(40, 64), text), "this one")
+    assert known.find("which?", content) == "this one"
+    assert known.find("which?", other) is None
 
 
 def test_the_same_question_about_a_file_of_the_same_size_only() -> None:
@@ -157,12 +202,12 @@ def test_the_same_question_about_a_file_of_the_same_size_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [(), ((8, 12),), ((0, MOST_BYTES + 1),), tuple((2 * i, 2 * i + 1) for i in range(MOST_RANGES + 1))]
+    "parts", [[], [Part(8, 12)], [Part(0, MOST_BYTES + 1)], [Part(2 * i, 2 * i + 1) for i in range(MOST_PARTS + 1)]]
 )
-def test_what_cannot_be_true_or_is_too_much_is_not_kept(ranges: Ranges) -> None:
+def test_what_cannot_be_true_or_is_too_much_is_not_kept(parts: list[Part]) -> None:
     known: Precedents[str] = Precedents()
     content = bytes(2 * MOST_BYTES)
-    known.keep("what?", content, ranges, "nonsense")
+    known.keep("what?", content, parts, "nonsense")
     assert known.find("what?", content) is None
 
 

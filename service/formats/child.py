@@ -28,7 +28,7 @@ def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What a child does with one request; only errors that a file or a folder may cause are caught.
 
-    Beside a result that is no decoded file stands its `evidence`, ranges as those of `Evidence`, or null.
+    Beside a result that is no decoded file stands its `evidence`, the parts of `Evidence`, or null.
     """
     stated = request["selection"]
     selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
@@ -36,7 +36,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         if request["call"] == "inspect":
             described = tiff.inspect(path, selection, limit_bytes, evidence)
-            return {"result": asdict(described), "evidence": evidence.ranges}
+            return {"result": asdict(described), "evidence": evidence.parts}
         extract = tiff.extract(path, selection, limit_bytes, Path(request["scratch"]), evidence)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
         },
-        "evidence": evidence.ranges if plain else None,
+        "evidence": evidence.parts if plain else None,
     }
 
 

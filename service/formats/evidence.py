@@ -7,52 +7,80 @@ Parsing looks at nothing of a file but its size and what it reads of it. So who 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar, cast
 
 T = TypeVar("T")
-Range = tuple[int, int]
-Ranges = Sequence[Range]
 
 # Beyond, comparing takes as long as parsing.
-MOST_RANGES, MOST_BYTES = 512, 2**16
+MOST_PARTS, MOST_BYTES = 512, 2**16
 # So many notes are put in order at once.
 _NOTES = 4096
 # Files of one size for which different things were understood.
 _ALIKE = 4
+# OME-XML gives every file an identifier of its own, of which nothing matters but which others are the same.
+_IDENTIFIER = re.compile(rb'((?:UUID="|>)urn:uuid:)([0-9A-Fa-f-]{36})(?=["<])')
+
+
+class Part(NamedTuple):
+    """Bytes [begin, end) of a file; those of a `text` count as `renumbered` leaves them."""
+
+    begin: int
+    end: int
+    text: bool = False
+
+
+def renumbered(text: bytes) -> bytes:
+    """With numbers for the UUIDs of OME-XML, in the order in which they first come; of the same length."""
+    numbers: dict[bytes, int] = {}
+    return _IDENTIFIER.sub(lambda found: found[1] + b"%036d" % numbers.setdefault(found[2], len(numbers)), text)
 
 
 class Evidence:
-    """Collects the ranges of bytes that are read of a file, until they are too many to be of use."""
+    """Collects the parts that are read of a file, until they are too many to be of use."""
 
     def __init__(self) -> None:
-        self._notes: list[Range] | None = []
+        self._notes: list[Part] | None = []
+        self._texts: set[Part] = set()
+        self.parsing = True
 
     def watch(self, stream: BinaryIO) -> BinaryIO:
-        """The same stream for reading and moving about; what else is asked of it ends the collection, being unknown."""
+        """The same stream for reading and moving about; what else is asked of it ends the collection, being unknown.
+
+        UUIDs come out `renumbered`, read by read, so that what is made of the file cannot depend on them.
+        """
         return cast("BinaryIO", _Watched(stream, self))
 
     @property
-    def ranges(self) -> tuple[Range, ...] | None:
-        """[begin, end) in bytes, in order and apart from each other; None where that is unknown or too much."""
+    def parts(self) -> tuple[Part, ...] | None:
+        """Texts as they were read, and the rest in order and apart from each other; None: unknown, or too much."""
         if self._notes is not None:
             self._notes = _merged(self._notes)
-            if not _within_limits(self._notes):
+            if not _within_limits((*self._notes, *self._texts)):
                 self.give_up()
-        return None if self._notes is None else tuple(self._notes)
+        return None if self._notes is None else (*self._notes, *sorted(self._texts))
 
-    def note(self, begin: int, end: int) -> None:
-        """These bytes were read. What was asked for beyond the end of the file follows from its size."""
-        if self._notes is None or begin == end:
+    def note(self, part: Part) -> None:
+        """This was read. What was asked for beyond the end of the file follows from its size."""
+        if self._notes is None or part.begin == part.end:
             return
-        self._notes.append((begin, end))
-        if len(self._notes) >= _NOTES:
-            _ = self.ranges
+        if part.text:
+            self._texts.add(part)
+        else:
+            self._notes.append(part)
+        if max(len(self._notes), len(self._texts)) >= _NOTES:
+            _ = self.parts
 
     def give_up(self) -> None:
         self._notes = None
+
+    def end(self) -> None:
+        """What is read from now on are pixels, which come out as they are."""
+        self.give_up()
+        self.parsing = False
 
 
 class _Watched:
@@ -66,8 +94,9 @@ class _Watched:
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(size)
-        self._note(len(data))
-        return data
+        text = len(data) <= MOST_BYTES and b"urn:uuid:" in data and self._evidence.parsing
+        self._note(len(data), text=text)
+        return renumbered(data) if text else data
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._stream.readinto(buffer)  # type: ignore[attr-defined]
@@ -81,27 +110,28 @@ class _Watched:
     def tell(self) -> int:
         return self._stream.tell()
 
-    def _note(self, count: int) -> None:
-        self._evidence.note(self._position, self._position + count)
-        self._position += count
+    def _note(self, count: int, *, text: bool = False) -> None:
+        end = self._position + count
+        self._evidence.note(Part(self._position, end, text))
+        self._position = end
 
     def __getattr__(self, name: str) -> Any:
         self._evidence.give_up()
         return getattr(self._stream, name)
 
 
-def _merged(ranges: Ranges) -> list[Range]:
-    merged: list[Range] = []
-    for begin, end in sorted(ranges):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for part in sorted(parts):
+        if merged and part.begin <= merged[-1].end:
+            merged[-1] = Part(merged[-1].begin, max(merged[-1].end, part.end))
         else:
-            merged.append((begin, end))
+            merged.append(part)
     return merged
 
 
-def _within_limits(ranges: Ranges) -> bool:
-    return len(ranges) <= MOST_RANGES and sum(end - begin for begin, end in ranges) <= MOST_BYTES
+def _within_limits(parts: Sequence[Part]) -> bool:
+    return len(parts) <= MOST_PARTS and sum(part.end - part.begin for part in parts) <= MOST_BYTES
 
 
 class Content(Protocol):
@@ -113,16 +143,31 @@ class Content(Protocol):
 
 
 class _Precedent(NamedTuple, Generic[T]):
-    evidence: tuple[tuple[slice, bytes], ...]
+    """What was told, and the bytes that decided, each with their place."""
+
+    plain: tuple[tuple[slice, bytes], ...]
+    texts: tuple[tuple[slice, bytes], ...]
     told: T
 
+    @classmethod
+    def of(cls, content: Content, parts: Sequence[Part], told: T) -> _Precedent[T]:
+        plain = [slice(part.begin, part.end) for part in parts if not part.text]
+        texts = [slice(part.begin, part.end) for part in parts if part.text]
+        return cls(
+            tuple((place, content[place]) for place in plain),
+            tuple((place, renumbered(content[place])) for place in texts),
+            told,
+        )
+
     def applies_to(self, content: Content) -> bool:
-        """Whether the file has the same bytes where they decide."""
-        return all(content[part] == piece for part, piece in self.evidence)
+        """Whether the file has the same bytes there, but for its UUIDs."""
+        return all(content[place] == piece for place, piece in self.plain) and all(
+            renumbered(content[place]) == piece for place, piece in self.texts
+        )
 
     @property
     def nbytes(self) -> int:
-        return sum(len(piece) for _, piece in self.evidence)
+        return sum(len(piece) for _, piece in (*self.plain, *self.texts))
 
 
 class Precedents(Generic[T]):
@@ -138,7 +183,12 @@ class Precedents(Generic[T]):
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def answer(self, question: Hashable, content: Content | None, find_out: Callable[[], tuple[T, Ranges | None]]) -> T:
+    def answer(
+        self,
+        question: Hashable,
+        content: Content | None,
+        find_out: Callable[[], tuple[T, Sequence[Part] | None]],
+    ) -> T:
         """What is known, or is found out: what to tell, and the evidence for it, None where it may not be remembered.
 
         Without a `content` nothing is. Errors are not remembered.
@@ -146,9 +196,9 @@ class Precedents(Generic[T]):
         known = None if content is None else self.find(question, content)
         if known is not None:
             return known
-        told, ranges = find_out()
-        if content is not None and ranges is not None:
-            self.keep(question, content, ranges, told)
+        told, parts = find_out()
+        if content is not None and parts is not None:
+            self.keep(question, content, parts, told)
         return told
 
     def find(self, question: Hashable, content: Content) -> T | None:
@@ -164,13 +214,12 @@ class Precedents(Generic[T]):
                 return precedent.told
         return None
 
-    def keep(self, question: Hashable, content: Content, ranges: Ranges, told: T) -> None:
-        """Remember what was told about a file whose bytes in `ranges` decided; not where these are too many."""
+    def keep(self, question: Hashable, content: Content, parts: Sequence[Part], told: T) -> None:
+        """Remember what was told about a file that `parts` of it decided about; not where these are too many."""
         # Nobody understands a file without its header. Who says so is not to be believed.
-        if not ranges or ranges[0][0] != 0 or not _within_limits(ranges):
+        if not parts or parts[0].begin != 0 or not _within_limits(parts):
             return
-        key, parts = (question, len(content)), [slice(begin, end) for begin, end in ranges]
-        precedent = _Precedent(tuple((part, content[part]) for part in parts), told)
+        key, precedent = (question, len(content)), _Precedent.of(content, parts, told)
         with self._lock:
             known = self._known.setdefault(key, [])
             known.insert(0, precedent)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
@@ -37,7 +38,7 @@ from service.errors import (
     UnsupportedMedia,
 )
 from service.formats import child
-from service.formats.evidence import Precedents, Ranges
+from service.formats.evidence import Part, Precedents
 from service.formats.pixels import Placement, mapped
 from service.volume import Description, Selection, Volume, VoxelSize
 
@@ -101,7 +102,7 @@ class Reader:
         """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
         content, limit = self._content(path, shared=shared), self._limit(shared=shared)
 
-        def ask() -> tuple[Description, Ranges | None]:
+        def ask() -> tuple[Description, Sequence[Part] | None]:
             result, evidence = self._ask("inspect", path, selection, limit)
             return _description(result), evidence
 
@@ -119,7 +120,7 @@ class Reader:
         """
         content, limit = self._content(path, shared=shared), self._limit(shared=shared)
 
-        def ask() -> tuple[_Extract, Ranges | None]:
+        def ask() -> tuple[_Extract, Sequence[Part] | None]:
             with self._large if _size(path) > self._large_bytes else nullcontext():
                 result, evidence = self._ask("extract", path, selection, limit, scratch)
             extract = _extract(result, limit)
@@ -174,7 +175,7 @@ class Reader:
 
     def _ask(
         self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
-    ) -> tuple[dict[str, Any], Ranges | None]:
+    ) -> tuple[dict[str, Any], Sequence[Part] | None]:
         process = self._idle.get()
         try:
             reply = process.ask(
@@ -194,7 +195,9 @@ class Reader:
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
         evidence = reply["evidence"]
-        return reply["result"], None if evidence is None else [(int(begin), int(end)) for begin, end in evidence]
+        if evidence is not None:
+            evidence = [Part(int(begin), int(end), bool(text)) for begin, end, text in evidence]
+        return reply["result"], evidence
 
 
 class _Child:

@@ -104,6 +104,8 @@ def extract(
         placement = stack.place()
         if placement is not None:
             return Extract(path, placement, voxel_size, stack.channels)
+        if evidence is not None:
+            evidence.end()
         placement = Placement.dense(pixels.delivered_dtype(stack.image), pixels.shape_of(stack.layout, stack.part))
         scratch.mkdir(mode=0o700, exist_ok=True)
         descriptor, name = tempfile.mkstemp(".raw", "pixels-", scratch)
