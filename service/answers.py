@@ -56,7 +56,7 @@ class Pixels(NamedTuple):
     measured: Volume
 
 
-def read_pixels(runtime: Runtime, query: Query, source: Path, folder: Path, caller: str | None) -> Pixels:
+def read_pixels(runtime: Runtime, query: Query, source: Path | bytearray, folder: Path, caller: str | None) -> Pixels:
     """All that the query needs of the caller's file, before anything is computed: later it may be another one, or gone.
 
     Raises what `Runtime.read` raises.

@@ -287,10 +287,10 @@ class Runtime:
         return loaded.estimate(volume, options) if loaded else self.stations[0].outlook(spec).estimate(volume, options)
 
     def inspect(
-        self, path: Path, selection: Selection, *, shared: bool = False, owner: str | None = None
+        self, source: Path | bytearray, selection: Selection, *, shared: bool = False, owner: str | None = None
     ) -> Description:
         """What the file says of itself; see `service.formats.sandbox.Reader`."""
-        return self._reader.inspect(path, selection, shared=shared, owner=owner)
+        return self._reader.inspect(source, selection, shared=shared, owner=owner)
 
     @property
     def reads_memory(self) -> bool:
@@ -298,10 +298,16 @@ class Runtime:
         return self._reader.opens
 
     def read(
-        self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
+        self,
+        source: Path | bytearray,
+        selection: Selection,
+        scratch: Path,
+        *,
+        shared: bool = False,
+        owner: str | None = None,
     ) -> Volume:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
-        return self._reader.read(path, selection, scratch, shared=shared, owner=owner)
+        return self._reader.read(source, selection, scratch, shared=shared, owner=owner)
 
     def manner(self, model: str) -> dict[str, Any]:
         """What decides about labels beside a model and a request: what the operator chose, and how the model runs here.

@@ -68,6 +68,26 @@ def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarra
             np.testing.assert_array_equal(volume.read(1, 2), here.read(1, 2))
 
 
+@pytest.mark.parametrize("options", [{}, {"byteorder": ">"}, {"compression": "zlib"}])
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_in_memory_is_read_like_one_on_disk(
+    tmp_path: Path, stack: np.ndarray, options: dict[str, Any], nameless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "stack.tif", stack, **options)
+    content = bytearray(path.read_bytes())
+    if not nameless:
+        monkeypatch.delattr(os, "memfd_create")
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=1) as reader:
+        described = reader.inspect(content, Selection())
+        volumes = [reader.read(content, Selection(), tmp_path) for _ in range(2)]
+        with pytest.raises(UnsupportedMedia):
+            reader.read(bytearray(), Selection(), tmp_path)
+    assert described == tiff.inspect(path, Selection(), LIMIT)
+    for volume in volumes:
+        np.testing.assert_array_equal(volume.array(), stack)
+        assert volume.voxel_size == described.voxel_size
+
+
 def test_the_volume_outlives_a_deleted_folder(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
     path = write(tmp_path / "stack.tif", stack, compression="zlib")
 
@@ -345,17 +365,19 @@ def test_large_files_leave_a_process_for_others(tmp_path: Path, stack: np.ndarra
     # Half a second of decoding or more each.
     large = tmp_path / "large.tif"
     tifffile.imwrite(large, np.zeros((96, 1024, 1024), np.uint8), compression="zlib", metadata={"axes": "ZYX"})
-    with Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, large_bytes=2**16) as reader:
-        for _ in range(2):
-            reader.inspect(small, Selection())
-        with ThreadPoolExecutor(2) as pool:
-            reads = []
-            for number in range(2):
-                scratch = tmp_path / str(number)
-                scratch.mkdir()
-                reads.append(pool.submit(reader.read, large, Selection(), scratch))
-            while not any(read.running() for read in reads):
-                time.sleep(0.001)
-            assert reader.inspect(small, Selection(channel=1)).channels
-            assert not any(read.done() for read in reads)
-            assert all(read.result().shape == (1, 96, 1024, 1024) for read in reads)
+    with (
+        Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, large_bytes=2**16) as reader,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        # Both processes have started then.
+        list(pool.map(lambda channel: reader.inspect(small, Selection(channel=channel)), (0, 1)))
+        reads = []
+        for number in range(2):
+            scratch = tmp_path / str(number)
+            scratch.mkdir()
+            reads.append(pool.submit(reader.read, large, Selection(), scratch))
+        while not any(read.running() for read in reads):
+            time.sleep(0.001)
+        assert reader.inspect(small, Selection(), shared=True).channels
+        assert not any(read.done() for read in reads)
+        assert all(read.result().shape == (1, 96, 1024, 1024) for read in reads)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,20 +66,20 @@ def test_raw_body_lies_on_disk(tmp_path: Path) -> None:
 
 def test_small_body_lies_in_memory_until_it_is_let_go_of(tmp_path: Path) -> None:
     upload = post([b"II*\0", b"rest"], TIFF, tmp_path, in_memory=True)
-    assert upload.path.read_bytes() == b"II*\0rest"
+    assert upload.source == b"II*\0rest"
     assert upload.digest == blake3(b"II*\0rest").hexdigest()
     assert list(tmp_path.iterdir()) == []
     upload.let_go()
-    assert not upload.path.exists()
+    assert upload.source == upload.path
     upload.close()
 
 
 def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
     room = Room(20)
     made = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, room=room) for n in range(3)]
-    assert [tmp_path in upload.path.parents for upload in made] == [False, False, True]
-    assert {upload.path.read_bytes() for upload in made} == {b"II*\0rest"}
-    # What was read of it is still mapped.
+    assert [upload.source for upload in made] == [b"II*\0rest", b"II*\0rest", made[2].path]
+    assert made[2].path.read_bytes() == b"II*\0rest"
+    # What was read of it is still looked at.
     made[0].let_go()
     assert not room.take(8)
     for _ in range(2):
@@ -90,18 +89,10 @@ def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
     made[1].close()
 
 
-def test_body_lies_on_disk_where_no_more_files_can_be_open_in_memory(tmp_path: Path) -> None:
-    room, (soft, hard) = Room(20), resource.getrlimit(resource.RLIMIT_NOFILE)
-    upload = Upload(tmp_path / "request" / "upload.tif", 100, room)
-    upload.take(b"II*\0rest")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        upload.keep_in_memory()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    upload.land()
-    assert (tmp_path / "request" / "upload.tif").read_bytes() == b"II*\0rest"
-    assert room.take(20)
+def test_empty_body_in_memory_makes_no_folder(tmp_path: Path) -> None:
+    upload = post([], TIFF, tmp_path / "request", in_memory=True)
+    assert upload.source == b""
+    assert not upload.path.parent.exists()
 
 
 def test_blocks_that_are_written_while_more_arrive_keep_their_order(
@@ -125,7 +116,7 @@ def test_what_fails_while_more_arrives_is_told(tmp_path: Path, monkeypatch: pyte
 
 def test_large_body_lies_on_disk_whatever_is_wished(tmp_path: Path) -> None:
     upload = post([bytes(BLOCK_BYTES), b"rest"], TIFF, tmp_path, in_memory=True)
-    assert tmp_path in upload.path.parents
+    assert upload.source == upload.path
     assert upload.path.read_bytes() == bytes(BLOCK_BYTES) + b"rest"
 
 

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     text: bool = False
 
 
-def renumbered(text: bytes) -> bytes:
+def renumbered(text: bytes | bytearray) -> bytes:
     """With numbers for the UUIDs of OME-XML, in the order in which they first come; of the same length."""
     numbers: dict[bytes, int] = {}
     return _IDENTIFIER.sub(lambda found: found[1] + b"%036d" % numbers.setdefault(found[2], len(numbers)), text)
@@ -139,7 +139,7 @@ class Content(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice, /) -> bytes: ...
+    def __getitem__(self, part: slice, /) -> bytes | bytearray: ...
 
 
 class _Precedent(NamedTuple, Generic[T]):
@@ -154,7 +154,7 @@ class _Precedent(NamedTuple, Generic[T]):
         plain = [slice(part.begin, part.end) for part in parts if not part.text]
         texts = [slice(part.begin, part.end) for part in parts if part.text]
         return cls(
-            tuple((place, content[place]) for place in plain),
+            tuple((place, bytes(content[place])) for place in plain),
             tuple((place, renumbered(content[place])) for place in texts),
             told,
         )

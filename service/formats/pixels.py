@@ -33,15 +33,13 @@ Store = Callable[[int, int, Array], None]
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
 
-def mapped(file: Path | int) -> mmap.mmap:
-    """The whole of a file, by its path or its descriptor; written to, it is a copy.
+def mapped(path: Path) -> mmap.mmap:
+    """The whole of a file; written to, it is a copy.
 
     Raises ValueError for an empty one. NumPy's own class for it takes several times as long to make.
     """
-    if isinstance(file, int):
-        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
-    with file.open("rb", buffering=0) as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    with path.open("rb", buffering=0) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Placement:
         """Of the pixels alone."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def volume(self, content: mmap.mmap, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
-        """Of a whole file, mapped as by `mapped`.
+    def volume(self, content: mmap.mmap | bytearray, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Of a whole file, as `mapped` gives it, or in memory.
 
         Slabs come out in native byte order, without a copy where they are stored so.
         Raises ValueError where the placement reaches beyond the file.

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -52,6 +52,10 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _log = logging.getLogger(__name__)
+
+
+# A file, or all that would be in it.
+Source = Path | bytearray
 
 
 class _Extract(NamedTuple):
@@ -97,46 +101,39 @@ class Reader:
         self._closed = False
 
     def inspect(
-        self, path: Path, selection: Selection, *, shared: bool = False, owner: str | None = None
+        self, source: Source, selection: Selection, *, shared: bool = False, owner: str | None = None
     ) -> Description:
         """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
-        content, limit = self._content(path, shared=shared), self._limit(shared=shared)
+        content, limit = self._content(source, shared=shared), self._limit(shared=shared)
 
         def ask() -> tuple[Description, Sequence[Part] | None]:
-            result, evidence = self._ask("inspect", path, selection, limit)
+            with _lent(source) as path:
+                result, evidence = self._ask("inspect", path, selection, limit)
             return _description(result), evidence
 
         return self._described.answer((selection, limit, owner), content, ask)
 
     def read(
-        self, path: Path, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
+        self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
     ) -> Volume:
         """As `service.formats.tiff.read`, with its errors; a crash is BadFile, running out of time TooLarge.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
-        The volume maps that file, or the uploaded one. A `shared` file may be changed by others at any time, and is
-        read instead of mapped: a mapped file that becomes shorter ends the process that looks at it. Of any other it
-        is remembered what decided, for files of the same `owner` that differ in pixels alone.
+        The volume maps that file, or the uploaded one, or shares its memory. A `shared` file may be changed by others
+        at any time, and is read instead of mapped: a mapped file that becomes shorter ends the process that looks at
+        it. Of any other it is remembered what decided, for files of the same `owner` that differ in pixels alone.
         """
-        content, limit = self._content(path, shared=shared), self._limit(shared=shared)
+        content, limit = self._content(source, shared=shared), self._limit(shared=shared)
 
         def ask() -> tuple[_Extract, Sequence[Part] | None]:
-            with self._large if _size(path) > self._large_bytes else nullcontext():
+            with _lent(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
                 result, evidence = self._ask("extract", path, selection, limit, scratch)
             extract = _extract(result, limit)
             return extract, evidence if extract.file is None else None
 
         found = self._extracted.answer((selection, limit, owner), content, ask)
-        source = path if found.file is None else scratch / found.file
-        placement, told = found.placement, (found.voxel_size, found.channels)
-        # What is large would otherwise fill memory with pages of the file, which looks like use.
-        large = placement.nbytes >= LARGE_BYTES
         try:
-            if large or (shared and found.file is None):
-                return placement.stream(source, *told)
-            if content is None or found.file is not None:
-                content = mapped(source)
-            return placement.volume(content, *told)
+            return _volume(found, source, content, scratch)
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
@@ -163,13 +160,14 @@ class Reader:
     def _limit(self, *, shared: bool) -> int:
         return self._shared_bytes if shared else self._decoded_bytes
 
-    def _content(self, path: Path, *, shared: bool) -> mmap.mmap | None:
+    def _content(self, source: Source, *, shared: bool) -> mmap.mmap | bytearray | None:
         """The whole file, where it can be compared: not what is empty, nor what others may change."""
         if shared or self._closed:
             return None
-        descriptor = _descriptor(path)
+        if isinstance(source, bytearray):
+            return source
         try:
-            return mapped(path if descriptor is None else descriptor)
+            return mapped(source)
         except ValueError:
             return None
 
@@ -314,10 +312,24 @@ def held(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-def _descriptor(path: Path) -> int | None:
-    """What `held` made the path of."""
-    folder, _, name = os.fspath(path).rpartition("/")
-    return int(name) if name.isdecimal() and folder == f"/proc/{os.getpid()}/fd" else None
+@contextmanager
+def _lent(source: Source) -> Iterator[Path]:
+    """Where a child finds the file, for as long as the block takes."""
+    if isinstance(source, Path):
+        yield source
+        return
+    with _nameless() as file:
+        file.write(source)
+        file.flush()
+        yield held(file.fileno())
+
+
+def _nameless() -> IO[bytes]:
+    """A file in memory, or at least without a name."""
+    try:
+        return os.fdopen(os.memfd_create("upload"), "wb")
+    except (OSError, AttributeError):
+        return tempfile.TemporaryFile()
 
 
 @cache
@@ -340,6 +352,21 @@ def _extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
         raise BadFile("The file is damaged: what was read of it makes no sense.")
     file = None if reply["file"] is None else Path(reply["file"]).name
     return _Extract(file, placement, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+
+
+def _volume(found: _Extract, source: Source, content: mmap.mmap | bytearray | None, scratch: Path) -> Volume:
+    """Of the file, whose `content` is not known where others may change it, or of the decoded one in `scratch`.
+
+    Raises ValueError where that ends before the pixels do.
+    """
+    placement, told = found.placement, (found.voxel_size, found.channels)
+    file = source if found.file is None else scratch / found.file
+    if isinstance(file, bytearray):
+        return placement.volume(file, *told)
+    # What is large would otherwise fill memory with pages of the file, which looks like use.
+    if placement.nbytes >= LARGE_BYTES or (content is None and found.file is None):
+        return placement.stream(file, *told)
+    return placement.volume(mapped(file) if content is None or found.file else content, *told)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:

@@ -27,8 +27,8 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
         def look() -> Description:
             arrived.land()
-            arrival = arrived.arrival
-            return runtime.inspect(arrival.source, query.selection, shared=arrived.shared, owner=arrival.caller)
+            caller = arrived.arrival.caller
+            return runtime.inspect(arrived.source, query.selection, shared=arrived.shared, owner=caller)
 
         file = await while_connected(request, in_thread(look, runtime.lookers))
     output, diameter, estimate, problem = query.output, query.diameter, None, None

@@ -205,8 +205,13 @@ class Posted:
         self._upload.land()
         return None if self.shared else self._upload.digest
 
+    @property
+    def source(self) -> Path | bytearray:
+        """The file, once it has landed, or all that would be in it."""
+        return self.arrival.source if self.shared else self._upload.source
+
     def let_go(self) -> None:
-        """Of a file in memory that was read: it stays for as long as it is mapped."""
+        """Of a file in memory that was read: it stays for as long as its volume does."""
         self._upload.let_go()
 
     def keep(self) -> AsyncExitStack:

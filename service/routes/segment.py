@@ -160,7 +160,7 @@ class _Work:
         arrival, query = posted.arrival, posted.query
         self._check_wanted()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime, query, arrival.source, arrival.folder, self._caller)
+            self._pixels = read_pixels(self._runtime, query, posted.source, arrival.folder, self._caller)
             posted.let_go()
         self._voxels = self._pixels.segmented.voxels
         self._check_wanted()

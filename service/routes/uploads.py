@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from functools import partial
 from pathlib import Path, PurePath
@@ -14,7 +13,6 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from service.errors import Cancelled, TooLarge, UnsupportedMedia
-from service.formats.sandbox import held
 from service.routes.forms import FORM_BYTES, Form
 from service.routes.threads import in_thread
 
@@ -62,7 +60,7 @@ ROOM = Room(64 * 2**20)
 class Upload:
     """A file on its way to disk, or into memory where it is small, with the name and the form fields that came along.
 
-    path  where the file is, or will be once it has landed
+    path  where the file is, or will be once it has landed, if it is to lie on the disk
     """
 
     def __init__(self, path: Path, limit_bytes: int, room: Room = ROOM) -> None:
@@ -71,7 +69,10 @@ class Upload:
         self.fields: dict[str, str] = {}
         self.received = 0
         self._file: BinaryIO | None = None
-        self._room, self._taken = room, 0
+        self._room = room
+        # Of the room; None where the file is to lie on the disk.
+        self._taken: int | None = None
+        self._content: bytearray | None = None
         self._hash = blake3()
         self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
@@ -100,38 +101,35 @@ class Upload:
             await writing
 
     def keep_in_memory(self) -> None:
-        """Of the file that has arrived, which then never is on a disk.
-
-        Not of one that was too large to be held until now, nor where there is no room or the system does not let it.
-        """
-        if self._file is not None or not self._room.take(self.received):
-            return
-        try:
-            self._file = os.fdopen(os.memfd_create("upload"), "wb")
-        except (OSError, AttributeError):
-            self._room.give_back(self.received)
-            return
-        self._taken = self.received
-        self.path = held(self._file.fileno())
+        """The file that has arrived never is on a disk; only where there is room, and no part of it is written."""
+        if self._file is None and self._room.take(self.received):
+            self._taken = self.received
 
     def land(self) -> None:
-        """Write the rest, in the thread of the caller: only then the file is there; one in memory until `let_go`."""
-        file = self._write(self._drain())
-        if self._taken:
-            file.flush()
+        """Write the rest, or put it together, in the thread of the caller: only then the file is there."""
+        blocks = self._drain()
+        if self._taken is not None:
+            self._content = bytearray().join(blocks)
+            self._hash.update(self._content)
         else:
-            file.close()
+            self._write(blocks).close()
+
+    @property
+    def source(self) -> Path | bytearray:
+        """The file, once it has landed: where it lies on the disk, or all that would be in it, until `let_go`."""
+        return self.path if self._content is None else self._content
 
     def let_go(self) -> None:
-        """Nothing more is written; of a file in memory there is left what is mapped."""
+        """Nothing more is written; of a file in memory there is left what is looked at."""
+        self._content = None
         if self._file is not None:
             self._file.close()
 
     def close(self) -> None:
-        """The same, and its room in memory is for others: nobody maps it any more."""
+        """The same, and its room in memory is for others: nobody looks at it any more."""
         self.let_go()
-        self._room.give_back(self._taken)
-        self._taken = 0
+        self._room.give_back(self._taken or 0)
+        self._taken = None
 
     @property
     def digest(self) -> str:
