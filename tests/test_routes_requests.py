@@ -5,7 +5,7 @@ import errno
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from service.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
 from service.routes.requests import time_limit, while_connected, with_fields, work_folder
-from service.routes.threads import in_thread
+from service.routes.threads import FILES, followed, in_thread
 from service.schemas import Query
 
 
@@ -128,6 +128,53 @@ def test_thread_that_has_not_begun_never_will() -> None:
 
     asyncio.run(main())
     assert ran == []
+
+
+def test_what_a_thread_has_begun_is_followed_to_its_end() -> None:
+    begun: Future[int] = Future()
+
+    async def main() -> None:
+        following = asyncio.ensure_future(followed(lambda: begun, FILES))
+        await asyncio.sleep(0.05)
+        assert not following.done()
+        threading.Thread(target=begun.set_result, args=(7,)).start()
+        assert await following == 7
+        assert await followed(lambda: 8, FILES) == 8
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_fails_like_any_work_and_says_if_it_was_cancelled() -> None:
+    broken: Future[int] = Future()
+    broken.set_exception(BadParameter("odd"))
+    cancelled: Future[int] = Future()
+    cancelled.cancel()
+
+    async def main() -> None:
+        with pytest.raises(BadParameter, match="odd"):
+            await followed(lambda: broken, FILES)
+        with pytest.raises(Cancelled):
+            await followed(lambda: cancelled, FILES)
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_is_not_waited_for_by_a_cancelled_caller() -> None:
+    begun: Future[int] = Future()
+    complaints: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        following = asyncio.ensure_future(followed(lambda: begun, FILES))
+        await asyncio.sleep(0.05)
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        begun.set_result(7)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert complaints == []
 
 
 def test_time_limit_cancels_what_takes_too_long() -> None:

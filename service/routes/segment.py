@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from service.routes.requests import (
     PREFER,
     REQUEST,
     RESPOND_ASYNC,
+    Direct,
     Posted,
     admitted,
     caller_of,
@@ -44,17 +45,16 @@ from service.routes.requests import (
     wants_a_job,
     while_connected,
 )
-from service.routes.threads import FILES, NAMED_FILES, in_thread
+from service.routes.threads import FILES, NAMED_FILES, followed, in_thread
 from service.runtime import Runtime
 from service.segmenter import Result
 from service.store import Outcome
 
-router = APIRouter(tags=["segmentation"])
+router = APIRouter(tags=["segmentation"], route_class=Direct)
 
 log = logging.getLogger(__name__)
 
 
-# What the framework would hand over takes it longer to find than to ask for.
 @router.post(
     "/segment",
     response_class=FileResponse,
@@ -117,25 +117,27 @@ class _Work:
     async def answer(self) -> LabelResponse:
         """The answer of this request, or of an earlier one for the same. The job is cancelled when the caller is."""
         try:
-            begun = await self._begun()
-            if isinstance(begun, _Known):
-                return self._again(begun)
-            return await self._answer(await _finished(begun, self._stages))
+            outcome = await self._outcome()
+            return self._again(outcome) if isinstance(outcome, _Known) else await self._answer(outcome)
         finally:
             if self._job is not None:
                 self._job.cancel()
 
-    async def _begun(self) -> Job[_Made] | _Known:
-        """What `_look` or `_read` gives: in one thread, unless what is kept would wait for files to be decoded."""
-        readers = self._runtime.readers
+    async def _outcome(self) -> _Made | _Known:
+        """What is kept, or what the job makes. One thread sees to both, unless the one would wait for other files."""
+        readers, begin = self._runtime.readers, self._look_or_read
         if self._runtime.cache.enabled and readers.full:
             known = await in_thread(self._look, FILES, self._gone)
             if known is not None:
                 return known
-            return await in_thread(partial(self._read, time.perf_counter()), readers, self._gone)
-        return await in_thread(partial(self._look_or_read, time.perf_counter()), readers, self._gone)
+            begin = self._read
+        try:
+            outcome: _Made | _Known = await followed(partial(begin, time.perf_counter()), readers, self._gone)
+        except Cancelled:
+            raise NotReady("The service stopped before the request was finished; send it again.") from None
+        return outcome
 
-    def _look_or_read(self, asked: float) -> Job[_Made] | _Known:
+    def _look_or_read(self, asked: float) -> Future[_Made] | _Known:
         waited = time.perf_counter() - asked
         return self._look() or self._read(time.perf_counter() - waited)
 
@@ -153,7 +155,7 @@ class _Work:
         posted.let_go()
         return _Known(key, kept)
 
-    def _read(self, asked: float) -> Job[_Made]:
+    def _read(self, asked: float) -> Future[_Made]:
         """In a thread, for which was `asked` on the clock `perf_counter`: read the file and wait for the device."""
         posted, stages = self._posted, self._stages
         stages.add("read", time.perf_counter() - asked)
@@ -166,7 +168,7 @@ class _Work:
         self._check_wanted()
         # Which may be over at once.
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
-        return self._job
+        return self._job.future
 
     def _check_wanted(self) -> None:
         if self._gone.is_set():
@@ -190,6 +192,9 @@ class _Work:
 
     async def _answer(self, made: _Made) -> LabelResponse:
         runtime, stages, spec, result = self._runtime, self._stages, self._spec, made.result
+        assert self._job is not None  # noqa: S101 - it has made this
+        stages.add("queue", self._job.seconds_waited)
+        stages.update(result.seconds)
         if made.answer is None:
             answer, found = await in_thread(
                 partial(self._write, result), FILES if self._posted.query.output_to is None else NAMED_FILES
@@ -236,28 +241,3 @@ class _Work:
 def etag(key: str) -> str:
     """A strong validator: the same key has the same labels, though not the same times beside them."""
     return f'"{key[:32]}"'
-
-
-async def _finished(job: Job[_Made], stages: Stages) -> _Made:
-    """What came of the job; adds the times of waiting and of each stage."""
-    stopped = NotReady("The service stopped before the request was finished; send it again.")
-    try:
-        made = await asyncio.wrap_future(job.future)
-    except Cancelled:
-        raise stopped from None
-    except asyncio.CancelledError:
-        if _abandoned():
-            raise
-        raise stopped from None
-    stages.add("queue", job.seconds_waited)
-    stages.update(made.result.seconds)
-    return made
-
-
-def _abandoned() -> bool:
-    """Whether nobody waits for the current task any more.
-
-    Whoever is cancelled must not hold its task: that holds the error, which holds everything that was at work.
-    """
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
