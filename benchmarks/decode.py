@@ -87,7 +87,7 @@ def decoded(spec: ModelSpec, slabs: list[Slab], kernel: Ascent) -> tuple[NDArray
 
 def compare(spec: ModelSpec, slabs: list[Slab], repeats: int) -> None:
     """Print the CPU time of decoding by torch alone and with the kernel."""
-    assert ascent.suits(torch.device("cpu"), 1), "no kernel: is there a C++ compiler?"
+    assert ascent.suits(torch.device("cpu")), "no kernel: is there a C++ compiler?"
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {"torch": [], "C++": []}
     with torch.inference_mode():

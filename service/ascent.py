@@ -1,7 +1,9 @@
-"""The ascent of `service.watershed` in C++, for planes in the memory of a CPU; `ascent.cpp` says how.
+"""Objects of a landscape in C++, for planes in the memory of a CPU; `ascent.cpp` says how.
 
-The same numbers come out as of torch, bit for bit. A small volume takes hundreds of operations in torch, each of which
-costs microseconds however few voxels there are; here they are one pass each, on the thread of the caller.
+The same labels come out as of `service.watershed` and what `service.postprocess` makes of its basins. For a small
+volume that is hundreds of operations of torch and NumPy, each of which takes microseconds however few voxels there are,
+and passes the interpreter's lock on; here it is one for each part that comes, and one at the end, in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -16,55 +18,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.kernels import Kernel
+from service.volume import label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
 # What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
-    ("stackseg_fill", "pppqqqqqp", "-"),
-    ("stackseg_climb", "pqqqipppppp", "q"),
-    ("stackseg_settle", "piqppqpqpppp", "-"),
-    ("stackseg_search", "piqppqpqpqppp", "q"),
-    ("stackseg_label", "pqqppqpi", "-"),
+    ("stackseg_landscape", "pifdiq", "p"),
+    ("stackseg_forget", "p", "-"),
+    ("stackseg_planes", "ppippipq", "i"),
+    ("stackseg_objects", "pqip", "q"),
+    ("stackseg_labels", "pp", "-"),
 )
 
-# Passes of a block for which there is room at first.
-PASSES = 2**16
+Size = tuple[int, int, int]
+
+# Voxels that are worked on together: some megabytes.
+BLOCK = 2**22
 
 # Places in a block are 32-bit integers.
 MOST = 2**31 - 1
 
+CPU = torch.device("cpu")
 
-class Block(NamedTuple):
-    """Planes with a rim, int32 [z, Y + 2, X + 2], contiguous, whose first and last are only looked at.
+# By the number that `ascent.cpp` has for them.
+HEIGHTS = (torch.float32, torch.bfloat16)
+INSIDE = (*HEIGHTS, torch.bool)
 
-    keys    of the voxels
-    pieces  of the same planes of the volume
-    low     where the block begins in the volume with its rim
-    first   number of the block's first piece
+
+class Terms(NamedTuple):
+    """What makes an object.
+
+    threshold  above which a voxel is inside
+    depth      of a pass below the lower one of two peaks that it parts, in units of the distance; above 0
+    squashed   heights are logits of the distance
     """
 
-    keys: Tensor
-    pieces: Tensor
-    low: int
-    first: int
-
-
-class Climb(NamedTuple):
-    """Where the paths of a block end, int64 [P] each, and where its foreground is, int32 [N].
-
-    link    the piece of the highest neighbour of each end, 0 where it is not yet known; itself at a maximum
-    place   where in the volume that neighbour is
-    top     its key
-    voxels  size of the piece
-    """
-
-    link: Tensor
-    place: Tensor
-    top: Tensor
-    voxels: Tensor
-    foreground: Tensor
+    threshold: float
+    depth: float
+    squashed: bool
 
 
 class Ascent(Kernel):
@@ -73,107 +66,86 @@ class Ascent(Kernel):
     def __init__(self) -> None:
         super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
 
-    def suits(self, device: torch.device, voxels: int = 0) -> bool:
-        """Whether it is there, and can work on blocks of so many voxels on this device."""
-        return self._library is not None and device.type == "cpu" and voxels <= MOST
+    def suits(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK) -> bool:
+        """Whether it is there, and can work on volumes of this size, whichever way planes come, on this device."""
+        largest = (max(size[:2]) + 2) * (size[2] + 2)
+        return self._library is not None and device.type == "cpu" and block + 4 * largest <= MOST
 
-    def fill(self, heights: Tensor, inside: Tensor, codes: Tensor, level: tuple[int, int], keys: Tensor) -> None:
-        """Write the keys of heights, float32 [z, Y, X], where `inside`, bool, into `keys`, int32 [z, Y + 2, X + 2].
+    def landscape(self, size: Size, terms: Terms, *, across: bool = False, block: int = BLOCK) -> Landscape:
+        """One without planes so far. Raises MemoryError.
 
-        codes  int32 [Y, X]: the place of each voxel of a plane modulo 3 along either axis, weighted
-        level  the place of the first plane along z, and its weight
+        size    (Z, Y, X) of the volume
+        across  planes come along y instead, each with all of z; the same comes out
+        block   voxels that are worked on together
         """
-        heights, inside, codes = heights.contiguous(), inside.contiguous(), codes.contiguous()
-        planes, rows, width = keys.shape
-        _check(heights, torch.float32, (planes, rows - 2, width - 2))
-        _check(inside, torch.bool, (planes, rows - 2, width - 2))
-        _check(codes, torch.int32, (rows - 2, width - 2))
-        _check(keys, torch.int32, (planes, rows, width))
-        pointers = _pointers(heights, inside, codes)
-        self._functions.stackseg_fill(*pointers, planes, rows, width, *level, keys.data_ptr())
+        if min(size) < 1 or not self.suits(CPU, size, block):
+            raise ValueError(f"a volume of {size} is not for the kernel")
+        return Landscape((self._functions, self._quick), size, terms, across=across, block=block)
 
-    def climb(self, block: Block, steps: Tensor) -> Climb | None:
-        """Write the pieces of the block, zeros so far, and say where its paths end. None without any foreground.
 
-        steps  int32 [1024]: from a voxel of one code to its neighbour of another
+class Landscape:
+    """Takes planes of a landscape, and labels its objects; made by `Ascent.landscape`."""
+
+    def __init__(
+        self, kernel: tuple[ctypes.CDLL, ctypes.PyDLL], size: Size, terms: Terms, *, across: bool, block: int
+    ) -> None:
+        self._size, self._across = size, across
+        self._functions, quick = kernel
+        self._left = size[across]
+        self._known = quick.stackseg_landscape((ctypes.c_int64 * 3)(*size), across, *terms, block)
+        if self._known is None:
+            raise MemoryError(f"no memory for the landscape of a volume of {size}")
+
+    # Even where making it failed.
+    _known: int | None = None
+
+    def __del__(self) -> None:
+        if self._known is not None:
+            self._functions.stackseg_forget(self._known)
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, [planes, Y, X], or across [Z, planes, X], with any strides. Raises ValueError, MemoryError.
+
+        heights  float32 or bfloat16
+        inside   the same, voxels being inside where it is above the threshold; or bool
         """
-        planes, rows, width = _checked(block)
-        _check(steps, torch.int32, (1024,))
-        scratch = torch.empty((4, rows, width), dtype=torch.int32)
-        # Of these only as much takes memory as is written.
-        foreground, targets = (torch.empty(block.keys.numel(), dtype=torch.int32) for _ in range(2))
-        keys, pieces, voxels = block.keys.data_ptr(), block.pieces.data_ptr(), ctypes.c_int64()
-        ends = self._functions.stackseg_climb(
-            *(keys, planes, rows, width, block.first, *_pointers(steps, scratch), pieces),
-            *(foreground.data_ptr(), ctypes.byref(voxels), targets.data_ptr()),
+        planes = heights.shape[self._across]
+        shape = list(self._size)
+        shape[self._across] = planes
+        for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
+            if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
+                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where planes {shape} must be")
+        if planes > self._left:
+            raise ValueError(f"{planes} planes where {self._left} are left")
+        self._left -= planes
+        failed = self._functions.stackseg_planes(
+            *(self._known, heights.data_ptr(), HEIGHTS.index(heights.dtype), self._steps(heights)),
+            *(inside.data_ptr(), INSIDE.index(inside.dtype), self._steps(inside), planes),
         )
-        if not ends:
-            return None
-        link, place, top, sizes = torch.empty((4, ends), dtype=torch.int64).unbind()
-        self._functions.stackseg_settle(
-            *(keys, block.first, block.low, pieces, foreground.data_ptr(), voxels, targets.data_ptr(), ends),
-            *_pointers(link, place, top, sizes),
-        )
-        return Climb(link, place, top, sizes, foreground[: voxels.value])
+        if failed:
+            raise MemoryError("no memory for the pieces of a landscape")
 
-    def search(
-        self, block: Block, foreground: Tensor, limits: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """After `climb`: ways to other pieces near the tops, as piece, place and height, int32, int64 and int32 [E].
+    def _steps(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
+        z, y, x = planes.stride()
+        return (ctypes.c_int64 * 3)(*((y, z, x) if self._across else (z, y, x)))
 
-        limits   int32 [P]: the least key that is near the top of each piece
-        offsets  int32 [26]: from a voxel to its neighbours
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        """Once every plane was added: labels [Z, Y, X], uint16 or uint32, from 1, and their number. Raises MemoryError.
+
+        minimum_size  voxels that an object must have
+        whole         and it must not touch a face of the volume, unless that is one voxel wide there
         """
-        _checked(block)
-        _check(foreground, torch.int32, (len(foreground),))
-        _check(limits, torch.int32, (len(limits),))
-        _check(offsets, torch.int32, (26,))
-        room, found = 0, PASSES
-        while found > room:
-            room = found
-            here, place, height = (torch.empty(room, dtype=kind) for kind in (torch.int32, torch.int64, torch.int32))
-            found = self._functions.stackseg_search(
-                *(block.keys.data_ptr(), block.first, block.low, block.pieces.data_ptr()),
-                *(foreground.data_ptr(), len(foreground), limits.data_ptr(), len(limits)),
-                *(offsets.data_ptr(), room, *_pointers(here, place, height)),
-            )
-        return here[:found].clone(), place[:found].clone(), height[:found].clone()
-
-    def label(self, pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
-        """Write the number, int32 [P], of each piece into labels, uint16 or uint32 [Z, Y, X].
-
-        pieces  int32 [Z, Y, X], of which only the rows must be contiguous
-        """
-        _check(numbers, torch.int32, (len(numbers),))
-        if pieces.dtype != torch.int32 or pieces.stride(2) != 1 or pieces.shape != labels.shape:
-            raise ValueError(f"{pieces.dtype} {list(pieces.shape)} cannot be made labels {list(labels.shape)}")
-        if labels.dtype not in {np.dtype(np.uint16), np.dtype(np.uint32)} or not labels.flags.c_contiguous:
-            raise ValueError(f"labels must be contiguous and uint16 or uint32, not {labels.dtype}")
-        self._functions.stackseg_label(
-            *(pieces.data_ptr(), pieces.stride(0), pieces.stride(1), (ctypes.c_int64 * 3)(*labels.shape)),
-            *(numbers.data_ptr(), len(numbers), labels.ctypes.data, labels.itemsize == 4),
-        )
+        if self._left:
+            raise ValueError(f"{self._left} planes are missing")
+        labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(0))
+        count = self._functions.stackseg_objects(self._known, minimum_size, whole, labels.ctypes.data)
+        if count < 0:
+            raise MemoryError("no memory for the objects of a landscape")
+        if (dtype := label_dtype(count)) != labels.dtype:
+            labels = np.empty(self._size, dtype)
+            self._functions.stackseg_labels(self._known, labels.ctypes.data)
+        return labels, int(count)
 
 
 ascent = Ascent()
 """The one of this process; a service prepares it when it starts, so that no request waits for a compiler."""
-
-
-def _pointers(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in tensors)
-
-
-def _checked(block: Block) -> tuple[int, int, int]:
-    """Planes, rows and width of a block; its buffers are as large, or it is a ValueError."""
-    planes, rows, width = block.keys.shape
-    _check(block.keys, torch.int32, (planes, rows, width))
-    _check(block.pieces, torch.int32, (planes, rows, width))
-    if planes < 3 or rows < 3 or width < 3 or block.keys.numel() > MOST:
-        raise ValueError(f"{(planes, rows, width)} is no block with a rim")
-    return planes, rows, width
-
-
-def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises ValueError for what must not be read, or written, as if it were such a tensor."""
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)}, contiguous, must be")

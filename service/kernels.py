@@ -85,7 +85,7 @@ shelf = Shelf()
 class Kernel:
     """The functions of one source, once `prepare` has compiled it; without a compiler there are none.
 
-    signatures  name, what it takes and what it gives: pointers, 32-bit and 64-bit integers, floats, or - for nothing
+    signatures  name, what it takes and what it gives: pointers, 32-bit and 64-bit integers, floats, doubles, or -
     without     what the log says in that case
     """
 
@@ -94,6 +94,7 @@ class Kernel:
         "i": ctypes.c_int32,
         "q": ctypes.c_int64,
         "f": ctypes.c_float,
+        "d": ctypes.c_double,
         "-": None,
     }
 
@@ -102,6 +103,7 @@ class Kernel:
     ) -> None:
         self._source, self._flags, self._signatures, self._without = source, flags, signatures, without
         self._library: ctypes.CDLL | None = None
+        self._keeping: ctypes.PyDLL | None = None
         self._tried = False
 
     def prepare(self) -> None:
@@ -122,10 +124,12 @@ class Kernel:
         if self._library is not None:
             return
         library = shelf.load(self._source, self._flags)
+        quick = ctypes.PyDLL(library._name, handle=library._handle)
         for name, takes, gives in self._signatures:
-            function = getattr(library, name)
-            function.argtypes, function.restype = [self.KINDS[letter] for letter in takes], self.KINDS[gives]
-        self._library = library
+            for way in (library, quick):
+                function = getattr(way, name)
+                function.argtypes, function.restype = [self.KINDS[letter] for letter in takes], self.KINDS[gives]
+        self._library, self._keeping = library, quick
 
     @property
     def ready(self) -> bool:
@@ -134,9 +138,17 @@ class Kernel:
 
     @property
     def _functions(self) -> ctypes.CDLL:
+        """Functions that let other threads run Python meanwhile."""
         if self._library is None:
             raise RuntimeError("prepare() has not made the kernel")
         return self._library
+
+    @property
+    def _quick(self) -> ctypes.PyDLL:
+        """The same without that: getting the interpreter's lock back takes longer than what is done in some 30 us."""
+        if self._keeping is None:
+            raise RuntimeError("prepare() has not made the kernel")
+        return self._keeping
 
 
 def _is_open(folder: Path, own: Path) -> bool:

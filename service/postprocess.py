@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.arrays import Allocate, release
-from service.ascent import Ascent, ascent
+from service.ascent import BLOCK, Ascent, Terms, ascent
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
-from service.watershed import BLOCK, Basins, Watershed
+from service.watershed import Basins, Watershed
 
 Size = tuple[int, int, int]
 
@@ -124,7 +124,7 @@ class ForegroundDecoder:
         self._pixels = allocate(size, np.uint8)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        place(self._pixels, z0, y0, _above(scores[0, self._channel], self._threshold).cpu().numpy())
+        place(self._pixels, z0, y0, above(scores[0, self._channel], self._threshold).cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=("background", self._name))
@@ -151,20 +151,29 @@ class InstanceDecoder:
         self._relief = Relief(decoding.persistence, squashed=spec.activation == "sigmoid")
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
-        self._watershed: Watershed | None = None
+        self._landscape: Landscape | None = None
         # Planes of which not every row has come.
-        self._distances, self._inside = torch.empty(0), torch.empty(0, dtype=torch.bool)
+        self._distances: Tensor
+        self._inside: Tensor
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
+        """As `Decoder.add`; on a CPU bfloat16 does as well."""
         planes, rows = scores.shape[2:4]
-        distances, inside = scores[0, self._distance], _above(scores[0, self._foreground], self._threshold)
-        if planes == self._size[0] and rows < self._size[1] and not self._decoding.smoothing:
+        distances, foreground = scores[0, self._distance], scores[0, self._foreground]
+        if not self._decoding.smoothing and rows == self._size[1]:
+            self._onto(distances.device, across=False).add(distances, foreground)
+        elif not self._decoding.smoothing and planes == self._size[0]:
             # All of z at once, as windows as high as the volume give it: nothing has to wait for the last row.
-            self._landscape(distances.device, across=True).add(distances, inside)
-            return
+            self._onto(distances.device, across=True).add(distances, foreground)
+        else:
+            self._gather(y0, distances.float(), above(foreground, self._threshold))
+
+    def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
+        """Rows of some planes, [z, y, X] of float32 and bool, which go on once they are whole."""
+        planes, rows, width = distances.shape
         if rows < self._size[1]:
             if y0 == 0:
-                shape = (planes, *self._size[1:])
+                shape = (planes, self._size[1], width)
                 self._distances, self._inside = distances.new_empty(shape), inside.new_empty(shape)
             self._distances[:, y0 : y0 + rows], self._inside[:, y0 : y0 + rows] = distances, inside
             distances, inside = self._distances, self._inside
@@ -173,19 +182,59 @@ class InstanceDecoder:
 
     def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
         for heights, inside in planes:
-            self._landscape(heights.device, across=False).add(heights, inside)
+            self._onto(heights.device, across=False).add(heights, inside)
 
-    def _landscape(self, device: torch.device, *, across: bool) -> Watershed:
-        if self._watershed is None:
-            self._watershed = Watershed(self._size, self._relief.floor, device, kernel=self._kernel, across=across)
-        return self._watershed
+    def _onto(self, device: torch.device, *, across: bool) -> Landscape:
+        if self._landscape is None:
+            if self._kernel.suits(device, self._size):
+                terms = Terms(self._threshold, self._relief.depth, self._relief.squashed)
+                self._landscape = self._kernel.landscape(self._size, terms, across=across)
+            else:
+                self._landscape = TorchLandscape(self._size, self._threshold, self._relief, device, across=across)
+        return self._landscape
 
     def finish(self) -> Segmentation:
         self._climb(self._smoother.finish())
-        if self._watershed is None:
+        if self._landscape is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
-        labels, count = label_basins(self._watershed.finish(), self._relief, self._decoding, self._kernel)
+        decoding = self._decoding
+        labels, count = self._landscape.labels(decoding.minimum_size, whole=decoding.border == "drop")
+        if decoding.holes == "fill":
+            fill_holes(labels)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
+
+
+class Landscape(Protocol):
+    """Takes planes, and labels the objects in them: `service.ascent.Landscape`, or the same with torch."""
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, as `service.ascent.Landscape.add`."""
+
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        """As `service.ascent.Landscape.labels`."""
+
+
+class TorchLandscape:
+    """A `Landscape` on any device; `threshold`: of what is inside, `block` and `across` as those of `Watershed`."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        size: Size,
+        threshold: float,
+        relief: Relief,
+        device: torch.device,
+        block: int = BLOCK,
+        *,
+        across: bool = False,
+    ) -> None:
+        self._threshold, self._relief = threshold, relief
+        self._watershed = Watershed(size, relief.floor, device, block, across=across)
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        self._watershed.add(heights.float(), above(inside, self._threshold))
+
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        return label_basins(self._watershed.finish(), self._relief, minimum_size, whole=whole)
 
 
 class Relief(NamedTuple):
@@ -263,27 +312,26 @@ def _average(heights: Tensor, axis: int) -> Tensor:
 
 
 def label_basins(
-    basins: Basins, relief: Relief, decoding: Instances, kernel: Ascent = ascent
+    basins: Basins, relief: Relief, minimum_size: int, *, whole: bool = False
 ) -> tuple[NDArray[np.unsignedinteger], int]:
-    """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number."""
+    """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number.
+
+    minimum_size  voxels that an object must have
+    whole         and it must not touch a face of the volume, unless that is one voxel wide there
+    """
     # In NumPy, which takes a fraction of torch's time for so few numbers.
     group = merge_shallow(basins, relief)
     voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
-    kept = voxels >= max(decoding.minimum_size, 1)
-    if decoding.border == "drop":
+    kept = voxels >= max(minimum_size, 1)
+    if whole:
         kept[group[_at_faces(basins).cpu().numpy()]] = False
     numbers = np.where(kept, kept.cumsum(), 0)
     count = int(np.count_nonzero(kept))
     of_basin = np.append(numbers[group], 0).astype(np.int32)
     of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
     labels = np.empty(basins.pieces.shape, label_dtype(count))
-    if kernel.suits(basins.pieces.device):
-        kernel.label(basins.pieces, of_piece, labels)
-    else:
-        _look_up(basins.pieces, of_piece.to(basins.pieces.device), labels)
-    if decoding.holes == "fill":
-        fill_holes(labels)
+    _look_up(basins.pieces, of_piece.to(basins.pieces.device), labels)
     return labels, count
 
 
@@ -351,12 +399,14 @@ def shallow_passes(basins: Basins, relief: Relief) -> tuple[NDArray[Any], NDArra
     return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
 
 
-def _above(scores: Tensor, threshold: float) -> Tensor:
-    """Where the scores are above the threshold, bool of the same shape."""
+def above(scores: Tensor, threshold: float) -> Tensor:
+    """Where the scores are above the threshold, bool of the same shape; what is bool stays as it is."""
+    if scores.dtype == torch.bool:
+        return scores
     if scores.device.type != "cpu":
         return scores > threshold
     # On one thread NumPy takes a sixth of torch's time.
-    return torch.from_numpy(scores.numpy() > np.float32(threshold))
+    return torch.from_numpy(scores.float().numpy() > np.float32(threshold))
 
 
 def _logit(probability: float) -> float:

@@ -16,15 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.ascent import Ascent, Block, ascent
+from service.ascent import BLOCK
 
 Size = tuple[int, int, int]
 
 # The least 32-bit integer, below every height.
 BACKGROUND = -(2**31)
-
-# Voxels that are worked on together: some megabytes.
-BLOCK = 2**22
 
 # Voxels whose neighbours are looked at together, with a number for each of 26.
 NEAR = 2**14
@@ -109,16 +106,14 @@ class Watershed:
     across  planes come along y instead, each with all of z; basins, and what is told of them, are the same
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together
-    kernel  does the work in C++ where it can; the same comes out
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         size: Size,
         floor: Callable[[Tensor], Tensor],
         device: torch.device,
         block: int = BLOCK,
-        kernel: Ascent = ascent,
         *,
         across: bool = False,
     ) -> None:
@@ -129,7 +124,6 @@ class Watershed:
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
         self._most = min(max(block // self._plane, 1), depth)
-        self._kernel = kernel if kernel.suits(device, (self._most + 3) * self._plane) else None
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
         self._weights = (3, 9) if across else (9, 3)
@@ -212,9 +206,6 @@ class Watershed:
     def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
         """Write the keys of planes that come next into the inside of their rims."""
         z = (self._z - 1 + len(self._waiting)) % 3
-        if self._kernel is not None:
-            self._kernel.fill(heights, inside, self._codes, (z, self._weights[0]), block)
-            return
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
         keys += self._codes
@@ -224,24 +215,11 @@ class Watershed:
     def _advance(self, block: Tensor) -> None:
         """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
         if len(block) > 2:
-            if self._kernel is not None:
-                self._ascend(self._kernel, block)
-            elif (climb := self._climb(block.view(-1))) is not None:
+            if (climb := self._climb(block.view(-1))) is not None:
                 self._number(climb)
                 self._search(climb, block.view(-1))
             self._z += len(block) - 2
         self._waiting = block[-2:].clone()
-
-    def _ascend(self, kernel: Ascent, keys: Tensor) -> None:
-        """What `_climb`, `_number` and `_search` do, in C++."""
-        first = self._z - 1
-        block = Block(keys, self._pieces[first : first + len(keys)], first * self._plane, self._count)
-        climb = kernel.climb(block, self._steps)
-        if climb is None:
-            return
-        self._roots.append(_Roots(climb.link, climb.place, climb.top, climb.voxels))
-        self._count += len(climb.top)
-        self._found.append(kernel.search(block, climb.foreground, self._limits(climb.top.int()), self._offsets))
 
     def _limits(self, tops: Tensor) -> Tensor:
         """Keys of tops -> the least key, int32 [P], of what a pass near each may touch."""

@@ -3,54 +3,73 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
+from torch import Tensor
 
-from service.ascent import Ascent
-from service.postprocess import Relief, label_basins
-from service.repository import Instances
-from service.watershed import BLOCK, Basins, Watershed
+from service.ascent import BLOCK, Ascent, Terms
+from service.postprocess import Landscape, Relief, TorchLandscape
+from service.watershed import Basins, Watershed
 
 Array = NDArray[Any]
+Size = tuple[int, int, int]
+
+CPU = torch.device("cpu")
+
+
+def parts(heights: Array, cuts: tuple[int, ...], *, across: bool) -> Iterator[Tensor]:
+    """Parts of heights [Z, Y, X] that begin at 0 and at `cuts`, along z or y."""
+    landscape = torch.from_numpy(heights.astype(np.float32))
+    for low, high in itertools.pairwise([0, *cuts, heights.shape[across]]):
+        yield landscape.narrow(int(across), low, high - low)
 
 
 def basins_of(
-    heights: Array,
-    relief: Relief,
-    cuts: tuple[int, ...] = (),
-    block: int = BLOCK,
-    kernel: Ascent | None = None,
-    *,
-    across: bool = False,
+    heights: Array, relief: Relief, cuts: tuple[int, ...] = (), block: int = BLOCK, *, across: bool = False
 ) -> Basins:
-    """Basins of heights [Z, Y, X] with -inf as background, handed over in parts that begin at `cuts`.
-
-    By torch, unless a prepared kernel is given. Across, parts are cut along y.
-    """
-    depth, height, width = heights.shape
-    size = (depth, height, width)
-    watershed = Watershed(size, relief.floor, torch.device("cpu"), block, kernel or Ascent(), across=across)
-    landscape = torch.from_numpy(heights.astype(np.float32))
-    for low, high in itertools.pairwise([0, *cuts, height if across else depth]):
-        part = landscape.narrow(int(across), low, high - low)
+    """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
+    watershed = Watershed(size_of(heights), relief.floor, CPU, block, across=across)
+    for part in parts(heights, cuts, across=across):
         watershed.add(part, part > -torch.inf)
     return watershed.finish()
 
 
 def decode(
-    heights: Array, persistence: float = 0.0, minimum_size: int = 0, kernel: Ascent | None = None, **how: Any
+    heights: Array,
+    persistence: float = 0.0,
+    minimum_size: int = 0,
+    cuts: tuple[int, ...] = (),
+    block: int = BLOCK,
+    kernel: Ascent | None = None,
+    *,
+    across: bool = False,
+    squashed: bool = False,
+    whole: bool = False,
 ) -> tuple[Array, int]:
-    """Labels of heights [Z, Y, X] that are distances, and their number; `how` as in `basins_of`."""
-    relief = Relief(persistence, squashed=False)
-    decoding = Instances(kind="instances", minimum_size=minimum_size)
-    return label_basins(basins_of(heights, relief, kernel=kernel, **how), relief, decoding, kernel or Ascent())
+    """Labels of heights [Z, Y, X] with -inf as background, and their number; by torch, unless a kernel is given."""
+    relief = Relief(persistence, squashed)
+    size, threshold = size_of(heights), -np.inf
+    made: Landscape
+    if kernel is None:
+        made = TorchLandscape(size, threshold, relief, CPU, block, across=across)
+    else:
+        made = kernel.landscape(size, Terms(threshold, relief.depth, squashed), across=across, block=block)
+    for part in parts(heights, cuts, across=across):
+        made.add(part, part)
+    return made.labels(minimum_size, whole=whole)
 
 
-def hills(seed: int, size: tuple[int, int, int], sigma: float = 2.0) -> Array:
+def size_of(heights: Array) -> Size:
+    depth, height, width = heights.shape
+    return depth, height, width
+
+
+def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
     """Smooth random heights of standard deviation 1, -inf where they are below 0: touching objects of all shapes."""
     noise = gaussian_filter(np.random.default_rng(seed).standard_normal(size), sigma, mode="nearest")
     noise /= noise.std()

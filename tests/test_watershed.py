@@ -13,9 +13,10 @@ from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
+from service.ascent import BLOCK
 from service.postprocess import Relief, shallow_passes
 from service.training.evaluate import score
-from service.watershed import BLOCK, NEAR, Watershed
+from service.watershed import NEAR, Watershed
 
 SIZE = (11, 23, 19)
 
