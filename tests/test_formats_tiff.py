@@ -108,6 +108,16 @@ def test_complex_pixels_are_refused(make: Make) -> None:
         tiff.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
 
 
+@pytest.mark.parametrize("edge", [40, 300])
+def test_planes_are_where_they_belong_whether_one_thread_decodes_or_several(
+    make: Make, tmp_path: Path, edge: int
+) -> None:
+    stack = noise(13, edge, edge, dtype="u2")
+    path = make(stack, compression="zlib", metadata={"axes": "ZYX"})
+    for scratch in (None, tmp_path / "scratch"):
+        np.testing.assert_array_equal(pixels(path, ALL, scratch)[0], stack)
+
+
 @pytest.mark.parametrize("compression", [None, "adobe_deflate"])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
 def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(

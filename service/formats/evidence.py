@@ -43,7 +43,8 @@ class Evidence:
     """Collects the parts that are read of a file, until they are too many to be of use."""
 
     def __init__(self) -> None:
-        self._notes: list[Part] | None = []
+        # [begin, end) of every read, in plain tuples: a stack of 64 pages takes hundreds of them.
+        self._notes: list[tuple[int, int]] | None = []
         self._texts: set[Part] = set()
         self.parsing = True
 
@@ -56,26 +57,36 @@ class Evidence:
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
-        """Texts as they were read, and the rest in order and apart from each other; None: unknown, or too much."""
-        if self._notes is not None:
-            self._notes = _merged(self._notes)
-            if not _within_limits((*self._notes, *self._texts)):
-                self.give_up()
-        return None if self._notes is None else (*self._notes, *sorted(self._texts))
+        """Plain ones in order and apart from each other, then texts as they were read; None: unknown, or too much."""
+        self._put_in_order()
+        if self._notes is None:
+            return None
+        return (*(Part(begin, end) for begin, end in self._notes), *sorted(self._texts))
 
-    def note(self, part: Part) -> None:
+    def note(self, begin: int, end: int) -> None:
         """This was read. What was asked for beyond the end of the file follows from its size."""
-        if self._notes is None or part.begin == part.end:
+        if self._notes is None:
             return
-        if part.text:
-            self._texts.add(part)
-        else:
-            self._notes.append(part)
-        if max(len(self._notes), len(self._texts)) >= _NOTES:
-            _ = self.parts
+        self._notes.append((begin, end))
+        if len(self._notes) >= _NOTES:
+            self._put_in_order()
+
+    def note_text(self, begin: int, end: int) -> None:
+        """The same, `renumbered`."""
+        self._texts.add(Part(begin, end, text=True))
+        if len(self._texts) > MOST_PARTS:
+            self.give_up()
+
+    def _put_in_order(self) -> None:
+        if self._notes is None:
+            return
+        self._notes = _merged(self._notes)
+        if not _within_limits((*self._notes, *(part[:2] for part in self._texts))):
+            self.give_up()
 
     def give_up(self) -> None:
         self._notes = None
+        self._texts.clear()
 
     def end(self) -> None:
         """What is read from now on are pixels, which come out as they are."""
@@ -86,6 +97,8 @@ class Evidence:
 class _Watched:
     """What a TIFF reader asks of a stream, noted. The way of its calls is that of `io.BufferedReader`."""
 
+    __slots__ = ("_evidence", "_position", "_stream")
+
     mode = "rb"
 
     def __init__(self, stream: BinaryIO, evidence: Evidence) -> None:
@@ -94,13 +107,19 @@ class _Watched:
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(size)
-        text = len(data) <= MOST_BYTES and b"urn:uuid:" in data and self._evidence.parsing
-        self._note(len(data), text=text)
-        return renumbered(data) if text else data
+        begin = self._position
+        self._position = end = begin + len(data)
+        if b"urn:uuid:" in data and self._evidence.parsing and len(data) <= MOST_BYTES:
+            self._evidence.note_text(begin, end)
+            return renumbered(data)
+        self._evidence.note(begin, end)
+        return data
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._stream.readinto(buffer)  # type: ignore[attr-defined]
-        self._note(count)
+        begin = self._position
+        self._position = end = begin + count
+        self._evidence.note(begin, end)
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -110,28 +129,29 @@ class _Watched:
     def tell(self) -> int:
         return self._stream.tell()
 
-    def _note(self, count: int, *, text: bool = False) -> None:
-        end = self._position + count
-        self._evidence.note(Part(self._position, end, text))
-        self._position = end
-
     def __getattr__(self, name: str) -> Any:
         self._evidence.give_up()
         return getattr(self._stream, name)
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    merged: list[Part] = []
-    for part in sorted(parts):
-        if merged and part.begin <= merged[-1].end:
-            merged[-1] = Part(merged[-1].begin, max(merged[-1].end, part.end))
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    last = 0
+    for begin, end in sorted(ranges):
+        if begin == end:
+            continue
+        if merged and begin <= last:
+            if end > last:
+                merged[-1] = merged[-1][0], end
+                last = end
         else:
-            merged.append(part)
+            merged.append((begin, end))
+            last = end
     return merged
 
 
-def _within_limits(parts: Sequence[Part]) -> bool:
-    return len(parts) <= MOST_PARTS and sum(part.end - part.begin for part in parts) <= MOST_BYTES
+def _within_limits(ranges: Sequence[tuple[int, int]]) -> bool:
+    return len(ranges) <= MOST_PARTS and sum(end - begin for begin, end in ranges) <= MOST_BYTES
 
 
 class Content(Protocol):
@@ -217,7 +237,7 @@ class Precedents(Generic[T]):
     def keep(self, question: Hashable, content: Content, parts: Sequence[Part], told: T) -> None:
         """Remember what was told about a file that `parts` of it decided about; not where these are too many."""
         # Nobody understands a file without its header. Who says so is not to be believed.
-        if not parts or parts[0].begin != 0 or not _within_limits(parts):
+        if not parts or parts[0].begin != 0 or not _within_limits([part[:2] for part in parts]):
             return
         key, precedent = (question, len(content)), _Precedent.of(content, parts, told)
         with self._lock:

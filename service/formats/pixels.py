@@ -27,6 +27,9 @@ from service.formats.image import Page, StoredImage, translated
 from service.formats.structure import Structure
 from service.volume import Array, Volume, VoxelSize
 
+# Volumes up to so many bytes are decoded by one thread.
+_ALONE_BYTES = 2**20
+
 Shape4 = tuple[int, int, int, int]
 Store = Callable[[int, int, Array], None]
 
@@ -279,7 +282,12 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
         for channel, block in _blocks(pixels, layout, part, frame):
             store(channel, frame.z, block)
 
-    with ThreadPoolExecutor(1 if alone else workers) as pool:
+    if alone or math.prod(shape_of(layout, part)) * dtype.itemsize <= _ALONE_BYTES:
+        # Threads take longer to pass the interpreter's lock on than such planes to decode.
+        for frame in frames:
+            run(frame)
+        return
+    with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(run, frames):
             pass
 
