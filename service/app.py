@@ -31,6 +31,7 @@ from service import errors
 from service.config import Settings
 from service.errors import ConfigError
 from service.routes import gpu, health, inspect, jobs, models, pages, segment
+from service.routes.connection import Connection
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.runtime import Runtime
@@ -170,12 +171,8 @@ def serve(settings: Settings, host: str, port: int) -> bool:
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings)
     runtime: Runtime = app.state.runtime
-    config = uvicorn.Config(
+    config = configured(
         app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
         ssl_keyfile=settings.server.ssl_keyfile,
         ssl_certfile=settings.server.ssl_certfile,
         # The runtime ends requests itself, with an answer; this is for those that then still hang.
@@ -193,6 +190,13 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         sys.stdout.flush()
         Server(config, runtime).run(sockets=[listener])
     return runtime.ended
+
+
+def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
+    """How the application is served; `more` as uvicorn has it."""
+    return uvicorn.Config(
+        app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, **more
+    )
 
 
 def _share_freed_memory() -> None:

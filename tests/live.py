@@ -16,7 +16,7 @@ import tifffile
 import uvicorn
 from numpy.typing import NDArray
 
-from service.app import create_app
+from service.app import configured, create_app
 from service.config import Settings
 from service.repository import ModelSpec
 from service.runtime import Runtime
@@ -57,7 +57,7 @@ def serve(
 ) -> Iterator[Live]:
     app = create_app(settings)
     app.state.runtime = Runtime(settings, load)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none")
+    config = configured(app, host="127.0.0.1", port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+from live import until
+from starlette.types import Receive, Scope, Send
+
+from service.app import configured
+from service.routes.connection import HEAD_BYTES, READ_BYTES
+
+SECONDS = 20
+
+
+class Echo:
+    """Answers with the body that it received, and keeps the sizes of its pieces."""
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            assert isinstance(message["body"], bytes)
+            self.pieces.append(len(message["body"]))
+            body, more = body + message["body"], message["more_body"]
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def served(app: Any) -> Iterator[tuple[str, int]]:
+    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started, SECONDS)
+        yield server.servers[0].sockets[0].getsockname()[:2]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def head(*headers: str) -> bytes:
+    return "\r\n".join(["POST / HTTP/1.1", "Host: here", *headers, "", ""]).encode()
+
+
+def answer(client: socket.socket) -> bytes:
+    """The body of the next answer."""
+    with client.makefile("rb") as file:
+        status, length = file.readline(), 0
+        while (line := file.readline().lower()) not in {b"\r\n", b""}:
+            length = int(line.split(b":")[1]) if line.startswith(b"content-length") else length
+        assert status.startswith(b"HTTP/1.1 200"), status
+        return file.read(length)
+
+
+def taken(client: socket.socket, line: bytes, most: int, seconds: float = 0) -> int:
+    """Bytes that can be sent, so many seconds between two lines, before the server stops reading or hangs up."""
+    sent = 0
+    with suppress(OSError):
+        while sent < most:
+            sent += client.send(line)
+            time.sleep(seconds)
+    return sent
+
+
+def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
+    echo, body = Echo(), random.Random(0).randbytes(3 * READ_BYTES + 12345)
+    with served(echo) as address, socket.create_connection(address, SECONDS) as client:
+        for part in (body, b"", body[:1000], body):
+            client.sendall(head(f"Content-Length: {len(part)}") + part)
+            assert answer(client) == part
+    assert max(echo.pieces) > READ_BYTES // 8
+
+
+@pytest.mark.parametrize("size", [1, 999, 70_000])
+def test_bodies_in_chunks_of_any_size_arrive_whole(size: int) -> None:
+    body = random.Random(1).randbytes(200 * size)
+    chunks = (body[start : start + size] for start in range(0, len(body), size))
+    sent = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("Transfer-Encoding: chunked"))
+        for start in range(0, len(sent), 54_321):
+            client.sendall(sent[start : start + 54_321])
+        assert answer(client) == body
+
+
+def test_connections_that_send_at_the_same_time_do_not_get_each_others_bytes() -> None:
+    bodies = [random.Random(seed).randbytes(2 * READ_BYTES) for seed in range(4)]
+    with served(Echo()) as address:
+        clients = [socket.create_connection(address, SECONDS) for _ in bodies]
+        for client, body in zip(clients, bodies, strict=True):
+            client.sendall(head(f"Content-Length: {len(body)}"))
+        answers: dict[int, bytes] = {}
+
+        def send(index: int) -> None:
+            clients[index].sendall(bodies[index])
+            answers[index] = answer(clients[index])
+
+        threads = [threading.Thread(target=send, args=(index,)) for index in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        for thread, client in zip(threads, clients, strict=True):
+            thread.join()
+            client.close()
+    assert [answers[index] for index in range(len(bodies))] == bodies
+
+
+def test_body_that_nobody_receives_is_not_read() -> None:
+    ended = threading.Event()
+
+    async def deaf(_scope: Scope, receive: Receive, send: Send) -> None:
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+        await Echo()(_scope, receive, send)
+
+    with served(deaf) as address, socket.create_connection(address, 0.5) as client:
+        client.sendall(head(f"Content-Length: {64 * 2**20}"))
+        sent = taken(client, bytes(2**16), most=64 * 2**20)
+        ended.set()
+    # The system's own buffers take a few megabytes on either side.
+    assert sent < 16 * 2**20 + READ_BYTES
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [(b"GET /", b"a" * 1000), (head()[:-2] + b"X-Long: ", b"a" * 1000), (head()[:-2], b"X-Many: 1\r\n" * 100)],
+)
+def test_head_without_end_is_refused(begin: bytes, line: bytes) -> None:
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(begin)
+        assert taken(client, line, most=100 * HEAD_BYTES, seconds=0.0005) < 32 * HEAD_BYTES
+
+
+def test_trailers_without_end_end_the_connection() -> None:
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n")
+        assert taken(client, b"X-Many: 1\r\n" * 100, most=100 * HEAD_BYTES, seconds=0.0005) < 32 * HEAD_BYTES
+
+
+def test_head_of_some_length_is_read() -> None:
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("X-Long: " + "a" * (HEAD_BYTES // 2), "Content-Length: 3"))
+        client.sendall(b"abc")
+        assert answer(client) == b"abc"
