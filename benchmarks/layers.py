@@ -5,9 +5,9 @@ python benchmarks/layers.py [--model models/nuclei] [--threads 1] [--windows 2] 
 
 Norms work on as many channels of a whole window as are named: ATen's own, and those of `service/engine/norms.py`, eager
 and compiled, in float32 and bfloat16, and how far their largest result is from float64's where the mean is five
-standard deviations. The convolutions are those of the model for which there is a Winograd kernel, on the shapes that
-they have in it, beside oneDNN's with weights in its own layout. Milliseconds of a call are the least of all, of one
-thread's CPU time where there is one thread.
+standard deviations. The convolutions are those of the model for which there is a kernel of ours, Winograd's or that of
+`service/engine/patches.py`, on the shapes that they have in it, beside oneDNN's with weights in its own layout.
+Milliseconds of a call are the least of all, of one thread's CPU time where there is one thread.
 
 With --layer, convolutions of so many inputs and outputs, and voxels along each edge, instead of the model's. With
 --only, rows whose name contains the text. With --kernels, compiled kernels stay in FOLDER, where `perf report` finds
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from network import ROOT, least, matrix_peak, trusted
 from torch import Tensor, nn
 
 from service import hardware
-from service.engine import compiled, norms, packed, winograd
+from service.engine import compiled, norms, packed, patches, winograd
 from service.engine.prepare import prepare
 from service.kernels import shelf
 from service.networks import load
@@ -60,36 +61,53 @@ class _Compiled(nn.Module):
         return self._run(x)
 
 
-def convolutions(spec: ModelSpec, windows: int) -> list[tuple[nn.Conv3d, Tensor]]:
+def convolutions(spec: ModelSpec, windows: int) -> list[tuple[packed.Layer, Tensor]]:
     """The convolutions with a kernel of ours, each with an input as it has in the network; of equals one."""
     network = prepare(load(spec), torch.device("cpu"), torch.float32, LAST)
-    found = dict[tuple[int, ...], tuple[nn.Conv3d, Tensor]]()
+    found = dict[tuple[object, ...], tuple[packed.Layer, Tensor]]()
 
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if winograd.suits(module):
-            found.setdefault((module.out_channels, *inputs[0].shape), (module, inputs[0].clone()))
+    def note(module: packed.Layer, inputs: tuple[Tensor, ...]) -> None:
+        place = (type(module), module.out_channels, module.kernel_size, *inputs[0].shape)
+        found.setdefault(place, (module, inputs[0].clone()))
 
-    handles = [module.register_forward_pre_hook(note) for module in network.modules()]
+    # With a hook a module is an ordinary one no longer.
+    known = [module for module in network.modules() if winograd.suits(module) or patches.suits(module)]
+    handles = [module.register_forward_pre_hook(note) for module in known]
     network(torch.rand(windows, spec.input.channels, *spec.input.roi_size).to(memory_format=LAST))
     for handle in handles:
         handle.remove()
     return list(found.values())
 
 
-def stated(layers: list[list[int]], windows: int) -> Iterator[tuple[nn.Conv3d, Tensor]]:
+def stated(layers: list[list[int]], windows: int) -> Iterator[tuple[packed.Layer, Tensor]]:
     """Convolutions of so many inputs, outputs and voxels along each edge, and what they take."""
     for inputs, outputs, edge in layers:
         layer = nn.Conv3d(inputs, outputs, 3, padding=1).requires_grad_(requires_grad=False)
         yield layer, torch.randn(windows, inputs, edge, edge, edge).to(memory_format=LAST)
 
 
-def convolution_rows(found: Iterable[tuple[nn.Conv3d, Tensor]]) -> Iterator[tuple[str, nn.Conv3d, Tensor]]:
+def convolution_rows(found: Iterable[tuple[packed.Layer, Tensor]]) -> Iterator[tuple[str, packed.Layer, Tensor]]:
     """What each is called, itself, and what it takes."""
     for convolution, image in found:
-        channels = f"{convolution.in_channels} to {convolution.out_channels}"
+        kernel = "x".join(map(str, convolution.kernel_size))
+        kernel += " transposed" if isinstance(convolution, nn.ConvTranspose3d) else ""
+        channels = f"{convolution.in_channels} to {convolution.out_channels}, {kernel}"
         for dtype, name in DTYPES.items():
             shape = " x ".join(map(str, image.shape[2:]))
-            yield f"{channels}, {shape}, {name}", copy.deepcopy(convolution).to(dtype), image.to(dtype)
+            yield f"{channels}, of {shape}, {name}", copy.deepcopy(convolution).to(dtype), image.to(dtype)
+
+
+def ours(convolution: packed.Layer) -> nn.Module:
+    """The kernel for it."""
+    return winograd.Convolution(convolution) if winograd.suits(convolution) else patches.Convolution(convolution)
+
+
+def flop(convolution: packed.Layer, x: Tensor) -> float:
+    """Operations that `convolution` takes for `x`, each product counted."""
+    positions = x.numel() / convolution.in_channels
+    if not isinstance(convolution, nn.ConvTranspose3d):
+        positions /= math.prod(convolution.stride)
+    return 2 * convolution.weight.numel() * positions
 
 
 def main() -> None:
@@ -130,20 +148,17 @@ def print_norms(spec: ModelSpec, options: argparse.Namespace) -> None:
 
 
 def print_convolutions(spec: ModelSpec, options: argparse.Namespace) -> None:
-    print("\n| convolution | oneDNN, ms | Winograd, ms | ratio | share of a matrix product's speed |")
+    print("\n| convolution | oneDNN, ms | ours, ms | ratio | share of a matrix product's speed |")
     print("|---|---|---|---|---|")
     found = stated(options.layer, options.windows) if options.layer else convolutions(spec, options.windows)
     for name, convolution, x in convolution_rows(found):
         if options.only not in name:
             continue
-        direct = packed.pack(nn.Sequential(copy.deepcopy(convolution)))
-        before, after = (
-            milliseconds(module, x, options.calls) for module in (direct, winograd.Convolution(convolution))
-        )
+        direct = packed.Convolution(convolution, packed.Activation())
+        before, after = (milliseconds(module, x, options.calls) for module in (direct, ours(convolution)))
         peak = matrix_peak(x.dtype, options.calls, torch.device("cpu"))
-        flop = 2 * 27 * convolution.out_channels * x.numel()
         print(f"| {name} | {before:.2f} | {after:.2f} | {before / after:.2f} ", end="")
-        print(f"| {flop / after / peak * 1000:.0%} |", flush=True)
+        print(f"| {flop(convolution, x) / after / peak * 1000:.0%} |", flush=True)
 
 
 if __name__ == "__main__":
