@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from service import hardware
-from service.engine import compiled, packed, precision, winograd
+from service.engine import compiled, packed, precision, tape, winograd
 from service.engine.prepare import prepare
 from service.networks import Network, load
 from service.repository import read_spec
@@ -97,7 +97,9 @@ def winograds(laid_out: nn.Module, x: Tensor) -> Iterator[Row]:
     """With Winograd convolutions, without compilation and with it; nothing where there are none."""
     if winograd.candidates(laid_out):
         x = x.to(memory_format=torch.channels_last_3d)
-        yield Row(f"Winograd convolutions {x.dtype}, others packed", packed.pack(winograd.accelerate(laid_out)), x)
+        fast = packed.pack(winograd.accelerate(laid_out).get_submodule("network"), scores=True)
+        yield Row(f"Winograd convolutions {x.dtype}, others packed", fast, x)
+        yield Row(f"Winograd convolutions {x.dtype}, others packed, one call", tape.make(fast, x), x)
         run = compiled.make(winograd.accelerate(laid_out), "default", freeze=True)
         yield Row(f"Winograd convolutions {x.dtype}, compiled and frozen", run, x)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from service.engine.sequences import neighbours, ordinary, replace, slope
-from service.engine.steps import Steps
+from service.engine.steps import Call, Steps
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOXELS = (2, 3, 4)
@@ -70,7 +70,7 @@ class ChannelsLastNorm(nn.Module):
         batch, channels, depth, height, width = x.shape
         weights = (None if each is None else each.float() for each in (self.weight, self.bias, self.slope))
         sizes = (batch, depth * height * width, channels, self.groups, x.dtype == torch.bfloat16)
-        KERNEL.run("stackseg_normalise", (x, *weights, y), sizes, (self.eps,))
+        Call(KERNEL, "stackseg_normalise", (x, *weights), y, sizes, (self.eps,)).run()
         return y
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.sequences import ordinary
-from service.engine.steps import Steps
+from service.engine.steps import Call, Steps
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
@@ -23,9 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Vectors that are not full take as long as those that are.
 COLUMNS = 8
 
+STEP = "stackseg_patches"
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
-    ["stackseg_patches"],
+    [STEP],
     "Strided convolutions take longer",
     [("stackseg_patch_lanes", "", "q"), ("stackseg_patch_columns", "q", "q"), ("stackseg_patch_pairs", "", "q")],
 )
@@ -65,7 +66,7 @@ class Convolution(nn.Module):
         ]
         y = x.new_empty(len(x), *size, self.outputs).permute(0, 4, 1, 2, 3)
         sizes = (*self._sizes(x, y), self.paired, x.dtype == torch.bfloat16)
-        KERNEL.run("stackseg_patches", (x, self.weights, self.bias, None, y), sizes, (self.slope,))
+        Call(KERNEL, STEP, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
         return y
 
     def _sizes(self, x: Tensor, y: Tensor) -> list[int]:
@@ -93,6 +94,17 @@ class Convolution(nn.Module):
             for block in torch.split(run, _blocks(run.shape[1]), dim=1)
         ]
         return torch.cat([block.reshape(-1) for block in blocks])
+
+
+def plus(call: Call, result: Tensor, other: Tensor) -> Call | None:
+    """The call that also adds `other` to what it writes, and gives the same to the bit.
+
+    None where `call` is none of this kernel, does not write `result`, or adds something already.
+    """
+    *others, added = call.read
+    if call.step != STEP or added is not None or call.written.data_ptr() != result.data_ptr():
+        return None
+    return None if other.data_ptr() == result.data_ptr() else call._replace(read=(*others, other))
 
 
 def suits(module: nn.Module) -> TypeGuard[Layer]:

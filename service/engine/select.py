@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from service import config, hardware
-from service.engine import compiled, cudagraph, eager, openvino, packed, tensorrt, winograd
+from service.engine import compiled, cudagraph, eager, openvino, packed, tape, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import Float32Scores
@@ -84,7 +84,8 @@ def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings:
     if choice.compile_mode is not None:
         return _make_compiled(module, example, choice, settings)
     # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
-    return eager.make(packed.pack(module.network if isinstance(module, Float32Scores) else module, scores=True))
+    scores = module.network if isinstance(module, Float32Scores) else module
+    return tape.make(packed.pack(scores, scores=True), example)
 
 
 def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from service import networks
 from service.engine.sequences import ordinary
-from service.engine.steps import Steps
+from service.engine.steps import Call, Steps
 
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
@@ -37,7 +37,7 @@ class SpaceToDepth(nn.Module):
         blocks = [edge // step for edge, step in zip(size, self.block, strict=True)]
         y = x.new_empty(batch, *blocks, channels, *self.block)
         sizes = (batch, channels, *blocks, *self.block, x.element_size())
-        KERNEL.run("stackseg_space_to_depth", (x.contiguous(), y), sizes)
+        Call(KERNEL, "stackseg_space_to_depth", (x.contiguous(),), y, sizes).run()
         return y.view(batch, *blocks, -1).permute(0, 4, 1, 2, 3)
 
 
@@ -58,7 +58,8 @@ class DepthToSpace(nn.Module):
             raise RuntimeError(f"{channels} channels are not made of blocks of {list(self.block)}")
         y = x.new_empty(batch, outputs, *(edge * step for edge, step in zip(blocks, self.block, strict=True)))
         sizes = (batch, outputs, *blocks, *self.block, x.element_size())
-        KERNEL.run("stackseg_depth_to_space", (x.contiguous(memory_format=torch.channels_last_3d), y), sizes)
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        Call(KERNEL, "stackseg_depth_to_space", (x,), y, sizes).run()
         return y
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.sequences import neighbours, ordinary, replace, slope
-from service.engine.steps import Steps
+from service.engine.steps import Call, Steps
 
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
@@ -142,7 +142,7 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slop
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
     sizes = (batch, depth, height, width, channels, outputs, TILES, x.dtype == torch.bfloat16)
-    KERNEL.run("stackseg_convolve", (x, weights, bias, y), sizes, (slope,))
+    Call(KERNEL, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
     return y
 
 
