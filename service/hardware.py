@@ -21,8 +21,9 @@ from service.errors import ConfigError
 # Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
 CGROUP = Path("/sys/fs/cgroup")
 
-# More than there is in /proc/meminfo.
-MEMINFO_BYTES = 2**14
+MEMINFO = Path("/proc/meminfo")
+# More than there is in that, or in what a container is told of its memory.
+MOST_BYTES = 2**14
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
@@ -161,13 +162,13 @@ def available_memory(cgroup: Path = CGROUP) -> int | None:
     """Bytes that can still be taken, from the host or from what a container is limited to; None where nobody says."""
     # Asked several times for every request.
     on_host = _meminfo("MemAvailable")
-    limit = _read(cgroup / "memory.max").strip()
-    used = _read(cgroup / "memory.current").strip() if limit.isdigit() else ""
+    limit = _read_again(cgroup / "memory.max").strip()
+    used = _read_again(cgroup / "memory.current").strip() if limit.isdigit() else b""
     if not used.isdigit():
         return on_host
     # Pages of files count as used, but are dropped as soon as somebody needs the room.
-    fields = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
-    reclaimable = int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    fields = dict(line.split(b" ", 1) for line in _read_again(cgroup / "memory.stat").splitlines())
+    reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
     in_container = max(0, int(limit) - int(used) + reclaimable)
     return in_container if on_host is None else min(on_host, in_container)
 
@@ -242,18 +243,37 @@ def _cpu_field(key: str) -> str:
 
 def _meminfo(name: str) -> int | None:
     """Bytes by that name in /proc/meminfo; None on systems without it."""
-    try:
-        told = os.pread(_open_meminfo(), MEMINFO_BYTES, 0)
-    except OSError:
-        return None
-    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), told, re.MULTILINE)
+    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_again(MEMINFO), re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
 
 
+def _read_again(path: Path) -> bytes:
+    """What a file of the system says now, up to `MOST_BYTES`; nothing where it was not there at first.
+
+    It stays open, and is read without letting others run Python: each of that takes a busy service longer than reading.
+    """
+    file = _kept_open(path)
+    if file is None:
+        return b""
+    told = ctypes.create_string_buffer(MOST_BYTES)
+    size = _pread()(file, told, MOST_BYTES, 0)
+    return told.raw[: max(size, 0)]
+
+
 @cache
-def _open_meminfo() -> int:
-    """Kept open: to open, read and close it for each question passes the interpreter's lock on seven times."""
-    return os.open("/proc/meminfo", os.O_RDONLY)
+def _kept_open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+@cache
+def _pread() -> Callable[..., int]:
+    """The one of the C library, for what takes microseconds."""
+    pread = ctypes.PyDLL(None).pread
+    pread.argtypes, pread.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64), ctypes.c_ssize_t
+    return pread
 
 
 def _read(path: Path) -> str:

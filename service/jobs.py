@@ -205,6 +205,8 @@ class JobQueue:
         self._seconds_per_window: dict[str, float] = {}
         self._closed = False
         self._changed = threading.Condition()
+        # Whether somebody was woken who has not looked yet.
+        self._called = False
 
     @property
     def waiting(self) -> int:
@@ -262,6 +264,7 @@ class JobQueue:
         """Wait for the next job that may begin; None once the queue is closed and empty."""
         with self._changed:
             while not (self._closed and not self._waiting):
+                self._called = False
                 if (job := self._next()) is not None:
                     self._waiting.remove(job)
                     self._running[job] = job.needs()
@@ -368,8 +371,12 @@ class JobQueue:
             self._wake()
 
     def _wake(self) -> None:
-        """One who waits in `take`, if there is a job for it: threads that look in vain cost more than to look here."""
-        if self._waiting and self._next() is not None:
+        """One who waits in `take`, if there is a job for it: threads that look in vain cost more than to look here.
+
+        Whoever was called before sees what has changed since, and wakes the next.
+        """
+        if self._waiting and not self._called and self._next() is not None:
+            self._called = True
             self._changed.notify()
 
     def _forget(self, job: Job[Any]) -> None:

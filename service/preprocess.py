@@ -387,15 +387,14 @@ def _sorted_values(channel: Channel, ranks: list[int]) -> list[float]:
     for shift in range(max(bits - 16, 0), -1, -16):
         counts = _histograms(channel, shift, frozenset(prefixes))
         for index, prefix in enumerate(prefixes):
-            cumulated = counts[prefix]
-            value = int(np.searchsorted(cumulated, rests[index], side="right"))
-            rests[index] -= int(cumulated[value - 1]) if value else 0
+            value, less = _ranked(counts[prefix], rests[index])
+            rests[index] -= less
             prefixes[index] = prefix << 16 | value
     return [_value(key, channel.dtype) for key in prefixes]
 
 
 def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-    """By the bits of their keys above the 16 at `shift`: how many pixels have at most so much there, up to the highest.
+    """By the bits of their keys above the 16 at `shift`: how many pixels have each value there, up to the highest.
 
     So many values as there are: half of the time for a small volume would go into those that no pixel has.
     """
@@ -406,7 +405,16 @@ def _histograms(channel: Channel, shift: int, prefixes: frozenset[int]) -> dict[
         for prefix, counts in total.items():
             mine = keys if whole else keys[keys >> (shift + 16) == prefix]
             total[prefix] = _counted(mine >> shift & 0xFFFF if shift or not whole else mine, counts)
-    return {prefix: np.cumsum(counts, out=counts) for prefix, counts in total.items()}
+    return total
+
+
+def _ranked(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """Of what was counted, the value that would have this rank if all were sorted, and how many are less."""
+    if stitching.ready:
+        return stitching.rank(counts, rank)
+    upto = np.cumsum(counts)
+    value = int(np.searchsorted(upto, rank, side="right"))
+    return value, int(upto[value - 1]) if value else 0
 
 
 def _counted(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:

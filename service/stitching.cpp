@@ -246,6 +246,15 @@ int64_t stackseg_count(const uint16_t *values, int64_t size, uint32_t *scratch, 
   return length;
 }
 
+// Of what was counted, the value that would have this rank, from 0, if all were sorted; how many are less goes to `below`.
+int64_t stackseg_rank(const int64_t *counts, int64_t length, int64_t rank, int64_t *below) {
+  int64_t value = 0, less = 0;
+  while (value < length && less + counts[value] <= rank)
+    less += counts[value++];
+  *below = less;
+  return value;
+}
+
 // Adds the weighted scores of one window to the row that it lies in.
 //
 // scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` between its elements

@@ -23,6 +23,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 # What each function takes and gives, as `Kernel` says.
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
+    ("stackseg_rank", "pqqp", "q"),
     ("stackseg_cut", "pippippffffi", "-"),
     ("stackseg_add", "pipppfqqqpi", "-"),
     ("stackseg_leave", "pppfppqqqqqpqqppi", "i"),
@@ -101,6 +102,14 @@ class Stitching(Kernel):
             values.ctypes.data, values.size, scratch.ctypes.data, counts.ctypes.data
         )
         return counts[:length]
+
+    def rank(self, counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+        """The value that would have this rank, from 0, if all that were counted were sorted, and how many are less."""
+        if counts.dtype != np.int64 or counts.ndim != 1 or not counts.flags.c_contiguous:
+            raise ValueError(f"{counts.dtype} {counts.shape} are no counts")
+        less = ctypes.c_int64()
+        value: int = self._quick.stackseg_rank(counts.ctypes.data, len(counts), rank, ctypes.byref(less))
+        return value, less.value
 
     def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether it can make `out` of these pixels."""

@@ -25,6 +25,9 @@ from service.stitching import Stitching, stitching
 
 Box = tuple[int, slice, slice, slice, slice]
 
+# Scores of windows that are not computed, where all are.
+NOWHERE = torch.empty(0)
+
 
 class Image(Protocol):
     """What windows are cut from: a float32 tensor [1, C, Z, Y, X], or what can be indexed like one."""
@@ -229,7 +232,7 @@ class Passage:
         *,
         lasting: bool = False,
     ) -> None:
-        skipped, self._elsewhere = frozenset[Size](), torch.empty(0)
+        skipped, self._elsewhere = frozenset[Size](), NOWHERE
         if isinstance(image, Sparse):
             skipped, self._elsewhere = image.skipped, image.scores[:, None, None, None]
             image = image.image

@@ -78,6 +78,9 @@ def test_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\nactive_file 100000\n")
     assert hardware.available_memory(tmp_path) == 400000
+    # It is asked again and again, and may not remember.
+    (tmp_path / "memory.current").write_text("950000\n")
+    assert hardware.available_memory(tmp_path) == 350000
 
 
 def test_without_a_limit_the_hosts_memory_counts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -319,6 +320,26 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     with pytest.raises(QueueFull) as full:
         queue.check()
     assert full.value.retry_after == 8, "the seconds that the running one needs, rounded up"
+
+
+def test_who_was_called_is_not_called_again_before_looking() -> None:
+    queue, looked = JobQueue(limit=4), list[int]()
+
+    def needs() -> Needs:
+        looked.append(1)
+        return Needs()
+
+    taken = list[Job[Any] | None]()
+    waiting = threading.Thread(target=lambda: taken.append(queue.take()))
+    waiting.start()
+    job = Job("m", done, needs=needs)
+    with queue._changed:
+        queue.offer(job)
+        for _ in range(5):
+            queue.release(job)
+        assert len(looked) == 1
+    waiting.join(10)
+    assert taken == [job]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])

@@ -119,6 +119,18 @@ def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
     np.testing.assert_array_equal(counts, np.bincount(values))
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), size=st.integers(1, 300), most=st.sampled_from([1, 2, 40, 2**16]))
+def test_ranks_are_places_among_the_sorted(kernel, seed, size, most):
+    values = np.random.default_rng(seed).integers(0, most, size).astype(np.uint16)
+    counts, ordered = kernel.count(values), np.sort(values)
+    for rank in range(size):
+        assert kernel.rank(counts, rank) == (ordered[rank], np.count_nonzero(values < ordered[rank]))
+    for wrong in (counts.astype(np.int32), counts[None], np.zeros(8, np.int64)[::2]):
+        with pytest.raises(ValueError, match="no counts"):
+            kernel.rank(wrong, 0)
+
+
 def test_only_16_bits_are_counted(kernel):
     assert not kernel.counts(np.zeros(3, np.uint8))
     for values in (np.zeros(3, np.uint8), np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)):
