@@ -26,6 +26,8 @@ struct Image {
   int64_t start(int64_t window, int64_t z, int64_t y) const {
     return ((window * depth + z * deep) * height + y * high) * width * channels;
   }
+  // From a line of positions to the next one in its plane.
+  int64_t line() const { return high * width * channels; }
   // Where the runs of a patch begin, from the first.
   int64_t offset(int64_t run) const { return (run / high * height + run % high) * width * channels; }
 };
@@ -152,10 +154,17 @@ template <int V, class T> void finish(const float *sums, int64_t rows, const flo
     finish_tile<V>(sums, rows, bias, Leak{slope}, to);
 }
 
-// `count` positions beside each other, from `a` on.
+// Asks for so many elements. The hardware does not foresee what is read and written in patches.
+template <bool WRITE, class T> inline void ask(const T *from, int64_t count) {
+  for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE);
+}
+
+// `count` positions beside each other, from `a` on. What the next ones take is asked for meanwhile.
 template <class Product, class T>
 void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, const T *skip) {
   const Image &in = work.layer.in, &out = work.layer.out;
+  const bool one_line = work.layer.height == 1;
+  const int64_t in_ahead = one_line ? PIECE * in.run() : in.line(), out_ahead = one_line ? PIECE * out.run() : out.line();
   const int64_t inputs = in.runs() * in.run() / Product::STEP, padded = whole_vectors(out.run()) * LANES;
   const float *weights = work.weights;
   for (int64_t run = 0; run < out.runs(); ++run)
@@ -169,6 +178,13 @@ void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, co
           alignas(64) float sums[R * V * LANES];
           multiply_tile<Product, R, V>(in, a + first * in.run(), weights, sums);
           const int64_t to = at + first * out.run();
+          if (run == 0 && column == 0)
+            for (int64_t each = 0; each < in.runs(); ++each)
+              ask<false>(a + in_ahead + in.offset(each) + first * in.run(), R * in.run());
+          if (column == 0) {
+            ask<true>(y + out_ahead + to, R * out.run());
+            if (skip) ask<false>(skip + out_ahead + to, R * out.run());
+          }
           finish<V>(sums, R, work.bias + column, work.slope, Target<T>{y + to, skip ? skip + to : nullptr, out.run(), left});
         });
       });

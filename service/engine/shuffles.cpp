@@ -7,44 +7,90 @@
 
 namespace {
 
+// What a run is moved as, wherever it lies.
+typedef uint16_t Word2 __attribute__((aligned(1), may_alias));
+typedef uint32_t Word4 __attribute__((aligned(1), may_alias));
+typedef uint64_t Word8 __attribute__((aligned(1), may_alias));
+
 struct Shape {
   int64_t batch, channels, depth, height, width, deep, high, wide, bytes; // blocks; a block's voxels; an element's bytes
+  int64_t runs() const { return channels * deep * high; }
 };
 
-// Calls f with where a run of a block lies in the image, and where among the channels, of so many bytes.
-template <class F> void each_run(const Shape &s, int64_t bytes, int threads, F f) {
-  const int64_t line = s.width * bytes, block = s.channels * s.deep * s.high * bytes;
+// Calls f with each row of blocks.
+template <class F> void each_row(const Shape &s, int threads, F f) {
 #pragma omp parallel for num_threads(threads)
-  for (int64_t row = 0; row < s.batch * s.depth * s.height; ++row) {
-    const int64_t y = row % s.height, z = row / s.height % s.depth, window = row / s.height / s.depth;
-    for (int64_t c = 0, part = 0; c < s.channels; ++c)
-      for (int64_t i = 0; i < s.deep; ++i)
-        for (int64_t j = 0; j < s.high; ++j, ++part) {
-          const int64_t plane = (window * s.channels + c) * s.depth * s.deep + z * s.deep + i;
-          const int64_t image = (plane * s.height * s.high + y * s.high + j) * line;
-          const int64_t blocks = row * s.width * block + part * bytes;
-          for (int64_t x = 0; x < s.width; ++x) f(image + x * bytes, blocks + x * block);
-        }
-  }
+  for (int64_t row = 0; row < s.batch * s.depth * s.height; ++row) f(row);
 }
 
-template <class F> void with_bytes(int64_t bytes, F f) {
-  if (bytes == 2)
-    f(std::integral_constant<int64_t, 2>{});
-  else if (bytes == 4)
-    f(std::integral_constant<int64_t, 4>{});
-  else if (bytes == 8)
-    f(std::integral_constant<int64_t, 8>{});
-  else
-    f(bytes);
+// Where the line of the image begins, in runs, that is one of the runs of a row of blocks.
+inline int64_t line_of(const Shape &s, int64_t row, int64_t run) {
+  const int64_t y = row % s.height, z = row / s.height % s.depth, window = row / s.height / s.depth;
+  const int64_t j = run % s.high, i = run / s.high % s.deep, c = run / s.high / s.deep;
+  const int64_t plane = (window * s.channels + c) * s.depth * s.deep + z * s.deep + i;
+  return (plane * s.height * s.high + y * s.high + j) * s.width;
 }
 
-template <class Move> int shuffle(const int64_t *sizes, int threads, Move move) {
+// So many lines together, which the compiler makes vectors of.
+template <int RUNS, bool FOLD, class Word> void move_lines(Word *const *lines, Word *blocks, int64_t width) {
+#pragma GCC ivdep
+  for (int64_t x = 0; x < width; ++x)
+#pragma GCC unroll 8
+    for (int run = 0; run < RUNS; ++run)
+      if constexpr (FOLD)
+        blocks[x * RUNS + run] = lines[run][x];
+      else
+        lines[run][x] = blocks[x * RUNS + run];
+}
+
+template <int RUNS, bool FOLD, class Word> void move_together(const Shape &s, Word *image, Word *blocks, int threads) {
+  each_row(s, threads, [=](int64_t row) {
+    Word *lines[RUNS];
+    for (int run = 0; run < RUNS; ++run) lines[run] = image + line_of(s, row, run);
+    move_lines<RUNS, FOLD>(lines, blocks + row * s.width * RUNS, s.width);
+  });
+}
+
+template <bool FOLD, class Word> void move(const Shape &s, Word *image, Word *blocks, int threads) {
+  if (s.runs() == 4) return move_together<4, FOLD>(s, image, blocks, threads);
+  if (s.runs() == 8) return move_together<8, FOLD>(s, image, blocks, threads);
+  each_row(s, threads, [=](int64_t row) {
+    for (int64_t run = 0; run < s.runs(); ++run) {
+      Word *line = image + line_of(s, row, run), *block = blocks + row * s.width * s.runs() + run;
+      for (int64_t x = 0; x < s.width; ++x)
+        if constexpr (FOLD)
+          block[x * s.runs()] = line[x];
+        else
+          line[x] = block[x * s.runs()];
+    }
+  });
+}
+
+// Runs of any other length.
+template <bool FOLD> void move_bytes(const Shape &s, char *image, char *blocks, int threads) {
+  const int64_t bytes = s.wide * s.bytes;
+  each_row(s, threads, [=](int64_t row) {
+    for (int64_t run = 0; run < s.runs(); ++run)
+      for (int64_t x = 0; x < s.width; ++x) {
+        char *voxels = image + (line_of(s, row, run) + x) * bytes;
+        char *channels = blocks + ((row * s.width + x) * s.runs() + run) * bytes;
+        std::memcpy(FOLD ? channels : voxels, FOLD ? voxels : channels, bytes);
+      }
+  });
+}
+
+template <bool FOLD> int shuffle(const int64_t *sizes, void *image, void *blocks, int threads) {
   Shape s;
   std::memcpy(&s, sizes, sizeof(s));
-  with_bytes(s.wide * s.bytes, [&](auto bytes) {
-    each_run(s, bytes, threads, [&](int64_t image, int64_t blocks) { move(image, blocks, bytes); });
-  });
+  const int64_t bytes = s.wide * s.bytes;
+  if (bytes == sizeof(Word2))
+    move<FOLD>(s, static_cast<Word2 *>(image), static_cast<Word2 *>(blocks), threads);
+  else if (bytes == sizeof(Word4))
+    move<FOLD>(s, static_cast<Word4 *>(image), static_cast<Word4 *>(blocks), threads);
+  else if (bytes == sizeof(Word8))
+    move<FOLD>(s, static_cast<Word8 *>(image), static_cast<Word8 *>(blocks), threads);
+  else
+    move_bytes<FOLD>(s, static_cast<char *>(image), static_cast<char *>(blocks), threads);
   return 0;
 }
 
@@ -57,16 +103,10 @@ extern "C" {
 // sizes    windows, channels, blocks along z, y and x, voxels of a block along them, bytes of an element
 // Both always return 0.
 int stackseg_space_to_depth(void *const *tensors, const int64_t *sizes, const double *, int threads) {
-  const auto *image = static_cast<const char *>(tensors[0]);
-  auto *blocks = static_cast<char *>(tensors[1]);
-  return shuffle(sizes, threads,
-                 [=](int64_t from, int64_t to, auto bytes) { std::memcpy(blocks + to, image + from, bytes); });
+  return shuffle<true>(sizes, tensors[0], tensors[1], threads);
 }
 
 int stackseg_depth_to_space(void *const *tensors, const int64_t *sizes, const double *, int threads) {
-  const auto *blocks = static_cast<const char *>(tensors[0]);
-  auto *image = static_cast<char *>(tensors[1]);
-  return shuffle(sizes, threads,
-                 [=](int64_t to, int64_t from, auto bytes) { std::memcpy(image + to, blocks + from, bytes); });
+  return shuffle<false>(sizes, tensors[1], tensors[0], threads);
 }
 }
