@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal
 
 from prometheus_client import (
@@ -57,65 +58,45 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "stackseg_requests", "Requests answered.", ["route", "status"], registry=self._registry
-        )
-        self._errors = Counter(
-            "stackseg_errors", "Requests answered with a problem document.", ["type"], registry=self._registry
-        )
-        self._callers = Counter(
-            "stackseg_caller_requests", "Requests by the name of their API key.", ["caller"], registry=self._registry
-        )
-        self._stages = Histogram(
+        self._requests = self._counter("stackseg_requests", "Requests answered.", "route", "status")
+        self._errors = self._counter("stackseg_errors", "Requests answered with a problem document.", "type")
+        self._callers = self._counter("stackseg_caller_requests", "Requests by the name of their API key.", "caller")
+        stages = Histogram(
             "stackseg_stage_seconds",
             "Seconds per stage of a segmentation.",
             ["stage"],
             registry=self._registry,
             buckets=STAGE_BUCKETS,
         )
-        self._cache = Counter(
-            "stackseg_cache", "Requests looked up among earlier results.", ["outcome"], registry=self._registry
-        )
-        self._voxels = Counter("stackseg_voxels", "Voxels segmented.", ["model"], registry=self._registry)
-        self._objects = Counter("stackseg_objects", "Objects found.", ["model"], registry=self._registry)
-        self._windows = Counter("stackseg_windows", "Windows computed.", ["model"], registry=self._registry)
-        self._slots = Counter(
+        self._stages = cache(stages.labels)
+        self._cache = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
+        self._voxels = self._counter("stackseg_voxels", "Voxels segmented.", "model")
+        self._objects = self._counter("stackseg_objects", "Objects found.", "model")
+        self._windows = self._counter("stackseg_windows", "Windows computed.", "model")
+        self._slots = self._counter(
             "stackseg_batch_slots",
             "Windows that the computed batches had room for; windows per slot tells how full they are.",
-            ["model"],
-            registry=self._registry,
+            "model",
         )
-        self._device_windows = Counter(
-            "stackseg_device_windows", "Windows computed, by device.", ["device"], registry=self._registry
+        self._device_windows = self._counter("stackseg_device_windows", "Windows computed, by device.", "device")
+        self._fallbacks = self._counter(
+            "stackseg_memory_fallbacks", "How often memory did not hold a batch, and a smaller one was taken.", "model"
         )
-        self._fallbacks = Counter(
-            "stackseg_memory_fallbacks",
-            "How often memory did not hold a batch, and a smaller one was taken.",
-            ["model"],
-            registry=self._registry,
+        self._skipped = self._counter(
+            "stackseg_skipped_windows", "Windows not computed because nothing is in them.", "model"
         )
-        self._skipped = Counter(
-            "stackseg_skipped_windows",
-            "Windows not computed because nothing is in them.",
-            ["model"],
-            registry=self._registry,
+        self._recomputed = self._counter(
+            "stackseg_recomputed", "Volumes whose scores were not finite, and were computed again in float32.", "model"
         )
-        self._recomputed = Counter(
-            "stackseg_recomputed",
-            "Volumes whose scores were not finite, and were computed again in float32.",
-            ["model"],
-            registry=self._registry,
-        )
-        self._loads = Counter(
-            "stackseg_model_loads", "How often a model was loaded.", ["model"], registry=self._registry
-        )
-        self._unloads = Counter(
-            "stackseg_model_unloads",
-            "How often a model was unloaded, to make room for another.",
-            ["model"],
-            registry=self._registry,
+        self._loads = self._counter("stackseg_model_loads", "How often a model was loaded.", "model")
+        self._unloads = self._counter(
+            "stackseg_model_unloads", "How often a model was unloaded, to make room for another.", "model"
         )
         ProcessCollector(registry=self._registry)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Callable[..., Counter]:
+        """That of given labels. The library looks for them under a lock, dozens of times for a request: here once."""
+        return cache(Counter(name, meaning, labels, registry=self._registry).labels)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Show what `value` returns at the moment of asking, as gauge `name`."""
@@ -130,41 +111,41 @@ class Metrics:
 
         `route` is a path template, `caller` the name of a key, never what a client made up: every value is kept.
         """
-        self._requests.labels(route, str(status)).inc()
-        self._callers.labels(caller).inc()
+        self._requests(route, str(status)).inc()
+        self._callers(caller).inc()
         if problem is not None:
-            self._errors.labels(problem).inc()
+            self._errors(problem).inc()
 
     def count_cache(self, outcome: Literal["hit", "miss"]) -> None:
-        self._cache.labels(outcome).inc()
+        self._cache(outcome).inc()
 
     def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
-        self._voxels.labels(model).inc(voxels)
+        self._voxels(model).inc(voxels)
         if objects is not None:
-            self._objects.labels(model).inc(objects)
+            self._objects(model).inc(objects)
         for stage, value in seconds.items():
-            self._stages.labels(stage).observe(value)
+            self._stages(stage).observe(value)
 
     def count_batch(self, model: str, device: str, windows: int, slots: float) -> None:
         """Count what one batch was for one request: its windows, and its part of the room of the batch."""
-        self._windows.labels(model).inc(windows)
-        self._device_windows.labels(device).inc(windows)
-        self._slots.labels(model).inc(slots)
+        self._windows(model).inc(windows)
+        self._device_windows(device).inc(windows)
+        self._slots(model).inc(slots)
 
     def count_skipped(self, model: str, windows: int) -> None:
-        self._skipped.labels(model).inc(windows)
+        self._skipped(model).inc(windows)
 
     def count_recomputed(self, model: str, times: int) -> None:
-        self._recomputed.labels(model).inc(times)
+        self._recomputed(model).inc(times)
 
     def count_fallbacks(self, model: str, fallbacks: int) -> None:
-        self._fallbacks.labels(model).inc(fallbacks)
+        self._fallbacks(model).inc(fallbacks)
 
     def count_load(self, model: str) -> None:
-        self._loads.labels(model).inc()
+        self._loads(model).inc()
 
     def count_unload(self, model: str) -> None:
-        self._unloads.labels(model).inc()
+        self._unloads(model).inc()
 
     def exposition(self) -> bytes:
         """All of it, in the format of `CONTENT_TYPE`."""

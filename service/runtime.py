@@ -265,7 +265,9 @@ class Runtime:
 
     def served(self, name: str | None) -> ModelSpec:
         """The same for those who can wait. Raises UnknownModel and BrokenModel."""
-        model = self.model(name)
+        model = repository.choose(self._found, name, self.settings.models.default)
+        if self._loaded(model.name) is None:
+            model = self._now(model)
         if model.state == "failed" or model.spec is None:
             raise BrokenModel(f"The model {model.name} cannot be served; its operator finds the reason in the log.")
         return model.spec

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from live import until
 from starlette.types import Receive, Scope, Send
 
 from service.app import configured
-from service.routes.connection import HEAD_BYTES, READ_BYTES
+from service.routes.connection import HEAD_BYTES, READ_BYTES, Connection
 
 SECONDS = 20
 
@@ -87,9 +88,9 @@ def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
     assert max(echo.pieces) > READ_BYTES // 8
 
 
-@pytest.mark.parametrize("size", [1, 999, 70_000])
-def test_bodies_in_chunks_of_any_size_arrive_whole(size: int) -> None:
-    body = random.Random(1).randbytes(200 * size)
+@pytest.mark.parametrize(("size", "number"), [(1, 100_000), (999, 2000), (70_000, 200)])
+def test_bodies_in_chunks_of_any_size_arrive_whole(size: int, number: int) -> None:
+    body = random.Random(1).randbytes(number * size)
     chunks = (body[start : start + size] for start in range(0, len(body), size))
     sent = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
@@ -97,6 +98,19 @@ def test_bodies_in_chunks_of_any_size_arrive_whole(size: int) -> None:
         for start in range(0, len(sent), 54_321):
             client.sendall(sent[start : start + 54_321])
         assert answer(client) == body
+
+
+def test_pieces_that_wait_are_added_in_place() -> None:
+    """Bodies in chunks of one byte would otherwise be copied as often as they have bytes."""
+    connection = Connection.__new__(Connection)
+    cycle: Any = SimpleNamespace(body=bytearray(), response_complete=False, message_event=threading.Event())
+    connection.cycle = cycle
+    connection.on_body(b"a")
+    connection.on_body(b"b")
+    waiting = cycle.body
+    connection.on_body(b"c")
+    assert cycle.body is waiting
+    assert (bytes(waiting), cycle.message_event.is_set()) == (b"abc", True)
 
 
 def test_connections_that_send_at_the_same_time_do_not_get_each_others_bytes() -> None:

@@ -41,6 +41,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._framing += nbytes
         with memoryview(_ROOM.buffer)[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
+        if self.cycle is not None and self.cycle.more_body and self.cycle.body:
+            # Until it was received. After the end of a body nothing follows that is worth two calls of the system.
+            self.flow.pause_reading()
         if self._framing > HEAD_BYTES:
             self._refuse()
 
@@ -52,15 +55,22 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
         self._framing = 0
-        if not (self.cycle.body or self.cycle.response_complete):
-            # Nothing waits to be received: no need to put them together with anything.
-            self.cycle.body, body = body, b""  # type: ignore[assignment]
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self._add(body)
+            self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """The parser has read the end of a request."""
         self._framing = 0
         super().on_message_complete()
+
+    def _add(self, body: bytes) -> None:
+        """To what waits to be received; mostly that is nothing, and there is nothing to put it together with."""
+        waiting: bytes | bytearray = self.cycle.body
+        if isinstance(waiting, bytearray) and waiting:
+            waiting += body
+        else:
+            self.cycle.body = bytearray(waiting + body) if waiting else body  # type: ignore[assignment]
 
     def _refuse(self) -> None:
         """Read no further: whoever sends a head without end would fill the memory."""
