@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +47,8 @@ class Echo:
 
 
 @contextmanager
-def served(app: Any) -> Iterator[tuple[str, int]]:
-    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
+    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -86,6 +90,21 @@ def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
             client.sendall(head(f"Content-Length: {len(part)}") + part)
             assert answer(client) == part
     assert max(echo.pieces) > READ_BYTES // 8
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+def test_bodies_arrive_whole_over_tls(tmp_path: Path) -> None:
+    """What decrypts asks for a place once, and fills it record by record."""
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    body = random.Random(2).randbytes(2 * READ_BYTES + 12345)
+    with served(Echo(), ssl_keyfile=key, ssl_certfile=certificate) as address:
+        plain = socket.create_connection(address, SECONDS)
+        with ssl.create_default_context(cafile=certificate).wrap_socket(plain, server_hostname="localhost") as client:
+            for part in (body, body[:1000], body[:100_000]):
+                client.sendall(head(f"Content-Length: {len(part)}") + part)
+                assert answer(client) == part
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 100_000), (999, 2000), (70_000, 200)])
