@@ -27,6 +27,7 @@ from service.networks import load
 from service.postprocess import make_decoder
 from service.preprocess import normalised
 from service.repository import ModelSpec, read_spec
+from service.stitching import stitching
 from service.volume import Segmentation, Selection
 
 
@@ -51,6 +52,7 @@ def parts(spec: ModelSpec, folder: Path, reader: Reader) -> dict[str, Callable[[
     scores = load(spec)(image.tensor())
     ascent.prepare()
     deflation.prepare()
+    stitching.prepare()
 
     def decode() -> Segmentation:
         decoder = make_decoder(spec, spec.input.roi_size, "labels", volume.voxel_size)
@@ -64,7 +66,7 @@ def parts(spec: ModelSpec, folder: Path, reader: Reader) -> dict[str, Callable[[
         "both for one like an earlier one": lambda: reader.read(file, Selection(), folder),
         "normalise": lambda: normalised(volume, spec),
         "decode": decode,
-        "write": lambda: tiff.write(segmentation, folder / "labels.tif", compress=deflation.compress),
+        "write": lambda: tiff.encoded(segmentation, deflation.compress),
         "look how much memory is free": hardware.available_memory,
     }
 
