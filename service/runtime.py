@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -119,6 +120,7 @@ class Runtime:
         )
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
+        self._folders = itertools.count()
         self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
         # Threads that wait for a process to read: files to be decoded may not keep others from being looked at.
         self.readers = Threads(WAITING_READERS, "read")
@@ -208,8 +210,8 @@ class Runtime:
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def new_folder(self) -> Path:
-        """Where a request may make a folder of its own."""
-        return self.scratch / uuid.uuid4().hex
+        """Where a request may make a folder of its own; its name is that of no other process's either."""
+        return self.scratch / f"{self.root.name}-{next(self._folders)}"
 
     def admit(self) -> None:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
