@@ -9,6 +9,7 @@ thread.
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ Size = tuple[int, int, int]
 
 # Voxels that are worked on together: some megabytes.
 BLOCK = 2**22
+
+# Up to so many voxels a landscape is made and forgotten in some 30 us.
+SMALL = 2**20
 
 # Places in a block are 32-bit integers.
 MOST = 2**31 - 1
@@ -91,8 +95,10 @@ class Landscape:
     ) -> None:
         self._size, self._across = size, across
         self._functions, quick = kernel
+        # Memory of large ones comes, and goes, page by page.
+        self._brief = quick if math.prod(size) <= SMALL else self._functions
         self._left = size[across]
-        self._known = quick.stackseg_landscape((ctypes.c_int64 * 3)(*size), across, *terms, block)
+        self._known = self._brief.stackseg_landscape((ctypes.c_int64 * 3)(*size), across, *terms, block)
         if self._known is None:
             raise MemoryError(f"no memory for the landscape of a volume of {size}")
 
@@ -101,7 +107,7 @@ class Landscape:
 
     def __del__(self) -> None:
         if self._known is not None:
-            self._functions.stackseg_forget(self._known)
+            self._brief.stackseg_forget(self._known)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
         """The next planes, [planes, Y, X], or across [Z, planes, X], with any strides. Raises ValueError, MemoryError.
