@@ -20,7 +20,7 @@ from live import until
 from starlette.types import Receive, Scope, Send
 
 from service.app import configured
-from service.routes.connection import HEAD_BYTES, READ_BYTES, Connection
+from service.routes.connection import HEAD_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
 
 SECONDS = 20
 
@@ -190,3 +190,85 @@ def test_head_of_some_length_is_read() -> None:
         client.sendall(head("X-Long: " + "a" * (HEAD_BYTES // 2), "Content-Length: 3"))
         client.sendall(b"abc")
         assert answer(client) == b"abc"
+
+
+LONG = "a" * HEAD_BYTES
+
+
+@pytest.mark.parametrize(
+    "long", [head(f"X-Long: {LONG}"), head(*["X: 1"] * HEAD_BYTES), f"GET /{LONG} HTTP/1.1\r\n\r\n".encode()]
+)
+def test_head_too_long_is_refused_also_where_its_end_has_come(long: bytes) -> None:
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(long)
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+class Gated(Echo):
+    """Answers once it may, and counts the clients that have hung up before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.asked, self.left = threading.Event(), 0, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked += 1
+        leaving = asyncio.ensure_future(self._listen(receive))
+        while not self.opened.is_set() and not leaving.done():
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left += 1
+
+
+def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:
+    gated = Gated()
+    with served(gated) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head() * MOST_UNANSWERED)
+        until(lambda: gated.asked == 1, SECONDS)
+        gated.opened.set()
+        content = b""
+        while content.count(b"\r\n\r\nok") < MOST_UNANSWERED:
+            content += client.recv(2**16)
+        assert gated.asked == MOST_UNANSWERED
+        client.sendall(head())
+        assert answer(client) == b"ok"
+
+
+def test_requests_sent_ahead_without_end_end_the_connection() -> None:
+    """Each would take memory, and a few bytes are enough for one."""
+    gated = Gated()
+    with served(gated) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head() * (MOST_UNANSWERED + 1))
+        # Not even a refusal, which would be taken for the answer to the first.
+        assert client.recv(1) == b""
+        until(lambda: gated.left == 1, SECONDS)
+    assert gated.asked == 1
+
+
+def test_client_that_hangs_up_after_it_sent_more_is_noticed() -> None:
+    gated = Gated()
+    with served(gated) as address:
+        with socket.create_connection(address, SECONDS) as client:
+            client.sendall(head() * 2)
+            until(lambda: gated.asked == 1, SECONDS)
+        until(lambda: gated.left == 1, SECONDS)
+    assert gated.asked == 1
+
+
+def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
+    gated = Gated()
+    with served(gated) as address:
+        for sent in (b"nonsense\r\n\r\n", head("Transfer-Encoding: chunked") + b"nonsense\r\n"):
+            with socket.create_connection(address, SECONDS) as client:
+                client.sendall(sent)
+                assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+        with socket.create_connection(address, SECONDS) as client:
+            client.sendall(head() + b"nonsense\r\n\r\n")
+            assert client.recv(1) == b""
+        gated.opened.set()

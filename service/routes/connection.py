@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # What is read at a time, and so what a request holds of its body before it is asked for more.
 READ_BYTES = 2 * 2**20
 # Of a request line and headers, and of what else frames a body: more is refused.
 HEAD_BYTES = 2**16
+# Requests that a client may send before it has the answer to the first.
+MOST_UNANSWERED = 16
 
 
 class _Room(threading.local):
@@ -32,6 +34,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """
 
     _framing = 0
+    # Requests without a whole answer, the one that is worked on first.
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Where the loop puts what comes next."""
@@ -46,12 +50,36 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             # Until it was received. After the end of a body nothing follows that is worth two calls of the system.
             self.flow.pause_reading()
         if self._framing > HEAD_BYTES:
-            self._refuse()
+            # Whoever sends a head without end would fill the memory.
+            self.send_400_response("The head of the request is too long.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Read no further; the reason is told where it cannot be taken for an answer that is owed, or a part of one."""
+        cycle = self.cycle
+        begun = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+        if cycle is None or cycle.response_complete or begun:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody waits for an answer any more; uvicorn tells it the last request alone."""
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._unanswered = ()
+        super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """The parser has read the head of a request."""
+        """The parser has read the head of a request. An error raised here ends the connection."""
         self._framing = 0
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
+            raise ValueError("too long a head")
+        self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
+        if len(self._unanswered) >= MOST_UNANSWERED:
+            raise ValueError("too many requests at once")
         super().on_headers_complete()
+        self._unanswered += (self.cycle,)
 
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
@@ -72,10 +100,3 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             waiting += body
         else:
             self.cycle.body = bytearray(waiting + body) if waiting else body  # type: ignore[assignment]
-
-    def _refuse(self) -> None:
-        """Read no further: whoever sends a head without end would fill the memory."""
-        if self.cycle is None or self.cycle.response_complete:
-            self.send_400_response("The head of the request is too long.")
-        else:
-            self.transport.close()
