@@ -99,10 +99,12 @@ class Convolution(nn.Module):
 def plus(call: Call, result: Tensor, other: Tensor) -> Call | None:
     """The call that also adds `other` to what it writes, and gives the same to the bit.
 
-    None where `call` is none of this kernel, does not write `result`, or adds something already.
+    None where `call` is none of this kernel, does not write `result` and nothing else, or adds something already.
     """
     *others, added = call.read
     if call.step != STEP or added is not None or call.written.data_ptr() != result.data_ptr():
+        return None
+    if (call.written.dtype, call.written.numel()) != (result.dtype, result.numel()):
         return None
     return None if other.data_ptr() == result.data_ptr() else call._replace(read=(*others, other))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +46,9 @@ EMPTY = {
 }
 SUMS = {_ATEN.add.Tensor, _ATEN.add_.Tensor}
 
+# By which values leave torch: of what they decide or become, no operator of ATen tells.
+LEAVE: set[Any] = {Tensor.numpy, Tensor.tolist}
+
 log = logging.getLogger(__name__)
 
 
@@ -63,10 +67,9 @@ class Taped:
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         KERNEL.load()
         self._module = module
-        generator = torch.Generator().manual_seed(0)
-        batch = torch.empty_like(example).uniform_(generator=generator)
+        batch = _some_like(example, 0)
         self._tapes = {length: record(module, batch[:length]) for length in range(1, len(batch) + 1)}
-        self._like = (example.dtype, example.shape[1:], example.stride())
+        self._like = (batch.dtype, batch.shape[1:], batch.stride())
         self._bytes = max(tape.arena for tape in self._tapes.values())
         self._own = threading.local()
 
@@ -110,7 +113,8 @@ def make(module: nn.Module, example: Tensor) -> Network:
     """`module` as one call for batches like `example` and shorter ones, or as it is where that cannot be."""
     try:
         return Taped(module, example)
-    except Untaped as reason:
+    except (Untaped, RuntimeError) as reason:
+        # Such as TorchScript makes of any error. A module that does not run either will say so itself.
         log.info("The network runs layer by layer: %s", reason)
         return module
 
@@ -118,12 +122,30 @@ def make(module: nn.Module, example: Tensor) -> Network:
 def record(module: nn.Module, x: Tensor) -> Tape:
     """A tape of what `module` does with `x`. Raises Untaped."""
     recorder = _Recorder(x)
-    with recorder, overheard(recorder.hear):
+    with _Leaving(), recorder, overheard(recorder.hear):
         scores = module(x)
     tape = recorder.tape(scores)
-    if not torch.equal(tape.play(x, torch.empty(tape.arena, dtype=torch.uint8)), scores):
+    # Of another batch, as something may be made of this one unseen.
+    other = _some_like(x, 1)
+    if not torch.equal(tape.play(other, torch.empty(tape.arena, dtype=torch.uint8)), module(other)):
         raise Untaped("other scores come of the steps that were seen")
     return tape
+
+
+def _some_like(batch: Tensor, seed: int) -> Tensor:
+    """Random numbers from 0 to 1 instead of those of a batch."""
+    return torch.empty_like(batch).uniform_(generator=torch.Generator().manual_seed(seed))
+
+
+class _Leaving(TorchFunctionMode):
+    """Raises Untaped where values leave torch."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in LEAVE:
+            raise Untaped(f"{function.__name__}() is no step")
+        return function(*args, **(kwargs or {}))
 
 
 class _Buffer:
