@@ -272,3 +272,26 @@ def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
             client.sendall(head() + b"nonsense\r\n\r\n")
             assert client.recv(1) == b""
         gated.opened.set()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_offer_of_another_protocol_is_ignored(protocol: str) -> None:
+    body = random.Random(3).randbytes(READ_BYTES + 12345)
+    offer = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA")
+    plain, chunked = head(*offer, f"Content-Length: {len(body)}"), head(*offer, "Transfer-Encoding: chunked")
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        for sent in (plain + body, chunked + chunks):
+            client.sendall(sent)
+            assert answer(client) == body
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        for piece in (plain[:70], plain[70:], body[:10], body[10:]):
+            time.sleep(0.05)
+            client.sendall(piece)
+        assert answer(client) == body
+
+
+def test_nobody_is_connected_elsewhere() -> None:
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # What is read at a time, and so what a request holds of its body before it is asked for more.
@@ -53,6 +54,31 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             # Whoever sends a head without end would fill the memory.
             self.send_400_response("The head of the request is too long.")
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come, which may not be there for longer."""
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            # After a request that offers another protocol, as Java's clients do, the parser expects that, and no body.
+            head = self._without_upgrade()
+            self.parser = HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._parse(head)
+            self._parse(data[upgrade.args[0] :])
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was read, but for the offer, which may be ignored (RFC 9110, 7.8)."""
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        headers = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+        return b"\r\n".join((first, *headers, b"", b""))
+
     def send_400_response(self, msg: str) -> None:
         """Read no further; the reason is told where it cannot be taken for an answer that is owed, or a part of one."""
         cycle = self.cycle
@@ -73,6 +99,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         """The parser has read the head of a request. An error raised here ends the connection."""
         self._framing = 0
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("not a proxy")
+            return
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
             raise ValueError("too long a head")
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
@@ -91,7 +121,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_message_complete(self) -> None:
         """The parser has read the end of a request."""
         self._framing = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def _add(self, body: bytes) -> None:
         """To what waits to be received; mostly that is nothing, and there is nothing to put it together with."""
