@@ -190,7 +190,7 @@ class Segmenter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory for the weights, in every form that is kept, and for batches of windows."""
+        """Bytes of the device's memory for weights in every form, and for what is kept for batches of windows."""
         if self._warm is None:
             return 0
         batches = sum(batch.untyped_storage().nbytes() for batch in self._warm.window.batches)

@@ -54,7 +54,7 @@ class Warm:
     seconds   until it ran, whatever was tried before included
     plan      what was tried, None where the engine is fixed
     cached    whether an earlier start made the plan
-    nbytes    of weights that the engine keeps beside those of the module
+    nbytes    of weights that the engine keeps beside those of the module, and of what its streams keep
     """
 
     window: SlidingWindow

@@ -11,6 +11,7 @@ from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.select import KINDS, build, choices
+from service.networks import ShuffleUNet
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -224,3 +225,16 @@ def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
 def test_an_engine_of_its_own_precision_keeps_float32_outside():
     assert select.batch_dtype(choice_of("openvino", "bf16")) == torch.float32
     assert select.batch_dtype(choice_of("eager", "bf16")) == torch.bfloat16
+
+
+def test_what_every_stream_keeps_is_counted():
+    network = ShuffleUNet(1, 2, (16, 32))
+    module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
+    weights = select.weight_bytes(KINDS["winograd"].transform(module))
+    one, four = (
+        build(module, EXAMPLE, replace(choice_of("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
+    )
+    # At the least what goes into a convolution at full size, and what comes of it.
+    kept = one.nbytes - weights
+    assert kept >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
+    assert four.nbytes - weights == 4 * kept

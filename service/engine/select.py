@@ -140,7 +140,7 @@ class Built(NamedTuple):
     """A network that has run.
 
     seconds  making it and the first calls
-    nbytes   of weights beside the module's
+    nbytes   of weights beside the module's, and of what each stream keeps
     elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has, in any of its streams
     lasting  whether its scores stay what they are after the next call
     """
@@ -233,7 +233,8 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    return Built(network, time.perf_counter() - began, own * nbytes, elastic, lasting)
+    nbytes = own * nbytes + choice.streams * tape.kept(network)
+    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting)
 
 
 def is_elastic(network: Network, example: Tensor, streams: int) -> bool:

@@ -70,7 +70,7 @@ class Taped:
         batch = _some_like(example, 0)
         self._tapes = {length: record(module, batch[:length]) for length in range(1, len(batch) + 1)}
         self._like = (batch.dtype, batch.shape[1:], batch.stride())
-        self._bytes = max(tape.arena for tape in self._tapes.values())
+        self.nbytes = max(tape.arena for tape in self._tapes.values())
         self._own = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Taped:
             return scores
         arena = getattr(self._own, "arena", None)
         if arena is None:
-            arena = self._own.arena = torch.empty(self._bytes, dtype=torch.uint8)
+            arena = self._own.arena = torch.empty(self.nbytes, dtype=torch.uint8)
         return tape.play(x, arena)
 
 
@@ -107,6 +107,11 @@ class Tape:
         if KERNEL.number("stackseg_play", self._tape, self.steps, places, torch.get_num_threads()):
             raise MemoryError(NO_MEMORY)
         return scores
+
+
+def kept(network: Network) -> int:
+    """Bytes that each thread keeps which has called it."""
+    return network.nbytes if isinstance(network, Taped) else 0
 
 
 def make(module: nn.Module, example: Tensor) -> Network:
