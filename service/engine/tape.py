@@ -206,9 +206,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was seen, of which `scores` came. Raises Untaped."""
         self._follow()
         whole = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
-        if not whole or _begin(scores) not in self._buffers:
+        if not whole or (buffer := self._buffer(scores)) is None or buffer.first < 0:
             raise Untaped("scores are no tensor of their own")
-        self._buffers[_begin(scores)].place = SCORES
+        buffer.place = SCORES
         arena = _lay_out([buffer for buffer in self._buffers.values() if buffer.place == ARENA and buffer.first >= 0])
         numbers = [number for call in self._calls for number in self._numbers(call)]
         fixed = [tensor for call in self._calls for tensor in call.tensors if tensor is not None]
