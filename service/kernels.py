@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ class _CompilerFailed(OSError):
 class Shelf:
     """Where compiled kernels are kept; nowhere until `use` has named a folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiler_seconds: float = COMPILER_SECONDS) -> None:
         self._folder: Path | None = None
+        self._seconds = compiler_seconds
 
     def use(self, folder: Path) -> None:
         """Keep what is compiled from now on in `folder`, and take it from there."""
@@ -46,21 +48,21 @@ class Shelf:
         compiler = (os.environ.get("CXX") or "g++").split()
         folder = self._own_folder()
         if folder is None:
-            return _compiled(compiler, source, flags)
+            return self._compiled(compiler, source, flags)
         kept = folder / f"{source.stem}-{_digest(compiler, source, flags)}.so"
         if not _is_ours(kept):
             try:
-                _keep(compiler, source, flags, kept)
+                self._keep(compiler, source, flags, kept)
             except _CompilerFailed:
                 raise
             except OSError as error:
                 log.warning("Compiled kernels cannot be kept, every start compiles them: %s", error)
-                return _compiled(compiler, source, flags)
+                return self._compiled(compiler, source, flags)
         try:
             return ctypes.CDLL(str(kept))
         except OSError as error:
             log.warning("%s cannot be loaded, compiling it again: %s", kept, error)
-            return _compiled(compiler, source, flags)
+            return self._compiled(compiler, source, flags)
 
     def _own_folder(self) -> Path | None:
         """The folder, if it can be had and nobody else may write to it."""
@@ -76,6 +78,23 @@ class Shelf:
             log.warning("Others may write to %s, so compiled kernels are not kept there", open_to)
             return None
         return self._folder
+
+    def _keep(self, compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
+        """Compile to where the next start looks for it, at once or not at all, also if the power fails."""
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
+            part = Path(folder) / target.name
+            _compile([*compiler, *flags, str(source), "-o", str(part)], self._seconds)
+            part.chmod(0o700)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(target)
+
+    def _compiled(self, compiler: Sequence[str], source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+        with tempfile.TemporaryDirectory(prefix="stackseg-kernel-") as folder:
+            target = Path(folder) / f"{source.stem}.so"
+            _compile([*compiler, *flags, str(source), "-o", str(target)], self._seconds)
+            # Once it is mapped it needs its file no more.
+            return ctypes.CDLL(str(target))
 
 
 shelf = Shelf()
@@ -186,34 +205,16 @@ def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _keep(compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
-    """Compile to where the next start looks for it, at once or not at all, also if the power fails."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
-        part = Path(folder) / target.name
-        _compile(compiler, source, flags, part)
-        part.chmod(0o700)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(target)
-
-
-def _compiled(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory(prefix="stackseg-kernel-") as folder:
-        target = Path(folder) / f"{source.stem}.so"
-        _compile(compiler, source, flags, target)
-        # Once it is mapped it needs its file no more.
-        return ctypes.CDLL(str(target))
-
-
-def _compile(compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
-    try:
-        subprocess.run(  # noqa: S603
-            [*compiler, *flags, str(source), "-o", str(target)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=COMPILER_SECONDS,
-        )
-    except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise _CompilerFailed(f"{compiler[0]} could not compile {source.name}: {said[:500]}") from error
+def _compile(command: Sequence[str], seconds: float) -> None:
+    # Of a group of its own: what a compiler starts would go on if only the compiler were killed.
+    with subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise _CompilerFailed(f"{command[0]} takes more than {seconds:.0f} s") from None
+    if process.returncode:
+        reason = said.decode(errors="replace").strip()[:500]
+        raise _CompilerFailed(f"{command[0]} could not compile: {reason}")

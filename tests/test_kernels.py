@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes import until
 
 from service.kernels import Shelf
 
@@ -111,8 +112,21 @@ def test_compiler_that_fails_or_is_not_there_is_an_os_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(OSError, match="could not compile answer"):
+    with pytest.raises(OSError, match="false could not compile"):
         shelf_in(tmp_path / "kernels").load(source, FLAGS)
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(OSError, match="nowhere"):
         shelf_in(tmp_path / "kernels").load(source, FLAGS)
+
+
+def test_compiler_that_takes_too_long_is_ended_with_all_that_it_has_started(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, started = tmp_path / "slow", tmp_path / "started"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 600 & echo $! > {started}\nwait\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(OSError, match="more than 1 s"):
+        Shelf(compiler_seconds=1).load(source, FLAGS)
+    state = Path(f"/proc/{started.read_text().strip()}/stat")
+    until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z")
