@@ -98,7 +98,7 @@ def estimate(  # noqa: PLR0913
     rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + at_once * window_bytes
-    decoding = decoding_bytes(spec, plan.output, size)
+    decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Objects are told apart where the scores are; all other results are gathered on the host.
     on_device = image + running + (decoding if plan.output == "labels" else 0)
     if plan.output != "labels" and decoding >= LARGE_BYTES:

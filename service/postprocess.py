@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.arrays import Allocate, release
-from service.ascent import BLOCK, Ascent, Terms, ascent
+from service.ascent import BLOCK, CPU, Ascent, Terms, ascent
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
 from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
@@ -54,17 +54,17 @@ def make_decoder(
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
-def decoding_bytes(spec: ModelSpec, output: OutputKind, size: Size) -> int:
-    """Peak memory of decoding a volume of `size` (Z, Y, X), and of its result."""
+def decoding_bytes(spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: Ascent = ascent) -> int:
+    """Peak memory of decoding a volume of `size` (Z, Y, X), whose scores are on the host or not, and of its result."""
     voxels = math.prod(size)
     if output == "probabilities":
         return 4 * len(spec.outputs) * voxels
     if output == "classes":
         return voxels
-    # A block of planes and one more on either side as some nine 32-bit arrays; then a piece for every voxel, its label,
-    # and, by measurement, two bytes for the passes between crowded objects.
+    # A block of planes and one more on either side as 32-bit arrays, three of the kernel's or some nine of torch's;
+    # then a piece for every voxel, its label, and, by measurement, two bytes for the passes between crowded objects.
     block = min(voxels, BLOCK + 2 * size[1] * size[2])
-    return 36 * block + 8 * voxels
+    return (12 if on_host and kernel.suits(CPU, size) else 36) * block + 8 * voxels
 
 
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
