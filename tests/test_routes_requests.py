@@ -62,6 +62,30 @@ def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> No
     assert events == ["thread ended", "given up"]
 
 
+def test_client_that_hangs_up_as_the_work_ends_disturbs_nothing_that_follows() -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def work() -> int:
+            gone.set()
+            # Until the listener has heard of it, but not until it has acted.
+            await asyncio.sleep(0)
+            return 7
+
+        async def follow() -> int:
+            result = await while_connected(connected(gone), work())
+            await asyncio.sleep(0.01)
+            return result
+
+        for _ in range(3):
+            gone.clear()
+            following = asyncio.ensure_future(follow())
+            assert await following == 7
+            assert following.cancelling() == 0
+
+    asyncio.run(main())
+
+
 def test_thread_is_waited_for_however_often_its_caller_is_cancelled() -> None:
     events: list[str] = []
     begun, release, gone = threading.Event(), threading.Event(), threading.Event()

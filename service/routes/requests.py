@@ -290,18 +290,22 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     task, listening = asyncio.current_task(), asyncio.ensure_future(_disconnected(request))
     assert task is not None  # noqa: S101 - that of this coroutine
+    over = given_up = False
 
     def give_up(_listening: asyncio.Future[None]) -> None:
-        task.cancel()
+        # Called a while after the client was heard to hang up: the work may have ended since.
+        nonlocal given_up
+        if not over:
+            given_up = task.cancel()
 
     listening.add_done_callback(give_up)
     try:
         return await work
     except asyncio.CancelledError:
-        if not listening.done() or task.uncancel() > 0:
+        if not given_up or task.uncancel() > 0:
             raise
     finally:
-        listening.remove_done_callback(give_up)
+        over = True
         listening.cancel()
     raise Cancelled("The client hung up.")
 
