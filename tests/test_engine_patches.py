@@ -88,7 +88,7 @@ def test_activations_of_infinity(slope, expected):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("missing", ["avx512bf16", "avx512f", "avx"])
+@pytest.mark.parametrize("missing", ["avx512bf16", "avx512vl", "avx512f", "avx"])
 @pytest.mark.parametrize("transposed", [False, True])
 @torch.inference_mode()
 def test_processors_with_less_compute_the_same(missing, transposed, monkeypatch):

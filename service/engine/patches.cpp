@@ -53,7 +53,7 @@ struct Single {
   template <class T> static void add(Floats<LANES> &sum, const T *a, Floats<LANES> w) { sum += load_one(a) * w; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
 constexpr bool PAIRS = true;
 // Two at a time.
 struct Paired {
