@@ -43,6 +43,15 @@ def test_a_view_into_a_larger_tensor_is_taken():
     assert torch.equal(shuffles.SpaceToDepth((2, 2, 2))(x), networks.space_to_depth(x, (2, 2, 2)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(2, 2, 2), (1, 2, 4), (2, 1, 1)], ids=str)
+def test_a_view_that_begins_between_two_words_is_taken(block, dtype):
+    x = torch.randn(1 + 2 * 4 * 4 * 40).to(dtype)[1:].view(2, 1, 4, 4, 40)
+    folded = shuffles.SpaceToDepth(block)(x)
+    assert torch.equal(folded, networks.space_to_depth(x, block))
+    assert torch.equal(shuffles.DepthToSpace(block)(folded), x)
+
+
 @pytest.mark.parametrize("size", [(3, 4, 4), (4, 3, 4), (4, 4, 3)])
 def test_a_size_that_is_no_multiple_of_the_block_is_an_error(size):
     with pytest.raises(RuntimeError):

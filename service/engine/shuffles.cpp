@@ -7,11 +7,6 @@
 
 namespace {
 
-// What a run is moved as, wherever it lies.
-typedef uint16_t Word2 __attribute__((aligned(1), may_alias));
-typedef uint32_t Word4 __attribute__((aligned(1), may_alias));
-typedef uint64_t Word8 __attribute__((aligned(1), may_alias));
-
 struct Shape {
   int64_t batch, channels, depth, height, width, deep, high, wide, bytes; // blocks; a block's voxels; an element's bytes
   int64_t runs() const { return channels * deep * high; }
@@ -66,7 +61,7 @@ template <bool FOLD, class Word> void move(const Shape &s, Word *image, Word *bl
   });
 }
 
-// Runs of any other length.
+// Runs of any other length, or that lie anywhere.
 template <bool FOLD> void move_bytes(const Shape &s, char *image, char *blocks, int threads) {
   const int64_t bytes = s.wide * s.bytes;
   each_row(s, threads, [=](int64_t row) {
@@ -83,12 +78,14 @@ template <bool FOLD> int shuffle(const int64_t *sizes, void *image, void *blocks
   Shape s;
   std::memcpy(&s, sizes, sizeof(s));
   const int64_t bytes = s.wide * s.bytes;
-  if (bytes == sizeof(Word2))
-    move<FOLD>(s, static_cast<Word2 *>(image), static_cast<Word2 *>(blocks), threads);
-  else if (bytes == sizeof(Word4))
-    move<FOLD>(s, static_cast<Word4 *>(image), static_cast<Word4 *>(blocks), threads);
-  else if (bytes == sizeof(Word8))
-    move<FOLD>(s, static_cast<Word8 *>(image), static_cast<Word8 *>(blocks), threads);
+  // A view of an image may begin between two words.
+  const bool in_words = (reinterpret_cast<uintptr_t>(image) | reinterpret_cast<uintptr_t>(blocks)) % bytes == 0;
+  if (in_words && bytes == sizeof(uint16_t))
+    move<FOLD>(s, static_cast<uint16_t *>(image), static_cast<uint16_t *>(blocks), threads);
+  else if (in_words && bytes == sizeof(uint32_t))
+    move<FOLD>(s, static_cast<uint32_t *>(image), static_cast<uint32_t *>(blocks), threads);
+  else if (in_words && bytes == sizeof(uint64_t))
+    move<FOLD>(s, static_cast<uint64_t *>(image), static_cast<uint64_t *>(blocks), threads);
   else
     move_bytes<FOLD>(s, static_cast<char *>(image), static_cast<char *>(blocks), threads);
   return 0;
