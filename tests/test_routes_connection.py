@@ -295,3 +295,14 @@ def test_nobody_is_connected_elsewhere() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.1", 1, 200), ("1.1", 0, 400), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 1, 200), ("1.0", 2, 400)],
+)
+def test_request_names_one_host(version: str, hosts: int, status: int) -> None:
+    lines = [f"GET / HTTP/{version}", *(f"Host: host{number}" for number in range(hosts)), "", ""]
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall("\r\n".join(lines).encode())
+        assert client.recv(100).startswith(f"HTTP/1.1 {status} ".encode())

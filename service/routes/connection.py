@@ -99,17 +99,26 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         """The parser has read the head of a request. An error raised here ends the connection."""
         self._framing = 0
-        if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
-                raise ValueError("not a proxy")
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            # It comes again, without the offer.
             return
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
-            raise ValueError("too long a head")
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
-        if len(self._unanswered) >= MOST_UNANSWERED:
-            raise ValueError("too many requests at once")
+        self._check_head()
         super().on_headers_complete()
         self._unanswered += (self.cycle,)
+
+    def _check_head(self) -> None:
+        """Raise ValueError for what is not to be answered."""
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("not a proxy")
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
+            raise ValueError("too long a head")
+        if len(self._unanswered) >= MOST_UNANSWERED:
+            raise ValueError("too many requests at once")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            # RFC 9112, 3.2: whoever stands before this service might go by another one than its guard.
+            raise ValueError("not one host")
 
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
