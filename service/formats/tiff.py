@@ -13,7 +13,9 @@ import os
 import tempfile
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,7 +45,9 @@ _CLASSIC_BYTES = 2**32 - 2**26
 _SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
 
 # Bytes of planes that are compressed in one call, if that is more than one plane.
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**22
+# So many blocks are compressed at the same time, while earlier ones are written.
+_AHEAD = 2
 
 
 def inspect(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Description:
@@ -342,12 +346,20 @@ def _streams(pixels: Array, compress: Compress) -> Iterator[bytes] | None:
 
 def _one_by_one(pixels: Array, compress: Compress) -> Iterator[bytes]:
     count = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
-    for begin in range(0, len(pixels), count):
-        planes = pixels[begin : begin + count]
-        streams, ends = compress(planes) or _compressed(planes)
+    blocks = (pixels[begin : begin + count] for begin in range(0, len(pixels), count))
+    for streams, ends in _ahead(lambda planes: compress(planes) or _compressed(planes), blocks):
         release(pixels)
         for start, end in itertools.pairwise((0, *ends.tolist())):
             yield streams[start:end].tobytes()
+
+
+def _ahead(compressed: Callable[[Array], Streams], blocks: Iterator[Array]) -> Iterator[Streams]:
+    """What comes of each, in order; that of the next few is made in threads meanwhile."""
+    with ThreadPoolExecutor(_AHEAD, "compress") as crew:
+        coming = deque(crew.submit(compressed, block) for block in itertools.islice(blocks, _AHEAD))
+        while coming:
+            yield coming.popleft().result()
+            coming.extend(crew.submit(compressed, block) for block in itertools.islice(blocks, 1))
 
 
 def _compressed(pixels: Array) -> Streams:
