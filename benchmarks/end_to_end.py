@@ -6,8 +6,9 @@ Each repeat runs `benchmarks/plain.py` in a process of its own, then posts the s
 seconds go from reading the file to its labels on disk; imports, loading and a first forward do not count. The service's
 go from opening the connection to the last byte of the labels on the client's disk, on a server that is up and keeps no
 results.
-CPU seconds are those of the script, and of the server with its child processes. The last ratio is all that is neither
-preparing, windows nor decoding (HTTP, reading, writing, saving) over the seconds of the windows.
+CPU seconds are those of the script, and of the server with its child processes. The last ratios are all that is neither
+preparing, windows nor decoding (HTTP, reading, writing, saving) over the seconds in which the device was busy with
+windows, and over those that the request waited for them, which is less: it decodes some while others are computed.
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
         connection.close()
 
 
+def _device_seconds(port: int) -> float:
+    """In which the server has computed windows so far."""
+    lines = _get(port, "/metrics")[1].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("stackseg_device_seconds_total"))
+
+
 def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]:
     """Post a file as `curl --data-binary` does, and save the answer: total seconds, and the server's own stages."""
     began = time.perf_counter()
@@ -158,9 +165,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for repeat in range(options.repeats):
             if not options.no_plain:
                 runs["plain"].append(plain(options, stack, folder / "plain.tif"))
-            before = cpu_seconds(process.pid)
+            before = cpu_seconds(process.pid), _device_seconds(port)
             measured = post(port, stack, folder / "service.tif", options.overlap)
-            runs["service"].append(measured | {"cpu": cpu_seconds(process.pid) - before})
+            after = cpu_seconds(process.pid), _device_seconds(port)
+            cpu, device = (now - then for now, then in zip(after, before, strict=True))
+            runs["service"].append(measured | {"cpu": cpu, "device": device})
             for name, results in runs.items():
                 print(f"repeat {repeat + 1}: {name} {results[-1]['total']:.2f} s", file=sys.stderr)
         engine = json.loads(_get(port, f"/models/{options.model.name}")[1])
@@ -176,7 +185,7 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, A
     for name, runs in measured["runs"].items():
         stages = list(runs[0]["stages"])
         columns = {stage: [run["stages"].get(stage, 0.0) for run in runs] for stage in stages}
-        columns |= {"total": [run["total"] for run in runs], "cpu": [run["cpu"] for run in runs]}
+        columns |= {what: [run[what] for run in runs] for what in ("total", "cpu", "device") if what in runs[0]}
         medians[name] = {stage: statistics.median(values) for stage, values in columns.items()}
         print(f"| {name} ({runs[-1]['objects']} objects) | median s | min | max |\n|---|---|---|---|")
         for stage, values in columns.items():
@@ -190,7 +199,12 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 
 def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """Plain over service, and the share of what is not computing; one ratio per repeat."""
-    around = {"HTTP, reading and writing over windows": [_around(run) for run in runs["service"]]}
+    around = {
+        "HTTP, reading and writing over the device's time": [_around(run) / run["device"] for run in runs["service"]],
+        "and over the time that windows were waited for": [
+            _around(run) / run["stages"]["windows"] for run in runs["service"]
+        ],
+    }
     if "plain" not in runs:
         return around
     ratios: dict[str, list[float]] = {"ratio": [], "ratio with our decoder in the plain script": [], "CPU ratio": []}
@@ -203,8 +217,9 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
 
 
 def _around(run: dict[str, Any]) -> float:
+    """Seconds of HTTP, reading and writing."""
     stages = run["stages"]
-    return (run["total"] - sum(stages[stage] for stage in ("prepare", "windows", "decode"))) / stages["windows"]
+    return run["total"] - sum(stages[stage] for stage in ("prepare", "windows", "decode"))
 
 
 def _machine(threads: int) -> str:

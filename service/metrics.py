@@ -79,6 +79,9 @@ class Metrics:
             "model",
         )
         self._device_windows = self._counter("stackseg_device_windows", "Windows computed, by device.", "device")
+        self._device_seconds = self._counter(
+            "stackseg_device_seconds", "Seconds in which a device was busy with windows.", "device"
+        )
         self._fallbacks = self._counter(
             "stackseg_memory_fallbacks", "How often memory did not hold a batch, and a smaller one was taken.", "model"
         )
@@ -126,10 +129,11 @@ class Metrics:
         for stage, value in seconds.items():
             self._stages(stage).observe(value)
 
-    def count_batch(self, model: str, device: str, windows: int, slots: float) -> None:
-        """Count what one batch was for one request: its windows, and its part of the room of the batch."""
+    def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
+        """Count what a batch was for one request: its windows, its part of the room and of the device's seconds."""
         self._windows(model).inc(windows)
         self._device_windows(device).inc(windows)
+        self._device_seconds(device).inc(seconds)
         self._slots(model).inc(slots)
 
     def count_skipped(self, model: str, windows: int) -> None:

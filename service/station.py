@@ -142,7 +142,7 @@ class Station:
         name = segmenter.spec.name
 
         def count(share: Share) -> None:
-            self._metrics.count_batch(name, self.name, share.windows, share.slots)
+            self._metrics.count_batch(name, self.name, *share)
             job.device_seconds += share.seconds
 
         def revise(needed: Estimate) -> None:

@@ -45,12 +45,13 @@ def test_exposition_tells_what_was_counted() -> None:
 def test_windows_are_counted_with_the_room_that_their_batches_had() -> None:
     metrics = Metrics()
     # Two requests share a batch of four, of which one slot stays empty; then one has a batch for itself.
-    metrics.count_batch("nuclei", "cpu", 1, 4 / 3)
-    metrics.count_batch("nuclei", "cpu", 2, 8 / 3)
-    metrics.count_batch("nuclei", "cpu", 4, 4)
+    metrics.count_batch("nuclei", "cpu", 1, 4 / 3, 0.25)
+    metrics.count_batch("nuclei", "cpu", 2, 8 / 3, 0.5)
+    metrics.count_batch("nuclei", "cpu", 4, 4, 0.5)
     lines = metrics.exposition().decode().splitlines()
     assert 'stackseg_windows_total{model="nuclei"} 7.0' in lines
     assert 'stackseg_batch_slots_total{model="nuclei"} 8.0' in lines
+    assert 'stackseg_device_seconds_total{device="cpu"} 1.25' in lines
 
 
 def test_each_of_a_kind_is_looked_up_when_asked_for() -> None:
