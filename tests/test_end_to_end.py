@@ -24,7 +24,7 @@ from live import Answer, Live, as_tiff, classes, eager, serve, until
 
 from service.access import hash_of
 from service.parity import share_differing
-from service.routes.uploads import BLOCK_BYTES
+from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
 from service.schemas import Query
 from service.volume import Segmentation
 
@@ -425,6 +425,32 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
         process.stdout.close()
     assert status == 0, (tmp_path / "log").read_text()
     assert list(scratch.iterdir()) == []
+
+
+def test_many_stalled_uploads_go_to_disk_once_the_room_in_memory_is_taken(live: Live) -> None:
+    body, number = bytes(BLOCK_BYTES - 2**17), 60
+    lines = [
+        "POST /segment HTTP/1.1",
+        "Host: here",
+        "Content-Type: image/tiff",
+        f"Content-Length: {BLOCK_BYTES}",
+        "",
+        "",
+    ]
+    head = "\r\n".join(lines).encode()
+    clients = [socket.create_connection((live.host, live.port), 20) for _ in range(number)]
+    try:
+        for client in clients:
+            client.sendall(head + body)
+        # But for what is in the buffers of files.
+        least = number * (len(body) - 2**13) - ROOM_BYTES
+        until(lambda: sum(path.stat().st_size for path in live.runtime.scratch.rglob("upload.tif")) > least, 20)
+    finally:
+        for client in clients:
+            client.close()
+    until(lambda: live.leftovers() == [], 20)
+    assert ROOM.take(ROOM_BYTES)
+    ROOM.give_back(ROOM_BYTES)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")

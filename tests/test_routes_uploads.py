@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,11 @@ def post(
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
     upload = Upload(folder / "request" / "upload.tif", limit, room)
     folder.mkdir(exist_ok=True)
-    asyncio.run(receive(request, upload))
+    try:
+        asyncio.run(receive(request, upload))
+    except BaseException:
+        upload.close()
+        raise
     if in_memory:
         upload.keep_in_memory()
     upload.land()
@@ -87,6 +92,78 @@ def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
     assert room.take(12)
     assert not room.take(1)
     made[1].close()
+
+
+def test_what_has_arrived_of_stalled_bodies_takes_room_too(tmp_path: Path) -> None:
+    """However many they are, and whether they are to lie in memory or not."""
+    room = Room(20)
+    made = [Upload(tmp_path / str(n) / "upload.tif", 100, room) for n in range(5)]
+
+    async def arrive() -> None:
+        for data in (b"II*\0", b"rest"):
+            for upload in made:
+                upload.take(data)
+                await upload.flush(len(data))
+
+    asyncio.run(arrive())
+    on_disk = [upload for upload in made if upload.path.exists()]
+    held = 8 * (len(made) - len(on_disk))
+    assert 0 < held <= 20
+    assert room.take(20 - held)
+    assert not room.take(1)
+    for upload in made:
+        upload.keep_in_memory()
+        upload.land()
+        source = upload.source
+        assert (source.read_bytes() if isinstance(source, Path) else source) == b"II*\0rest"
+        assert (source == upload.path) == (upload in on_disk)
+        upload.close()
+    assert room.take(held)
+
+
+def test_no_piece_of_a_stalled_body_stays_in_memory_once_it_is_written(tmp_path: Path) -> None:
+    message = {"type": "http.request", "body": bytes(1000), "more_body": True}
+    held = sys.getrefcount(message["body"])
+
+    async def arrive() -> None:
+        asked: asyncio.Queue[None] = asyncio.Queue()
+
+        async def next_message() -> Any:
+            asked.put_nowait(None)
+            if asked.qsize() > 1:
+                await asyncio.sleep(3600)
+            return message
+
+        request = Request({"type": "http", "method": "POST", "headers": []}, next_message)
+        upload = Upload(tmp_path / "upload.tif", 2**20, Room(0))
+        receiving = asyncio.ensure_future(receive(request, upload))
+        async with asyncio.timeout(10):
+            # The thread that has written it may be about to let go.
+            while asked.qsize() < 2 or sys.getrefcount(message["body"]) > held:
+                await asyncio.sleep(0.01)
+        receiving.cancel()
+        upload.close()
+
+    asyncio.run(arrive())
+
+
+def test_room_is_for_others_once_a_body_is_written_or_its_client_has_gone(tmp_path: Path) -> None:
+    room = Room(4 * BLOCK_BYTES)
+    post([bytes(BLOCK_BYTES), b"rest"] * 2, TIFF, tmp_path, room=room)
+    with pytest.raises(Cancelled):
+        post([bytes(BLOCK_BYTES)], TIFF, tmp_path, gone=True, room=room)
+    assert room.take(4 * BLOCK_BYTES)
+
+
+def test_form_leaves_the_room_of_its_frame_to_others(tmp_path: Path) -> None:
+    body = form(part("file", b"II*\0", "a"), part("model", b"bands"))
+    room = Room(len(body))
+    upload = post([body], FORM, tmp_path, in_memory=True, room=room)
+    assert upload.source == b"II*\0"
+    assert room.take(len(body) - 4)
+    assert not room.take(1)
+    upload.close()
+    assert room.take(4)
 
 
 def test_empty_body_in_memory_makes_no_folder(tmp_path: Path) -> None:

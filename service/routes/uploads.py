@@ -10,7 +10,8 @@ from typing import BinaryIO, Protocol
 
 from blake3 import blake3
 from python_multipart.multipart import parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Message
 
 from service.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.routes.forms import FORM_BYTES, Form
@@ -34,7 +35,7 @@ BLOCK_BYTES = 2 * 2**20
 
 
 class Room:
-    """At most `nbytes` of memory for uploads that lie nowhere else. Safe to use from threads."""
+    """At most `nbytes` of memory for uploads, or parts of them, that lie nowhere else. Safe to use from threads."""
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
@@ -54,7 +55,8 @@ class Room:
 
 
 # Of this process.
-ROOM = Room(64 * 2**20)
+ROOM_BYTES = 64 * 2**20
+ROOM = Room(ROOM_BYTES)
 
 
 class Upload:
@@ -70,14 +72,15 @@ class Upload:
         self.received = 0
         self._file: BinaryIO | None = None
         self._room = room
-        # Of the room; None where the file is to lie on the disk.
-        self._taken: int | None = None
+        # Of the room, for what is pending, and for a file that is kept in memory.
+        self._taken = 0
+        self._kept = False
         self._content: bytearray | None = None
         self._hash = blake3()
         self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
-        self._writing: asyncio.Task[BinaryIO] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     def take(self, data: bytes | memoryview) -> None:
         """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
@@ -87,12 +90,27 @@ class Upload:
         self._pending.append(data)
         self._pending_bytes += len(data)
 
-    async def flush(self) -> None:
-        """Have what is pending written by a thread, while more arrives, if it is a block."""
-        if self._pending_bytes >= BLOCK_BYTES:
-            # One at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
+    async def flush(self, nbytes: int) -> None:
+        """Have what is pending written by a thread, now that the next `nbytes` of the body were taken.
+
+        While more arrives, if it is a block; before that, if there is no room for it.
+        """
+        room = self._room.take(nbytes)
+        self._taken += nbytes if room else 0
+        if self._pending_bytes < BLOCK_BYTES and (room or not self._pending):
+            return
+        # One at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
+        await self.written()
+        taken, self._taken = self._taken, 0
+        self._writing = asyncio.create_task(self._write_block(self._drain(), taken))
+        if not room:
             await self.written()
-            self._writing = asyncio.create_task(in_thread(partial(self._write, self._drain())))
+
+    async def _write_block(self, blocks: list[bytes | memoryview], taken: int) -> None:
+        try:
+            await in_thread(partial(self._write, blocks))
+        finally:
+            self._room.give_back(taken)
 
     async def written(self) -> None:
         """Until no block is being written. Raises OSError where that failed."""
@@ -101,18 +119,20 @@ class Upload:
             await writing
 
     def keep_in_memory(self) -> None:
-        """The file that has arrived never is on a disk; only where there is room, and no part of it is written."""
-        if self._file is None and self._room.take(self.received):
-            self._taken = self.received
+        """The file that has arrived never is on a disk; only where there was room, and no part of it is written."""
+        if self._file is None:
+            self._kept = True
+            self._give_back(all_but=self.received)
 
     def land(self) -> None:
         """Write the rest, or put it together, in the thread of the caller: only then the file is there."""
         blocks = self._drain()
-        if self._taken is not None:
+        if self._kept:
             self._content = bytearray().join(blocks)
             self._hash.update(self._content)
         else:
             self._write(blocks).close()
+            self._give_back()
 
     @property
     def source(self) -> Path | bytearray:
@@ -128,13 +148,18 @@ class Upload:
     def close(self) -> None:
         """The same, and its room in memory is for others: nobody looks at it any more."""
         self.let_go()
-        self._room.give_back(self._taken or 0)
-        self._taken = None
+        self._drain()
+        self._give_back()
 
     @property
     def digest(self) -> str:
         """BLAKE3 of what was written: as hard to forge as SHA-256, in a quarter of the time."""
         return self._hash.hexdigest()
+
+    def _give_back(self, all_but: int = 0) -> None:
+        """Of the room, what was taken: of a form, its frame and fields as well."""
+        self._room.give_back(self._taken - all_but)
+        self._taken = all_but
 
     def _drain(self) -> list[bytes | memoryview]:
         """What was pending."""
@@ -183,15 +208,24 @@ async def receive(request: Request, upload: Upload) -> None:
     """
     body = _feed_for(request, upload)
     _check_length(request, upload.limit_bytes)
+    more = True
     try:
-        async for chunk in request.stream():
-            body.feed(chunk)
-            await upload.flush()
-    except ClientDisconnect:
-        raise Cancelled("The client went away while sending.") from None
+        while more:
+            # No name here may hold a piece while the next is waited for, as those of `request.stream` do.
+            nbytes, more = _fed(body, await request.receive())
+            await upload.flush(nbytes)
     finally:
         await upload.written()
     body.finish()
+
+
+def _fed(body: Feed, message: Message) -> tuple[int, bool]:
+    """Bytes of the body that came with the message, which were taken, and whether more will come. Raises Cancelled."""
+    if message["type"] == "http.disconnect":
+        raise Cancelled("The client went away while sending.")
+    chunk = message.get("body", b"")
+    body.feed(chunk)
+    return len(chunk), message.get("more_body", False)
 
 
 def too_large(limit_bytes: int) -> TooLarge:
