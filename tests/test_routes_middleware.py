@@ -8,8 +8,11 @@ from service.routes.middleware import Lingering
 
 def exchange(
     messages: list[Any], status: int, headers: dict[str, str] | None = None, read: int = 0, seconds: float = 10
-) -> tuple[int, int]:
-    """How many messages of a body are left when an application has read `read` of them and answers, and the status."""
+) -> tuple[int, int, bool]:
+    """How many messages of a body are left when an application has read `read` of them and answers with the status.
+
+    Then the status, and whether the connection is closed.
+    """
     pending, left = list(messages), []
 
     async def receive() -> Any:
@@ -31,29 +34,33 @@ def exchange(
     closed: list[bool] = []
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     asyncio.run(Lingering(app, seconds)({"type": "http", "headers": raw}, receive, send))
-    assert closed == [left == [0] and messages[-1].get("more_body", False)]
-    return left[0], sent[0]
+    return left[0], sent[0], closed[0]
 
 
 BODY = [{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, True, False)]
 
 
 def test_refused_body_is_received_to_its_end_before_the_answer() -> None:
-    assert exchange(BODY, 422, read=1) == (0, 422)
+    assert exchange(BODY, 422, read=1) == (0, 422, False)
 
 
 def test_nothing_is_received_of_a_client_that_asked_first() -> None:
-    assert exchange(BODY, 422, {"Expect": "100-continue"}) == (4, 422)
+    assert exchange(BODY, 422, {"Expect": "100-continue"}) == (4, 422, True)
+
+
+def test_rest_is_received_of_a_client_that_asked_and_was_told_to_go_on() -> None:
+    assert exchange(BODY, 422, {"Expect": "100-continue"}, read=1) == (0, 422, False)
+    assert exchange(BODY, 422, {"Expect": "100-continue"}, read=4) == (0, 422, False)
 
 
 def test_nothing_is_received_after_a_body_has_ended_or_its_client_has_gone() -> None:
-    assert exchange(BODY, 422, read=4) == (0, 422)
-    assert exchange([BODY[0], {"type": "http.disconnect"}, *BODY], 422) == (4, 422)
+    assert exchange(BODY, 422, read=4) == (0, 422, False)
+    assert exchange([BODY[0], {"type": "http.disconnect"}, *BODY], 422) == (4, 422, False)
 
 
 def test_success_is_never_delayed() -> None:
-    assert exchange(BODY, 200) == (4, 200)
+    assert exchange(BODY, 200) == (4, 200, False)
 
 
 def test_patience_ends() -> None:
-    assert exchange(BODY[:2], 422, seconds=0.05) == (0, 422)
+    assert exchange(BODY[:2], 422, seconds=0.05) == (0, 422, True)

@@ -8,6 +8,7 @@ import random
 import re
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -127,32 +128,34 @@ class Lingering:
     """Receives the rest of a body that was refused, for a while, before the refusal is sent.
 
     Otherwise the connection would be reset under a client that is still sending, and many clients, Python's own among
-    them, then report the broken connection instead of the answer. Clients that asked first (Expect: 100-continue) are
-    told at once.
+    them, then report the broken connection instead of the answer. Clients that asked first (Expect: 100-continue), and
+    were not yet told to go on, are answered at once. Where a body is not received to its end, the connection ends.
     """
 
     def __init__(self, app: ASGIApp, seconds: float = LINGER_SECONDS) -> None:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "expect" in Headers(scope=scope):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        complete = False
+        begun = complete = False
 
         async def listen() -> Message:
-            nonlocal complete
+            nonlocal begun, complete
+            begun = True
             message = await receive()
             complete = not message.get("more_body", False)
             return message
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
-                try:
-                    async with asyncio.timeout(self._seconds):
-                        while not complete:
-                            await listen()
-                except TimeoutError:
+                if begun or "expect" not in Headers(scope=scope):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._seconds):
+                            while not complete:
+                                await listen()
+                if not complete:
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
