@@ -291,6 +291,16 @@ def test_offer_of_another_protocol_is_ignored(protocol: str) -> None:
         assert answer(client) == body
 
 
+@pytest.mark.parametrize("codings", [["gzip, chunked"], ["gzip", "chunked"]])
+def test_body_in_another_coding_is_refused_with_a_reason(codings: list[str]) -> None:
+    sent = head(*(f"Transfer-Encoding: {coding}" for coding in codings)) + b"3\r\nabc\r\n0\r\n\r\n"
+    with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(sent)
+        content = client.recv(2**16)
+    assert content.startswith(b"HTTP/1.1 400 ")
+    assert b"Transfer-Encoding" in content
+
+
 def test_nobody_is_connected_elsewhere() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n")

@@ -16,6 +16,10 @@ HEAD_BYTES = 2**16
 MOST_UNANSWERED = 16
 
 
+class Refused(ValueError):
+    """A head that is not to be answered; the message, in ASCII, goes to the client."""
+
+
 class _Room(threading.local):
     """Where an event loop reads to, for all connections: what was read is taken out before the loop does more."""
 
@@ -59,8 +63,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        except HttpParserError as error:
+            refused = error.__context__
+            reason = str(refused) if isinstance(refused, Refused) else "Invalid HTTP request received."
+            self.send_400_response(reason)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -108,17 +114,20 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unanswered += (self.cycle,)
 
     def _check_head(self) -> None:
-        """Raise ValueError for what is not to be answered."""
+        """Raise Refused for what is not to be answered."""
         if self.parser.get_method() == b"CONNECT":
-            raise ValueError("not a proxy")
+            raise Refused("This service is no proxy.")
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
-            raise ValueError("too long a head")
+            raise Refused("The head of the request is too long.")
         if len(self._unanswered) >= MOST_UNANSWERED:
-            raise ValueError("too many requests at once")
+            raise Refused("Too many requests were sent ahead.")
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             # RFC 9112, 3.2: whoever stands before this service might go by another one than its guard.
-            raise ValueError("not one host")
+            raise Refused("The request must name one host.")
+        if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
+            # Whose end is that of its last chunk, and what is in the chunks would be taken for the file.
+            raise Refused("A body comes as it is or in chunks: no other Transfer-Encoding is read.")
 
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
