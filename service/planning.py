@@ -104,6 +104,9 @@ def estimate(  # noqa: PLR0913
     if plan.output != "labels" and decoding >= LARGE_BYTES:
         # The result lies on disk, and the planes that a layer of windows is cut from in memory.
         decoding = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1])
+    if plan.output == "labels" and not on_host:
+        # What comes back are labels, and the numbers of pieces that they are looked up by.
+        decoding = 8 * math.prod(size)
     return Estimate(
         windows=grid.count,
         sw_batch_size=plan.sw_batch_size,
