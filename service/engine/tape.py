@@ -205,14 +205,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tape(self, scores: Any) -> Tape:
         """What was seen, of which `scores` came. Raises Untaped."""
         self._follow()
-        whole = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
-        if not whole or (buffer := self._buffer(scores)) is None or buffer.first < 0:
-            raise Untaped("scores are no tensor of their own")
-        buffer.place = SCORES
+        self._whole_buffer(scores).place = SCORES
         arena = _lay_out([buffer for buffer in self._buffers.values() if buffer.place == ARENA and buffer.first >= 0])
         numbers = [number for call in self._calls for number in self._numbers(call)]
-        fixed = [tensor for call in self._calls for tensor in call.tensors if tensor is not None]
-        return Tape(numbers, len(self._calls), arena, scores, [each for each in fixed if not self._varies(each)])
+        tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
+        fixed = [tensor for tensor in tensors if not self._varies(tensor)]
+        return Tape(numbers, len(self._calls), arena, scores, fixed)
+
+    def _whole_buffer(self, scores: Any) -> _Buffer:
+        """That which scores fill and a step writes. Raises Untaped."""
+        whole = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
+        buffer = self._buffer(scores) if whole else None
+        if buffer is None or buffer.first < 0:
+            raise Untaped("scores are no tensor of their own")
+        return buffer
 
     def _add(self, one: Tensor, other: Tensor, total: Tensor) -> None:
         """A sum, by the kernel that writes its first term if that can."""
