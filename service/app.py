@@ -35,7 +35,7 @@ from service.routes.connection import Connection
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.runtime import Runtime
-from service.schemas import Problem, explain
+from service.schemas import PROBLEM_TYPE, Problem, explain, problem_members
 from service.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,6 @@ _M_ARENA_MAX = -8
 
 # So many new objects before Python looks for cycles among them: a request makes thousands, and hardly any.
 YOUNG_OBJECTS = 50_000
-
-PROBLEM_TYPE = "application/problem+json"
 
 _ENDPOINTS = (segment, jobs, inspect, models, health, gpu, pages)
 
@@ -234,16 +232,8 @@ def problem(request: Request, status: int, slug: str, detail: str, **members: An
     """An answer as RFC 9457 has it."""
     state = request.scope.setdefault("state", {})
     state["problem"] = slug
-    instance = _urn(state.get("request_id") or str(uuid.uuid4()))
-    return JSONResponse(_members(slug, status, detail, instance) | members, status, media_type=PROBLEM_TYPE)
-
-
-def _urn(number: str) -> str:
-    """The number of a request as a URI; a client may have given it one that is no UUID."""
-    try:
-        return uuid.UUID(number).urn
-    except ValueError:
-        return f"urn:stackseg:request:{number}"
+    number = state.get("request_id") or str(uuid.uuid4())
+    return JSONResponse(problem_members(slug, status, detail, number) | members, status, media_type=PROBLEM_TYPE)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -330,14 +320,4 @@ _ABSTRACT = (errors.StackSegError, errors.RequestError, errors.CapacityError, er
 
 def _example(kind: type[errors.StackSegError], status: int) -> dict[str, Any]:
     meaning = (kind.__doc__ or "").partition("\n")[0]
-    return _members(kind.slug, status, meaning, "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")
-
-
-def _members(slug: str, status: int, detail: str, instance: str) -> dict[str, Any]:
-    return {
-        "type": f"urn:stackseg:problem:{slug}",
-        "title": slug.replace("-", " ").capitalize(),
-        "status": status,
-        "detail": detail,
-        "instance": instance,
-    }
+    return problem_members(kind.slug, status, meaning, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")

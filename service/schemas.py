@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -15,6 +16,8 @@ from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
 from service.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
+
+PROBLEM_TYPE = "application/problem+json"
 
 
 class Problem(BaseModel):
@@ -38,6 +41,25 @@ class Problem(BaseModel):
     status: int
     detail: str
     instance: str
+
+
+def problem_members(slug: str, status: int, detail: str, number: str) -> dict[str, Any]:
+    """The members of a `Problem`, as JSON has them, in the answer to the request of that number."""
+    return {
+        "type": f"urn:stackseg:problem:{slug}",
+        "title": slug.replace("-", " ").capitalize(),
+        "status": status,
+        "detail": detail,
+        "instance": _urn(number),
+    }
+
+
+def _urn(number: str) -> str:
+    """The number of a request as a URI; a client may have given it one that is no UUID."""
+    try:
+        return uuid.UUID(number).urn
+    except ValueError:
+        return f"urn:stackseg:request:{number}"
 
 
 class Query(BaseModel):

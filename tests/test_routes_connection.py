@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import socket
@@ -8,8 +9,10 @@ import ssl
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.app import configured
 from service.routes.connection import HEAD_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
+from service.routes.middleware import RequestLog
+from service.schemas import Problem
 
 SECONDS = 20
 
@@ -272,6 +277,61 @@ def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
             client.sendall(head() + b"nonsense\r\n\r\n")
             assert client.recv(1) == b""
         gated.opened.set()
+
+
+def refusal(client: socket.socket) -> tuple[dict[str, str], dict[str, Any]]:
+    """Headers and document of the next answer, which is the last."""
+    response = HTTPResponse(client)
+    response.begin()
+    content = response.read()
+    assert response.status == 400
+    with suppress(ConnectionResetError):
+        assert client.recv(1) == b""
+    return {name.lower(): value for name, value in response.getheaders()}, json.loads(content)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"nonsense\r\n\r\n", "Invalid"),
+        (b"\r\n" * (HEAD_BYTES // 2 + 1), "too long"),
+        (head(f"X-Long: {'a' * HEAD_BYTES}"), "too long"),
+        (head("Host: there"), "one host"),
+        (head("Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
+        (head("Transfer-Encoding: chunked") + b"nonsense\r\n", "Invalid"),
+        (b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n", "proxy"),
+    ],
+)
+def test_refusals_are_problem_documents(sent: bytes, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", "service.access"),
+        served(Echo()) as address,
+        socket.create_connection(address, SECONDS) as client,
+    ):
+        client.sendall(sent)
+        headers, document = refusal(client)
+    assert Problem.model_validate(document).type == "urn:stackseg:problem:bad-request"
+    assert (document["status"], reason in document["detail"]) == (400, True)
+    assert document["instance"] == f"urn:uuid:{headers['x-request-id']}"
+    assert headers["content-type"] == "application/problem+json"
+    assert (headers["connection"], headers["x-content-type-options"]) == ("close", "nosniff")
+    assert any(headers["x-request-id"] in record.getMessage() for record in caplog.records)
+
+
+def test_refusal_carries_the_number_of_its_own_request() -> None:
+    named, other = "X-Request-ID: the-first", "X-Request-ID: the-second"
+    with served(RequestLog(Echo())) as address:
+        with socket.create_connection(address, SECONDS) as client:
+            client.sendall(head(named))
+            assert answer(client) == b""
+            client.sendall(head(other, "Host: there"))
+            assert refusal(client)[0]["x-request-id"] == "the-second"
+        with socket.create_connection(address, SECONDS) as client:
+            client.sendall(head(named, "Transfer-Encoding: chunked") + b"nonsense\r\n")
+            assert refusal(client)[1]["instance"] == "urn:stackseg:request:the-first"
+        with socket.create_connection(address, SECONDS) as client:
+            client.sendall(head("X-Request-ID: for; ged", "Host: there"))
+            assert len(refusal(client)[0]["x-request-id"]) == len(str(uuid.UUID(int=0)))
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])

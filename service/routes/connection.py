@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import threading
+from http import HTTPStatus
+from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.datastructures import Headers
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from service import logs
+from service.errors import RequestError
+from service.routes.middleware import SAFE, number_of
+from service.schemas import PROBLEM_TYPE, problem_members
+
+log = logging.getLogger("service.access")
 
 # What is read at a time, and so what a request holds of its body before it is asked for more.
 READ_BYTES = 2 * 2**20
@@ -17,7 +30,7 @@ MOST_UNANSWERED = 16
 
 
 class Refused(ValueError):
-    """A head that is not to be answered; the message, in ASCII, goes to the client."""
+    """A head that is not to be answered; the message goes to the client."""
 
 
 class _Room(threading.local):
@@ -90,9 +103,26 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self.cycle
         begun = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
         if cycle is None or cycle.response_complete or begun:
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+            self.transport.write(self._refusal(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
+        self.transport.close()
+
+    def _refusal(self, status: HTTPStatus, slug: str, reason: str) -> bytes:
+        """A problem document, as the application answers with, after which nothing follows; the log has it too."""
+        number = self._number()
+        log.info("%d %s %s: %s", status, number, slug, reason, extra=logs.fields(request_id=number, problem=slug))
+        content = json.dumps(problem_members(slug, status, reason, number)).encode()
+        headers = SAFE | {"Content-Type": PROBLEM_TYPE, "X-Request-ID": number, "Connection": "close"}
+        lines = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+        lines += [f"{name.decode()}: {value.decode()}" for name, value in self.server_state.default_headers]
+        return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+    def _number(self) -> str:
+        """Of the request whose head, or body, is being read: what the application calls it, if that knows it."""
+        scope = cast("Scope | None", self.scope)
+        if scope is None:
+            return number_of("")
+        known: str | None = scope["state"].get("request_id")
+        return known or number_of(Headers(scope=scope).get("x-request-id", ""))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits for an answer any more; uvicorn tells it the last request alone."""

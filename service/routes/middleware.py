@@ -23,8 +23,16 @@ LINGER_SECONDS = 20.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 # What a browser may load for a page, and for any other answer. Swagger UI has pictures and styles in its own text.
-PAGE = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'"
-NOTHING = "default-src 'none'"
+PAGE = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+NOTHING = "default-src 'none'; frame-ancestors 'none'"
+# The headers of `SafeHeaders` for all but pages.
+SAFE = {
+    "Content-Security-Policy": NOTHING,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+SAFE_FOR_PAGES = SAFE | {"Content-Security-Policy": PAGE}
 
 
 class RequestLog:
@@ -115,10 +123,8 @@ class SafeHeaders:
                 headers = MutableHeaders(scope=message)
                 # The page of the documentation loads what is beside it; no other answer has anything to load.
                 page = headers.get("content-type", "").startswith("text/html")
-                headers.setdefault("Content-Security-Policy", f"{PAGE if page else NOTHING}; frame-ancestors 'none'")
-                headers.setdefault("X-Content-Type-Options", "nosniff")
-                headers.setdefault("X-Frame-Options", "DENY")
-                headers.setdefault("Referrer-Policy", "no-referrer")
+                for name, value in (SAFE_FOR_PAGES if page else SAFE).items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await self._app(scope, receive, add)
