@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -71,6 +72,10 @@ _M_ARENA_MAX = -8
 
 # So many new objects before Python looks for cycles among them: a request makes thousands, and hardly any.
 YOUNG_OBJECTS = 50_000
+
+# While the service stops: how long nothing may come of an upload, and how often that is looked at.
+STALLED_SECONDS = 5.0
+LOOK_SECONDS = 0.5
 
 _ENDPOINTS = (segment, jobs, inspect, models, health, gpu, pages)
 
@@ -153,14 +158,31 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 class Server(uvicorn.Server):
     """A uvicorn server that stops being ready as soon as it is told to end."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+    def __init__(self, config: uvicorn.Config, runtime: Runtime, stalled_seconds: float = STALLED_SECONDS) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self._runtime, self._stalled_seconds = runtime, stalled_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM or SIGINT: finish what was begun within the time to drain, accept nothing new."""
         self._runtime.drain()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close what is idle, wait for answers that are owed, and for bodies as long as they arrive."""
+        giving_up = asyncio.create_task(self._give_up_uploads())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            giving_up.cancel()
+
+    async def _give_up_uploads(self) -> None:
+        """Those that stall, all once the time to drain is over, and what was accepted at the last moment."""
+        over = time.monotonic() + self._runtime.settings.server.drain_seconds
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.give_up(self._stalled_seconds if time.monotonic() < over else 0)
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:

@@ -23,6 +23,7 @@ import tifffile
 from live import Answer, Live, as_tiff, classes, eager, serve, until
 
 from service.access import hash_of
+from service.config import Settings
 from service.parity import share_differing
 from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
 from service.schemas import Query
@@ -417,8 +418,15 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
             headers = {"Content-Type": "image/tiff"}
             running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=headers, timeout=60)
             until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
-            process.send_signal(signal.SIGTERM)
-            assert running.result().status_code == 200, running.result().text
+            host, port = address.rpartition("/")[2].split(":")
+            with socket.create_connection((host, int(port)), 20) as stalled:
+                stalled.sendall(b"POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nhalf")
+                began = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                assert running.result().status_code == 200, running.result().text
+                assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
+                assert process.wait(60) == 0
+                assert time.monotonic() - began < Settings().server.drain_seconds
     finally:
         process.send_signal(signal.SIGTERM)
         status = process.wait(60)

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ import uvicorn
 from live import until
 from starlette.types import Receive, Scope, Send
 
-from service.app import configured
+from service.app import Server, configured
+from service.config import Settings
 from service.routes.connection import HEAD_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
 from service.routes.middleware import RequestLog
 from service.schemas import Problem
@@ -53,7 +54,12 @@ class Echo:
 
 @contextmanager
 def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
-    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more))
+    with running(uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
+        yield address
+
+
+@contextmanager
+def running(server: uvicorn.Server) -> Iterator[tuple[str, int]]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -62,6 +68,12 @@ def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def stopping(app: Any, drain_seconds: float, stalled_seconds: float) -> Server:
+    """The service's own server, without the service."""
+    runtime: Any = SimpleNamespace(settings=Settings.model_validate({"server": {"drain_seconds": drain_seconds}}))
+    return Server(configured(app, host="127.0.0.1", port=0, lifespan="off"), runtime, stalled_seconds)
 
 
 def head(*headers: str) -> bytes:
@@ -279,12 +291,12 @@ def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
         gated.opened.set()
 
 
-def refusal(client: socket.socket) -> tuple[dict[str, str], dict[str, Any]]:
+def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
     """Headers and document of the next answer, which is the last."""
     response = HTTPResponse(client)
     response.begin()
     content = response.read()
-    assert response.status == 400
+    assert response.status == status
     with suppress(ConnectionResetError):
         assert client.recv(1) == b""
     return {name.lower(): value for name, value in response.getheaders()}, json.loads(content)
@@ -376,3 +388,45 @@ def test_request_names_one_host(version: str, hosts: int, status: int) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall("\r\n".join(lines).encode())
         assert client.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_who_stops_waits_for_answers_that_are_owed_and_for_bodies_that_come() -> None:
+    gated, echo = Gated(), Echo()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
+
+    server = stopping(app, drain_seconds=10 * SECONDS, stalled_seconds=1.5)
+    with running(server) as address, ExitStack() as held:
+        silent, idle, half, owed, coming, stalled = (
+            held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
+        )
+        idle.sendall(head())
+        assert answer(idle) == b""
+        half.sendall(b"POST / HT")
+        owed.sendall(head().replace(b" / ", b" /gated "))
+        coming.sendall(head("Content-Length: 12"))
+        stalled.sendall(head("Content-Length: 12") + b"half")
+        until(lambda: gated.asked == 1 and 4 in echo.pieces, SECONDS)
+        server.should_exit = True
+        for client in (silent, idle, half):
+            assert client.recv(1) == b""
+        for _ in range(12):
+            time.sleep(0.25)
+            coming.sendall(b"a")
+        assert answer(coming) == 12 * b"a"
+        headers, document = refusal(stalled, 503)
+        assert document["type"] == "urn:stackseg:problem:not-ready"
+        assert int(headers["retry-after"]) > 0
+        assert not gated.opened.is_set()
+        gated.opened.set()
+        assert answer(owed) == b"ok"
+
+
+def test_who_stops_does_not_wait_for_slow_bodies_for_ever() -> None:
+    server = stopping(echo := Echo(), drain_seconds=1, stalled_seconds=SECONDS)
+    with running(server) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("Content-Length: 12") + b"half")
+        until(lambda: 4 in echo.pieces, SECONDS)
+        server.should_exit = True
+        refusal(client, 503)

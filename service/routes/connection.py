@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import cast
 
@@ -15,7 +16,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service import logs
-from service.errors import RequestError
+from service.errors import NotReady, RequestError
 from service.routes.middleware import SAFE, number_of
 from service.schemas import PROBLEM_TYPE, problem_members
 
@@ -52,6 +53,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """
 
     _framing = 0
+    # When anything came last, by the clock of the loop.
+    _heard = 0.0
     # Requests without a whole answer, the one that is worked on first.
     _unanswered: tuple[RequestResponseCycle, ...] = ()
 
@@ -62,6 +65,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
         self._framing += nbytes
+        self._heard = self.loop.time()
         with _ROOM.buffer[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
         if self.cycle is not None and self.cycle.more_body and self.cycle.body:
@@ -100,18 +104,37 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Read no further; the reason is told where it cannot be taken for an answer that is owed, or a part of one."""
-        cycle = self.cycle
-        begun = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
-        if cycle is None or cycle.response_complete or begun:
+        if self.cycle is None or self.cycle.response_complete or self._arriving:
             self.transport.write(self._refusal(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
         self.transport.close()
 
-    def _refusal(self, status: HTTPStatus, slug: str, reason: str) -> bytes:
+    def give_up(self, seconds: float) -> None:
+        """Now that the service stops: close it unless an answer is owed, and also where a body stalls for so long.
+
+        Those who still send are heard as long as something comes, or is not read because nobody has asked for it.
+        """
+        self.shutdown()
+        now = self.loop.time()
+        if self.flow.read_paused and seconds > 0:
+            self._heard = now
+        if self._arriving and now - self._heard >= seconds and not self.transport.is_closing():
+            late = NotReady("The service is stopping, and the body has not come; send it again when it is back.")
+            retry = {"Retry-After": str(late.retry_after)}
+            self.transport.write(self._refusal(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
+            self.transport.close()
+
+    @property
+    def _arriving(self) -> bool:
+        """Whether the rest of a body is all that the client is waited for, and nothing was answered yet."""
+        cycle = self.cycle
+        return cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+
+    def _refusal(self, status: HTTPStatus, slug: str, reason: str, more: Mapping[str, str] | None = None) -> bytes:
         """A problem document, as the application answers with, after which nothing follows; the log has it too."""
         number = self._number()
         log.info("%d %s %s: %s", status, number, slug, reason, extra=logs.fields(request_id=number, problem=slug))
         content = json.dumps(problem_members(slug, status, reason, number)).encode()
-        headers = SAFE | {"Content-Type": PROBLEM_TYPE, "X-Request-ID": number, "Connection": "close"}
+        headers = {**SAFE, **(more or {}), "Content-Type": PROBLEM_TYPE, "X-Request-ID": number, "Connection": "close"}
         lines = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
         lines += [f"{name.decode()}: {value.decode()}" for name, value in self.server_state.default_headers]
         return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
