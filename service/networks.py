@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,55 @@ def load(spec: ModelSpec, first: Callable[[nn.Module, Tensor], Tensor] = run) ->
     return network
 
 
+def is_sequence(module: nn.Module) -> bool:
+    """Whether it calls its children in turn, and does nothing else; not where `observed` saw them called otherwise."""
+    return type(module).forward is nn.Sequential.forward and not getattr(module, _APART, False)
+
+
+def parts(network: nn.Module) -> Iterator[nn.Module]:
+    """All modules within `network`, itself included, but for TorchScript's, which cannot be changed."""
+    return (module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule))
+
+
+def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """With their names; those that it has in several places are there several times."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+@contextmanager
+def observed(network: nn.Module) -> Iterator[None]:
+    """While `network` runs: see whether it calls its sequences whole, and remember of which that is not so.
+
+    Others than `nn.Sequential` may call the parts of one: all or some of them, in any order, or also besides the whole.
+    """
+    modules, calls = list(parts(network)), Counter[nn.Module]()
+
+    def count(module: nn.Module, _given: object) -> None:
+        calls[module] += 1
+
+    hooks = [module.register_forward_pre_hook(count) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sequences = {module for module in modules if is_sequence(module)}
+    # What has a place elsewhere too is called from there.
+    elsewhere = {child for module in modules if module not in sequences for _, child in children(module)}
+    expected = Counter[nn.Module]()
+    for module in sequences:
+        for _, child in children(module):
+            expected[child] += calls[module]
+    for module in sequences:
+        more = any(calls[child] > expected[child] for _, child in children(module) if child not in elsewhere)
+        if more or not calls[module]:
+            setattr(module, _APART, True)
+
+
+# Set on what `is_sequence` no longer counts as one; copies have it too.
+_APART = "_stackseg_apart"
+
+
 def weight_bytes(network: nn.Module) -> int:
     """Bytes of its parameters and buffers; tensors that share memory count once."""
     tensors = itertools.chain(network.parameters(), network.buffers())
@@ -217,7 +268,8 @@ def _check_shapes(network: nn.Module, spec: ModelSpec, first: Callable[[nn.Modul
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected = (1, len(spec.outputs), *spec.input.roi_size)
     try:
-        scores = first(network, torch.zeros(shape))
+        with observed(network):
+            scores = first(network, torch.zeros(shape))
     except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
     if tuple(scores.shape) != expected:

@@ -13,6 +13,7 @@ from service.arrays import LARGE_BYTES
 from service.blending import Grid
 from service.config import Settings
 from service.errors import BadParameter, TooLarge
+from service.networks import parts
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
@@ -191,8 +192,7 @@ def watched(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         if isinstance(output, torch.Tensor):
             sizes.append(output.numel() * 4)
 
-    modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    leaves = [module for module in modules if not list(module.children())]
+    leaves = [module for module in parts(network) if not list(module.children())]
     hooks = [leaf.register_forward_hook(note) for leaf in leaves]
     try:
         scores: torch.Tensor = network(x)

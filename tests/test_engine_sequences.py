@@ -9,6 +9,7 @@ from torch import nn
 from service.engine import packed, winograd
 from service.engine.prepare import prepare
 from service.engine.sequences import neighbours
+from service.networks import observed
 
 FORMAT = torch.channels_last_3d
 
@@ -36,6 +37,49 @@ class Elsewhere(nn.Module):
 
     def forward(self, x):
         return self.outer(x) + self.inner(x)
+
+
+class InParts(nn.Module):
+    """Calls steps of a sequence by themselves, as `way` says."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.steps = nn.Sequential(convolution(), norm(), nn.LeakyReLU(0.3), nn.Sequential(convolution(), nn.ReLU()))
+
+    def forward(self, x):
+        return self.way(self.steps, x)
+
+
+def one_by_one(steps, x):
+    passed = []
+    for step in steps:
+        x = step(x)
+        passed.append(x)
+    return sum(passed)
+
+
+WAYS = {
+    "the first alone": lambda steps, x: steps[0](x),
+    "in another order": lambda steps, x: steps[1](steps[2](steps[0](x))),
+    "one by one": one_by_one,
+    "some of them": lambda steps, x: steps[:2](x),
+    "the first besides": lambda steps, x: steps(x) + steps[0](x),
+    "the last besides": lambda steps, x: steps(x) + steps[3](x),
+    "a step of the last besides": lambda steps, x: steps(x) + steps[3][0](x),
+}
+
+
+class Shared(nn.Module):
+    """A rectifier that also follows in sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.rectifier = nn.ReLU()
+        self.steps = nn.Sequential(convolution(), self.rectifier)
+
+    def forward(self, x):
+        return self.rectifier(self.steps(x) - 1)
 
 
 def convolution():
@@ -91,10 +135,22 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
-@torch.inference_mode()
 def test_what_is_called_in_unusual_ways_computes_the_same(make):
     torch.manual_seed(0)
-    network = make().eval().requires_grad_(requires_grad=False)
+    check_ways(make().eval().requires_grad_(requires_grad=False))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_sequences_that_are_called_in_parts_compute_the_same(way):
+    torch.manual_seed(0)
+    network = InParts(way).eval().requires_grad_(requires_grad=False)
+    with observed(network):
+        network(torch.zeros(1, 16, 5, 6, 7))
+    check_ways(network)
+
+
+@torch.inference_mode()
+def check_ways(network):
     x = torch.randn(2, 16, 5, 6, 7)
     expected = network(x)
     prepared = prepare(network, x.device, x.dtype, FORMAT)
@@ -113,3 +169,22 @@ def test_sequences_within_sequences_are_as_if_they_were_one():
     network = nn.Sequential(nn.Sequential(first, nn.Dropout()), nn.Identity(), nn.Sequential(second, third))
     found = [(one.module, other.module) for one, other in neighbours(network)]
     assert found == [(first, second), (second, third), (second, third)]
+
+
+@pytest.mark.parametrize(
+    ("make", "pairs"),
+    [
+        (lambda: InParts(lambda steps, x: steps(x)), 4),
+        (lambda: InParts(lambda steps, x: steps(steps(x))), 4),
+        (lambda: InParts(lambda steps, x: steps[3](x)), 1),
+        (Shared, 1),
+        (layer_twice, 4),
+        (sequence_twice, 2),
+    ],
+    ids=["whole", "twice", "its last", "shared", "a layer twice", "a sequence twice"],
+)
+def test_sequences_that_are_called_whole_stay_sequences(make, pairs):
+    network = make()
+    with observed(network):
+        network(torch.zeros(1, 16, 5, 6, 7))
+    assert len({(one.owner, one.name) for one, _ in neighbours(network)}) == pairs

@@ -21,7 +21,7 @@ from torch import nn
 
 from service import monai_networks
 from service.errors import BrokenModel
-from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, load, run, space_to_depth
+from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, is_sequence, load, run, space_to_depth
 from service.planning import activation_bytes, watched
 from service.repository import Architecture, ModelSpec, Weights
 
@@ -180,6 +180,20 @@ def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuc
 
     load(random_nuclei, first)
     assert [shape for shape, _ in seen] == [(1, 1, 16, 16, 16)]
+
+
+def test_first_window_tells_which_sequences_are_called_whole(random_nuclei: ModelSpec) -> None:
+    def in_parts(network: nn.Module, window: torch.Tensor) -> torch.Tensor:
+        scores = run(network, window)
+        stem = network.get_submodule("stem")
+        assert isinstance(stem, nn.Sequential)
+        stem[2](scores)
+        return scores
+
+    assert is_sequence(load(random_nuclei).get_submodule("stem"))
+    network = load(random_nuclei, in_parts)
+    assert not is_sequence(network.get_submodule("stem"))
+    assert is_sequence(network.get_submodule("down.0"))
 
 
 def test_more_stated_outputs_than_scores_are_refused(

@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
+from service.networks import children, is_sequence, parts
+
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
@@ -30,8 +32,8 @@ def neighbours(network: nn.Module) -> Iterator[tuple[Step, Step]]:
     Sequences within sequences count as their steps, unless they are in several places, where different steps follow,
     or have hooks. Steps that do nothing in inference are left out. Replacing while iterating is safe.
     """
-    modules = list(_modules(network))
-    places = Counter(child for module in modules for _, child in _children(module))
+    modules = list(parts(network))
+    places = Counter(child for module in modules for _, child in children(module))
     for module in modules:
         if is_sequence(module):
             yield from itertools.pairwise(list(_steps(module, places)))
@@ -48,11 +50,6 @@ def replace(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
     return network
 
 
-def is_sequence(module: nn.Module) -> bool:
-    """Whether it calls its children in turn, and does nothing else."""
-    return type(module).forward is nn.Sequential.forward
-
-
 def ordinary(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether it computes what a `kind` does: one of a class with another forward, or with hooks, need not."""
     return isinstance(module, kind) and type(module).forward is kind.forward and not _hooked(module)
@@ -62,17 +59,8 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _modules(network: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule))
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are there several times as often as they are called."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)
-
-
 def _steps(sequence: nn.Module, places: Counter[nn.Module]) -> Iterator[Step]:
-    for name, child in _children(sequence):
+    for name, child in children(sequence):
         if is_sequence(child) and places[child] == 1 and not _hooked(child):
             yield from _steps(child, places)
         elif not any(ordinary(child, kind) for kind in (nn.Identity, nn.Dropout, nn.Dropout3d)):
