@@ -28,6 +28,8 @@ READ_BYTES = 2 * 2**20
 HEAD_BYTES = 2**16
 # Requests that a client may send before it has the answer to the first.
 MOST_UNANSWERED = 16
+# So much of a body is copied to go with its head.
+JOINED_BYTES = 2**16
 
 
 class Refused(ValueError):
@@ -43,6 +45,43 @@ class _Room(threading.local):
 
 
 _ROOM = _Room()
+
+
+class _Answer:
+    """The transport as whoever answers one request sees it: the head of an answer goes with the beginning of its body.
+
+    Each is a call of the system otherwise, and the client wakes up for each.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._transport = cycle.transport
+        self._cycle = cycle
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        """The first piece of an answer is its head."""
+        if self._cycle.response_started and not self._begun:
+            self._head, self._begun = data, True
+            return
+        head, self._head = self._head, None
+        if head is not None and len(data) <= JOINED_BYTES:
+            data = head + data
+        elif head is not None:
+            self._transport.write(head)
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Nothing follows the head."""
+        if self._head is not None:
+            self.write(b"")
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -164,6 +203,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
         self._check_head()
         super().on_headers_complete()
+        self.cycle.transport = _Answer(self.cycle)  # type: ignore[assignment] # of a transport all that is used
         self._unanswered += (self.cycle,)
 
     def _check_head(self) -> None:
@@ -181,6 +221,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
             # Whose end is that of its last chunk, and what is in the chunks would be taken for the file.
             raise Refused("A body comes as it is or in chunks: no other Transfer-Encoding is read.")
+
+    def on_response_complete(self) -> None:
+        """An answer is whole, if only its head."""
+        for cycle in self._unanswered:
+            cast("_Answer", cycle.transport).flush()
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
