@@ -46,6 +46,8 @@ MOST = 2**31 - 1
 
 CPU = torch.device("cpu")
 
+_Three = ctypes.c_int64 * 3
+
 # By the number that `ascent.cpp` has for them.
 HEIGHTS = (torch.float32, torch.bfloat16)
 INSIDE = (*HEIGHTS, torch.bool)
@@ -98,7 +100,7 @@ class Landscape:
         # Memory of large ones comes, and goes, page by page.
         self._brief = quick if math.prod(size) <= SMALL else self._functions
         self._left = size[across]
-        self._known = self._brief.stackseg_landscape((ctypes.c_int64 * 3)(*size), across, *terms, block)
+        self._known = self._brief.stackseg_landscape(_Three(*size), across, *terms, block)
         if self._known is None:
             raise MemoryError(f"no memory for the landscape of a volume of {size}")
 
@@ -133,7 +135,7 @@ class Landscape:
 
     def _steps(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
         z, y, x = planes.stride()
-        return (ctypes.c_int64 * 3)(*((y, z, x) if self._across else (z, y, x)))
+        return _Three(y, z, x) if self._across else _Three(z, y, x)
 
     def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
         """Once every plane was added: labels [Z, Y, X], uint16 or uint32, from 1, and their number. Raises MemoryError.

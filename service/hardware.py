@@ -21,7 +21,7 @@ from service.errors import ConfigError
 # Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
 CGROUP = Path("/sys/fs/cgroup")
 
-MEMINFO = Path("/proc/meminfo")
+MEMINFO = "/proc/meminfo"
 # More than there is in that, or in what a container is told of its memory.
 MOST_BYTES = 2**14
 
@@ -162,12 +162,13 @@ def available_memory(cgroup: Path = CGROUP) -> int | None:
     """Bytes that can still be taken, from the host or from what a container is limited to; None where nobody says."""
     # Asked several times for every request.
     on_host = _meminfo("MemAvailable")
-    limit = _read_again(cgroup / "memory.max").strip()
-    used = _read_again(cgroup / "memory.current").strip() if limit.isdigit() else b""
+    maximum, current, statistics = _memory_files(cgroup)
+    limit = _read_again(maximum).strip()
+    used = _read_again(current).strip() if limit.isdigit() else b""
     if not used.isdigit():
         return on_host
     # Pages of files count as used, but are dropped as soon as somebody needs the room.
-    fields = dict(line.split(b" ", 1) for line in _read_again(cgroup / "memory.stat").splitlines())
+    fields = dict(line.split(b" ", 1) for line in _read_again(statistics).splitlines())
     reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
     in_container = max(0, int(limit) - int(used) + reclaimable)
     return in_container if on_host is None else min(on_host, in_container)
@@ -247,7 +248,12 @@ def _meminfo(name: str) -> int | None:
     return None if found is None else int(found[1]) * 1024
 
 
-def _read_again(path: Path) -> bytes:
+@cache
+def _memory_files(cgroup: Path) -> tuple[str, str, str]:
+    return str(cgroup / "memory.max"), str(cgroup / "memory.current"), str(cgroup / "memory.stat")
+
+
+def _read_again(path: str) -> bytes:
     """What a file of the system says now, up to `MOST_BYTES`; nothing where it was not there at first.
 
     It stays open, and is read without letting others run Python: each of that takes a busy service longer than reading.
@@ -257,11 +263,11 @@ def _read_again(path: Path) -> bytes:
         return b""
     told = ctypes.create_string_buffer(MOST_BYTES)
     size = _pread()(file, told, MOST_BYTES, 0)
-    return told.raw[: max(size, 0)]
+    return ctypes.string_at(told, max(size, 0))
 
 
 @cache
-def _kept_open(path: Path) -> int | None:
+def _kept_open(path: str) -> int | None:
     try:
         return os.open(path, os.O_RDONLY)
     except OSError:

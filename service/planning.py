@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,10 +19,21 @@ from service.networks import parts
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
-from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume
+from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
+
+
+# So many estimates are remembered for a model.
+ESTIMATES = 64
+
+
+class _Extent(NamedTuple):
+    """All that an estimate looks at of a volume."""
+
+    shape: tuple[int, int, int, int]
+    voxel_size: VoxelSize | None
 
 
 class Plan(NamedTuple):
@@ -155,15 +168,29 @@ class Outlook:
         """
         plan = self.plan(options)
         self._check_channels(volume)
-        shape = (1, self.spec.input.channels, *self.spec.input.roi_size)
-        window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
-        streams = self.streams if plan.sw_batch_size >= self.sw_batch_size else 1
-        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host, streams=streams)
+        needed = self._needed(_Extent(volume.shape, volume.voxel_size), plan)
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
                 " volume. Crop it, or ask for less overlap or a larger diameter."
             )
+        return needed
+
+    @cached_property
+    def _needed(self) -> Callable[[_Extent, Plan], Estimate]:
+        """What stacks take: of the last few, as it is asked several times for each, and clients send such of one kind.
+
+        Nothing of it refers back to this object, which would then outlive a model that is unloaded.
+        """
+        spec, on_host, most, together = self.spec, self.on_host, self.streams, self.sw_batch_size
+        shape = (1, spec.input.channels, *spec.input.roi_size)
+        window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
+
+        @lru_cache(maxsize=ESTIMATES)
+        def needed(volume: _Extent, plan: Plan) -> Estimate:
+            streams = most if plan.sw_batch_size >= together else 1
+            return estimate(spec, volume, plan, window_bytes, on_host=on_host, streams=streams)
+
         return needed
 
     def _check_channels(self, volume: Extent) -> None:

@@ -27,6 +27,9 @@ Size = tuple[int, int, int]
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 TOGETHER = 2**20
 
+# The least float32 that is as precise as others.
+LEAST = float(np.finfo(np.float32).tiny)
+
 
 class Decoder(Protocol):
     """Takes slabs of raw scores and then gives the segmentation."""
@@ -249,7 +252,7 @@ class Relief(NamedTuple):
     @property
     def depth(self) -> float:
         """Neighbouring maxima of one plateau are one maximum, even without any persistence."""
-        return max(self.persistence, float(np.finfo(np.float32).tiny))
+        return max(self.persistence, LEAST)
 
     def distance(self, heights: Tensor) -> Tensor:
         """Heights of the landscape -> distances, float64."""

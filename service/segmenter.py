@@ -158,6 +158,7 @@ class Segmenter:
         network = load(spec, self._watched)
         self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
+        self.outlook = self._looked_ahead()
         self._warm: Warm | None = None
         self._lock = threading.Lock()
         self._sizes = Memory()
@@ -175,6 +176,7 @@ class Segmenter:
                 ascent.prepare()
         warm = self._warm_up.run(tune=tune)
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
+        self.outlook = self._looked_ahead()
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
@@ -293,8 +295,7 @@ class Segmenter:
         """What would come back. Raises BadParameter for options that do not fit."""
         return self.outlook.output(options)
 
-    @property
-    def outlook(self) -> Outlook:
+    def _looked_ahead(self) -> Outlook:
         """What can be said of requests, with what is known of the model by now."""
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"

@@ -124,9 +124,12 @@ class Segmentation:
     names: tuple[str, ...] = ()
 
 
+_NARROW, _WIDE = np.dtype(np.uint16), np.dtype(np.uint32)
+
+
 def label_dtype(count: int) -> np.dtype[Any]:
     """The smallest of uint16 and uint32 that numbers `count` objects."""
-    return np.dtype(np.uint16 if count <= np.iinfo(np.uint16).max else np.uint32)
+    return _NARROW if count < 2**16 else _WIDE
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Parsing looks at nothing of a file but its size and what it reads of it. So who 
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import threading
@@ -165,7 +166,8 @@ class Content(Protocol):
 class _Precedent(NamedTuple, Generic[T]):
     """What was told, and the bytes that decided, each with their place."""
 
-    plain: tuple[tuple[slice, bytes], ...]
+    places: tuple[slice, ...]
+    pieces: tuple[bytes, ...]
     texts: tuple[tuple[slice, bytes], ...]
     told: T
 
@@ -174,20 +176,22 @@ class _Precedent(NamedTuple, Generic[T]):
         plain = [slice(part.begin, part.end) for part in parts if not part.text]
         texts = [slice(part.begin, part.end) for part in parts if part.text]
         return cls(
-            tuple((place, bytes(content[place])) for place in plain),
+            tuple(plain),
+            tuple(bytes(content[place]) for place in plain),
             tuple((place, renumbered(content[place])) for place in texts),
             told,
         )
 
     def applies_to(self, content: Content) -> bool:
         """Whether the file has the same bytes there, but for its UUIDs."""
-        return all(content[place] == piece for place, piece in self.plain) and all(
+        # Some dozens of pieces of a few bytes each, which a loop in Python would take longer to go through.
+        return all(map(operator.eq, map(content.__getitem__, self.places), self.pieces)) and all(
             renumbered(content[place]) == piece for place, piece in self.texts
         )
 
     @property
     def nbytes(self) -> int:
-        return sum(len(piece) for _, piece in (*self.plain, *self.texts))
+        return sum(map(len, self.pieces)) + sum(len(piece) for _, piece in self.texts)
 
 
 class Precedents(Generic[T]):

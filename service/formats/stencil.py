@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import BinaryIO
 
 import numpy as np
@@ -33,6 +34,11 @@ class Stencil:
     counts: NDArray[np.intp]
     remark: tuple[int, int]
 
+    @cached_property
+    def _places(self) -> NDArray[np.intp]:
+        """Of each byte of the offsets and of the counts, [2, P, 4]."""
+        return np.stack((self.offsets, self.counts))[..., None] + np.arange(4)
+
     @classmethod
     def cut(cls, write: Callable[[BinaryIO], None], remark: str) -> Stencil:
         """From what `write` writes, with any pixels of one strip per page, and a description as long as can be."""
@@ -51,11 +57,12 @@ class Stencil:
         file = bytearray(self.content.replace(NUMBER.encode(), number.encode()))
         place, room = self.remark
         file[place : place + room] = remark.ljust(room, "\n").encode("ascii")
-        lengths = np.diff(ends, prepend=0)
-        known = np.frombuffer(file, np.uint8)
-        for places, values in ((self.offsets, ends - lengths + len(file)), (self.counts, lengths)):
-            known[places[:, None] + np.arange(4)] = values.astype("<u4").view(np.uint8).reshape(-1, 4)
-        return bytes(file) + pixels.tobytes()
+        starts = np.empty_like(ends)
+        starts[0], starts[1:] = 0, ends[:-1]
+        np.frombuffer(file, np.uint8)[self._places] = (
+            np.array((starts + len(file), ends - starts), "<u4").view(np.uint8).reshape(2, -1, 4)
+        )
+        return b"".join((file, pixels.data))
 
 
 def _entries(stream: BinaryIO, offset: int) -> dict[int, int]:

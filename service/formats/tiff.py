@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import tempfile
 import uuid
 import zlib
@@ -259,7 +260,7 @@ def write(
                 file.write(content)
             else:
                 pixels = segmentation.pixels
-                _write(file, form, _streams(pixels, compress) or pixels, str(uuid.uuid4()), bigtiff=bigtiff)
+                _write(file, form, _streams(pixels, compress) or pixels, _number(), bigtiff=bigtiff)
                 description.append(file, description.for_imagej(segmentation))
         partial.replace(path)
     finally:
@@ -275,7 +276,12 @@ def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: Non
     if not form.is_small:
         return None
     streams = compress(segmentation.pixels) or _compressed(segmentation.pixels)
-    return _stencil(form).filled(streams, str(uuid.uuid4()), description.for_imagej(segmentation))
+    return _stencil(form).filled(streams, _number(), description.for_imagej(segmentation))
+
+
+def _number() -> str:
+    """A UUID of a file's own: nobody has to be unable to guess it, so it needs no call of the system."""
+    return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
 @lru_cache(maxsize=32)
