@@ -14,7 +14,6 @@ from zipfile import ZIP_STORED, ZipFile
 
 from service.errors import BadParameter, Cancelled
 from service.metrics import Stages
-from service.repository import ModelSpec
 from service.runtime import Runtime
 from service.schemas import Query, Saved
 from service.segmenter import Result
@@ -25,6 +24,9 @@ LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
 ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
+
+# Of the name of a posted file.
+SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
 
 # What the name of a file that is written on the host ends with, by the media type of the answer.
 SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
@@ -181,18 +183,18 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
     )
 
 
-def fingerprint(caller: str | None, digest: str, spec: ModelSpec, query: Query, manner: Mapping[str, Any]) -> str:
+def fingerprint(caller: str | None, digest: str, model: str, query: Query, manner: Mapping[str, Any]) -> str:
     """The same for requests that have the same answer: same caller, bytes, model, parameters and `Runtime.manner`.
 
-    Hexadecimal.
+    `model` as `Runtime.facts` has it. Hexadecimal.
     """
-    facts = [caller, digest, spec.model_dump_json(), query.model_dump_json(exclude={"model"}), manner]
+    facts = [caller, digest, model, query.canonical, manner]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def answer_name(name: str, suffix: str) -> str:
     """`embryo.ome.tif` -> `embryo_labels.ome.tif`; for the client's convenience only."""
-    stem = re.sub(r"(\.ome)?\.tiff?$", "", name, flags=re.IGNORECASE) or "stack"
+    stem = SUFFIX.sub("", name) or "stack"
     return stem + suffix
 
 

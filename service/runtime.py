@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -127,11 +128,14 @@ class Runtime:
         self.lookers = ThreadPoolExecutor(WAITING_READERS, "look")
         # Looked up in files, which takes a millisecond.
         self._version = version("stackseg")
+        self._windows = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._reader: Reader
         self._trimmer = Trimmer()
         # What was found in the repository; whether it is loaded the station knows.
         self._found: dict[str, ModelState] = {}
+        # What is true of those that can be read, as JSON.
+        self._facts: dict[str, str] = {}
         self._first: tuple[str, ...] = ()
         self._problem: str | None = None
         self._draining = False
@@ -158,6 +162,7 @@ class Runtime:
         self._show_gauges()
         self._found = {state.name: state for state in self._read_models()}
         specs = {name: state.spec for name, state in self._found.items() if state.spec is not None}
+        self._facts = {name: spec.model_dump_json() for name, spec in specs.items()}
         self._first = tuple(name for name in specs if name in self._wanted_first())
         for station in self.stations:
             station.start(specs, self._first)
@@ -313,18 +318,22 @@ class Runtime:
         """The selected part of the file; see `service.formats.sandbox.Reader`."""
         return self._reader.read(source, selection, scratch, shared=shared, owner=owner)
 
+    def facts(self, model: str) -> str:
+        """What is true of a served model wherever it runs, as JSON: the same for models that are alike in all of it."""
+        return self._facts[model]
+
     def manner(self, model: str) -> dict[str, Any]:
         """What decides about labels beside a model and a request: what the operator chose, and how the model runs here.
 
         The same at another start that runs it likewise. Of a model that was never loaded only the first is known.
         """
         engines = {station.manners[model] for station in self.stations if model in station.manners}
-        windows = self.settings.windows.model_dump(mode="json")
-        return {"version": self._version, "windows": windows, "engines": sorted(engines)}
+        return {"version": self._version, "windows": self._windows, "engines": sorted(engines)}
 
     def seat(self, model: str) -> Seat:
         """Where a request for this model should be worked on, as things are."""
-        return Seat(min(self.stations, key=lambda station: station.reluctance(model)), model)
+        first, *others = self.stations
+        return Seat(min(self.stations, key=lambda station: station.reluctance(model)) if others else first, model)
 
     def submit(self, spec: ModelSpec, volume: Volume, options: Options, finish: Callable[[Result], T]) -> Job[T]:
         """Let a worker segment the volume, once the model is loaded, and `finish` at once what does not take long.
@@ -450,6 +459,19 @@ def _gpu_bytes(field: str) -> dict[str, float]:
     """A number of bytes of every GPU that tells it."""
     found = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
     return {index: float(value) for index, value in found.items() if value is not None}
+
+
+@cache
+def _access() -> Callable[[bytes, int], int]:
+    access = ctypes.PyDLL(None).access
+    access.argtypes, access.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
+    found: Callable[[bytes, int], int] = access
+    return found
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file: without letting others run Python, which takes a busy service longer than this."""
+    return _access()(os.fsencode(path), os.F_OK) == 0
 
 
 @contextmanager

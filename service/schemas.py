@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -65,7 +66,9 @@ def _urn(number: str) -> str:
 class Query(BaseModel):
     """Parameters of `/segment` and `/inspect`: which part of the file to read, what it does not say, what to do."""
 
-    model_config = ConfigDict(extra="forbid")
+    # Those of one address are one object, whoever sends it; and what is worked out of it stays with it, so it is never
+    # copied with changes.
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
     channel: Annotated[
@@ -163,13 +166,18 @@ class Query(BaseModel):
                 raise ValueError(str(error)) from None
         return text
 
-    @property
+    @cached_property
     def selection(self) -> Selection:
         channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
         size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
         return Selection(channel, self.time, self.axes.upper() if self.axes else None, size)
 
-    @property
+    @cached_property
+    def canonical(self) -> str:
+        """All but the model as JSON, the same for the same parameters."""
+        return self.model_dump_json(exclude={"model"})
+
+    @cached_property
     def options(self) -> Options:
         diameter = None if self.diameter is None else parse_size(self.diameter)
         skip_below = None if self.skip_below is None else parse_grey(self.skip_below)

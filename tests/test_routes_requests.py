@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from service.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
-from service.routes.requests import time_limit, while_connected, with_fields, work_folder
+from service.routes.requests import TimeLimit, WorkFolder, while_connected, with_fields
 from service.routes.threads import FILES, followed, in_thread
 from service.schemas import Query
 
@@ -203,10 +203,10 @@ def test_what_was_begun_is_not_waited_for_by_a_cancelled_caller() -> None:
 
 def test_time_limit_cancels_what_takes_too_long() -> None:
     async def main() -> None:
-        async with time_limit(10):
+        async with TimeLimit(10):
             await asyncio.sleep(0)
         with pytest.raises(TimedOut, match=r"0\.01 s"):
-            async with time_limit(0.01):
+            async with TimeLimit(0.01):
                 await asyncio.sleep(10)
 
     asyncio.run(main())
@@ -224,7 +224,7 @@ class Folders:
 
 def test_work_folder_goes_in_the_end_whatever_happens(tmp_path: Any) -> None:
     async def use(error: Exception) -> None:
-        async with work_folder(Folders(tmp_path)) as folder:
+        async with WorkFolder(Folders(tmp_path)) as folder:
             folder.mkdir()
             (folder / "upload.tif").touch()
             raise error

@@ -281,7 +281,7 @@ def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
 
 
 def key(caller: str | None, spec: ModelSpec, query: Query, **manner: Any) -> str:
-    return fingerprint(caller, "0" * 64, spec, query, manner)
+    return fingerprint(caller, "0" * 64, spec.model_dump_json(), query, manner)
 
 
 def test_one_caller_is_not_told_what_another_has_sent(bands: ModelSpec) -> None:

@@ -11,12 +11,12 @@ from http import HTTPStatus
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.datastructures import Headers
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service import logs
 from service.errors import NotReady, RequestError
+from service.routes.headers import stated
 from service.routes.middleware import SAFE, number_of
 from service.schemas import PROBLEM_TYPE, problem_members
 
@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if scope is None:
             return number_of("")
         known: str | None = scope["state"].get("request_id")
-        return known or number_of(Headers(scope=scope).get("x-request-id", ""))
+        return known or number_of(stated(scope, b"x-request-id"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits for an answer any more; uvicorn tells it the last request alone."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.access import ANONYMOUS, Allowance, Keys
 from service.config import Access
 from service.errors import Misdirected, RateLimited, Unauthorized
+from service.routes.headers import Raw, found, stated
 
 # Open without a key and under any name: what probes ask for, which know neither.
 HEALTH = re.compile(r"(/v[12])?/health(/live|/ready)?")
@@ -42,7 +42,7 @@ class Hosts:
         if scope["type"] != "http" or not self._hosts or HEALTH.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
-        host = host_of(Headers(scope=scope).get("host", ""))
+        host = host_of(stated(scope, b"host"))
         if any(matches(host, pattern) for pattern in self._hosts):
             await self._app(scope, receive, send)
             return
@@ -76,17 +76,17 @@ class Guard:
         if HEALTH.fullmatch(scope["path"]) or DOCUMENTATION.fullmatch(scope["path"]):
             state["caller"] = ANONYMOUS
             return
-        caller = state["caller"] = self._keys.caller(shown_key(Headers(scope=scope)))
+        caller = state["caller"] = self._keys.caller(shown_key(scope["headers"]))
         allowance = self._allowances[caller]
         if scope["method"] == "POST":
             held.enter_context(allowance.hold())
         allowance.spend()
 
 
-def shown_key(headers: Headers) -> str | None:
+def shown_key(headers: Raw) -> str | None:
     """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+    scheme, _, key = found(headers, b"authorization").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else found(headers, b"x-api-key") or None
 
 
 def host_of(header: str) -> str:

@@ -11,16 +11,18 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import logs
+from service.routes.headers import Raw, found, stated
 
 log = logging.getLogger("service.access")
 
 LINGER_SECONDS = 20.0
 # What a client may call its request: nothing that could forge a line of a log, or fill it.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
 
 # What a browser may load for a page, and for any other answer. Swagger UI has pictures and styles in its own text.
 PAGE = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
@@ -35,6 +37,13 @@ SAFE = {
 SAFE_FOR_PAGES = SAFE | {"Content-Security-Policy": PAGE}
 
 
+def _raw(headers: dict[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+    return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+
+
+_SAFE, _SAFE_FOR_PAGES = _raw(SAFE), _raw(SAFE_FOR_PAGES)
+
+
 class RequestLog:
     """Gives every request a number, unless it brings a sane one, and one line in the log when it is over."""
 
@@ -45,16 +54,16 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number = number_of(Headers(scope=scope).get("x-request-id", ""))
+        number = number_of(stated(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = number
-        began, status, told = time.perf_counter(), 500, Headers()
+        began, status = time.perf_counter(), 500
+        told: list[tuple[bytes, bytes]] = []
 
         async def note(message: Message) -> None:
             nonlocal status, told
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
-                told = Headers(raw=message["headers"])
+                message["headers"] = told = [*message["headers"], (b"x-request-id", number.encode())]
             await send(message)
 
         token = logs.request_id.set(number)
@@ -73,14 +82,14 @@ def number_of(proposed: str) -> str:
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
-def _tell(scope: Scope, number: str, status: int, seconds: float, told: Headers) -> None:
+def _tell(scope: Scope, number: str, status: int, seconds: float, told: Raw) -> None:
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     if "app" in scope and hasattr(scope["app"].state, "runtime"):
         scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
-    model, objects = told.get("x-stackseg-model"), told.get("x-stackseg-objects")
-    path = re.sub(r"[^\x20-\x7e]", "?", scope["path"])
+    model, objects = found(told, b"x-stackseg-model") or None, found(told, b"x-stackseg-objects") or None
+    path = UNPRINTABLE.sub("?", scope["path"])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
     members: dict[str, Any] = {
@@ -94,7 +103,7 @@ def _tell(scope: Scope, number: str, status: int, seconds: float, told: Headers)
         "problem": problem,
         "model": model,
         "objects": int(objects) if objects else None,
-        "stages": stages_of(told.get("server-timing", "")),
+        "stages": stages_of(found(told, b"server-timing")),
     }
     said = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, number, extras)
@@ -103,7 +112,7 @@ def _tell(scope: Scope, number: str, status: int, seconds: float, told: Headers)
 
 def stages_of(timing: str) -> dict[str, float] | None:
     """Milliseconds by stage, from a Server-Timing header; None without one."""
-    stages = re.findall(r"(\w+);dur=([0-9.]+)", timing)
+    stages = STAGE.findall(timing)
     return {name: float(duration) for name, duration in stages} or None
 
 
@@ -120,11 +129,12 @@ class SafeHeaders:
 
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
+                headers = list(message["headers"])
                 # The page of the documentation loads what is beside it; no other answer has anything to load.
-                page = headers.get("content-type", "").startswith("text/html")
-                for name, value in (SAFE_FOR_PAGES if page else SAFE).items():
-                    headers.setdefault(name, value)
+                page = found(headers, b"content-type").startswith("text/html")
+                said = {name for name, _ in headers}
+                more = _SAFE_FOR_PAGES if page else _SAFE
+                message["headers"] = [*headers, *(header for header in more if header[0] not in said)]
             await send(message)
 
         await self._app(scope, receive, add)
@@ -156,7 +166,7 @@ class Lingering:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
-                if begun or "expect" not in Headers(scope=scope):
+                if begun or not stated(scope, b"expect"):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds):
                             while not complete:

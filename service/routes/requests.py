@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import TracebackType
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
 
 from service.answers import Arrival, check_places
 from service.errors import BadParameter, Cancelled, TimedOut
 from service.metrics import Stages
 from service.planning import Outlook
 from service.repository import ModelSpec
+from service.routes.headers import stated
 from service.routes.threads import NAMED_FILES, in_thread
 from service.routes.uploads import Upload, is_multipart, receive
-from service.runtime import Runtime, storage
+from service.runtime import Runtime, is_there, storage
 from service.schemas import Query, explain
 from service.spool import Spool
 from service.store import INPUT
 
 T = TypeVar("T")
+
+# Of so many addresses the parameters are remembered.
+ADDRESSES = 64
 
 
 def _fields() -> dict[str, Any]:
@@ -69,9 +76,13 @@ REQUEST: dict[str, Any] = {
 class Direct(APIRoute):
     """An endpoint that takes the request as it is: what the framework would hand over takes it longer to find."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        return self.endpoint
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the endpoint; what it raises is answered by whoever answers what the framework raises."""
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        response = await self.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 async def runtime_of(request: Request) -> Runtime:
@@ -104,24 +115,47 @@ PREFER = {
 
 def wants_a_job(request: Request) -> bool:
     """Whether the client would rather come back for its answer."""
-    prefer = request.headers.get("prefer", "")
+    prefer = stated(request.scope, b"prefer")
     return RESPOND_ASYNC in (wish.partition(";")[0].strip().lower() for wish in prefer.split(","))
 
 
 def caller_of(request: Request) -> str | None:
     """Whose request this is, where callers are told apart; what is kept for one caller is hidden from others."""
-    caller: str | None = getattr(request.state, "caller", None)
+    caller: str | None = request.scope.get("state", {}).get("caller")
     return caller
+
+
+class Admission(NamedTuple):
+    """Parameters, and the model, if it can give what they ask for; None while a form may bring more of them."""
+
+    query: Query
+    spec: ModelSpec | None
+
+    def model(self, runtime: Runtime, query: Query) -> ModelSpec:
+        """That of these parameters, all of which have come by now. Raises what `check_output` raises."""
+        return self.spec if self.spec is not None and query is self.query else check_output(runtime, query)
+
+
+async def admission(request: Request, runtime: Runtime) -> Admission:
+    """As `admitted`."""
+    query = _asked(request.scope["query_string"])
+    runtime.admit()
+    if is_multipart(request):
+        return Admission(query, None)
+    spec = check_output(runtime, query)
+    await _check_places(request, runtime, query)
+    return Admission(query, spec)
 
 
 async def admitted(request: Request, runtime: RuntimeDependency) -> Query:
     """The parameters, if the request stands a chance: whatever is wrong already is said before the body is received."""
-    query = _validated(_once(request.query_params.multi_items()))
-    runtime.admit()
-    if not is_multipart(request):
-        check_output(runtime, query)
-        await _check_places(request, runtime, query)
-    return query
+    return (await admission(request, runtime)).query
+
+
+@lru_cache(maxsize=ADDRESSES)
+def _asked(address: bytes) -> Query:
+    """The parameters in the part of an address behind the question mark. Raises BadParameter."""
+    return _validated(_once(QueryParams(address).multi_items()))
 
 
 def _once(items: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -160,20 +194,25 @@ def check_output(runtime: Runtime, query: Query) -> ModelSpec:
 AdmittedQuery = Annotated[Query, Depends(admitted)]
 
 
-@asynccontextmanager
-async def work_folder(runtime: Runtime) -> AsyncIterator[Path]:
+class WorkFolder(AbstractAsyncContextManager[Path]):
     """A folder for one request, to be made by whoever needs it, deleted with everything in it at the end.
 
     A full disk raises OutOfStorage.
     """
-    with storage():
-        folder = runtime.new_folder()
-        try:
-            yield folder
-        finally:
-            # Small requests stay in memory.
-            if folder.exists():
-                await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._folder = runtime.new_folder()
+
+    async def __aenter__(self) -> Path:
+        return self._folder
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        # Small requests stay in memory.
+        if is_there(self._folder):
+            await in_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))
+        if isinstance(error, OSError):
+            with storage():
+                raise error
 
 
 @asynccontextmanager
@@ -239,12 +278,12 @@ async def posted(
     """Receive the file, or open the one that is named, and limit the time of the block.
 
     A file goes to the folder `place`; without one it stays in memory where it is small, and its folder is a
-    `work_folder`. It is there once it has landed. Raises what `receive` and `References` raise.
+    `WorkFolder`. It is there once it has landed. Raises what `receive` and `References` raise.
     """
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(place or work_folder(runtime))
-        async with time_limit(limits.request_seconds):
+        folder = await stack.enter_async_context(place or WorkFolder(runtime))
+        async with TimeLimit(limits.request_seconds):
             upload = Upload(folder / INPUT, limits.upload_bytes)
             stack.callback(upload.close)
             with stages.measure("receive"):
@@ -272,15 +311,25 @@ def _named(query: Query, upload: Upload) -> str | None:
     return query.input
 
 
-@asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
+class TimeLimit(AbstractAsyncContextManager[None]):
     """Cancels the block after `seconds`, which then raises TimedOut."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        message = f"The request was not finished within {seconds:g} s; send a smaller part of the volume."
-        raise TimedOut(message) from None
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._timeout = seconds, asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            kind = TimeoutError
+        if kind is not None and issubclass(kind, TimeoutError):
+            message = f"The request was not finished within {self._seconds:g} s; send a smaller part of the volume."
+            raise TimedOut(message) from None
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

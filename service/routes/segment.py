@@ -28,6 +28,7 @@ from service.cache import Kept
 from service.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
+from service.repository import ModelSpec
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (
@@ -36,9 +37,7 @@ from service.routes.requests import (
     RESPOND_ASYNC,
     Direct,
     Posted,
-    admitted,
-    caller_of,
-    check_output,
+    admission,
     posted,
     runtime_of,
     spool_of,
@@ -70,14 +69,15 @@ async def segment(request: Request) -> Response:
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
     runtime = await runtime_of(request)
-    query = await admitted(request, runtime)
+    admitted = await admission(request, runtime)
+    query = admitted.query
     if wants_a_job(request):
         response = await accept(request, runtime, await spool_of(request), query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     stages = Stages()
     async with posted(request, runtime, query, stages) as arrived:
-        work = _Work(runtime, arrived, caller_of(request), stages)
+        work = _Work(runtime, arrived, admitted.model(runtime, arrived.query), stages)
         answer = await while_connected(request, work.answer())
         answer.held.push_async_callback(arrived.keep().aclose)
         return answer
@@ -104,9 +104,9 @@ class _Work:
     until the device is waited for, and that in which the work on the device ends writes what is small.
     """
 
-    def __init__(self, runtime: Runtime, posted: Posted, caller: str | None, stages: Stages) -> None:
-        self._runtime, self._posted, self._caller, self._stages = runtime, posted, caller, stages
-        self._spec = check_output(runtime, posted.query)
+    def __init__(self, runtime: Runtime, posted: Posted, spec: ModelSpec, stages: Stages) -> None:
+        self._runtime, self._posted, self._spec, self._stages = runtime, posted, spec, stages
+        self._caller = posted.arrival.caller
         self._digest: str | None = None
         self._pixels: Pixels
         self._voxels = 0
@@ -234,8 +234,8 @@ class _Work:
         if self._digest is None or query.output_to is not None:
             # A file that others may change does not tell whether it is still the same.
             return None
-        manner = self._runtime.manner(self._spec.name)
-        return fingerprint(self._caller, self._digest, self._spec, query, manner)
+        model, runtime = self._spec.name, self._runtime
+        return fingerprint(self._caller, self._digest, runtime.facts(model), query, runtime.manner(model))
 
 
 def etag(key: str) -> str:

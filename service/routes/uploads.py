@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from service.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.routes.forms import FORM_BYTES, Form
+from service.routes.headers import stated
 from service.routes.threads import in_thread
 
 MULTIPART = "multipart/form-data"
@@ -233,11 +234,11 @@ def too_large(limit_bytes: int) -> TooLarge:
 
 
 def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return stated(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
 def _feed_for(request: Request, upload: Upload) -> Feed:
-    encoding = request.headers.get("content-encoding", "identity").lower()
+    encoding = stated(request.scope, b"content-encoding").lower() or "identity"
     if encoding != "identity":
         raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send the TIFF itself, compressed or not.")
     kind = _media_type(request)
@@ -247,16 +248,17 @@ def _feed_for(request: Request, upload: Upload) -> Feed:
         form.named = lambda name: setattr(upload, "name", plain_name(name))
         return form
     if kind in RAW_TYPES:
-        upload.name = plain_name(request.headers.get("x-filename", ""))
+        upload.name = plain_name(stated(request.scope, b"x-filename"))
         return Raw(upload)
     raise UnsupportedMedia(f"A body of type {kind} is not read; send the TIFF itself with Content-Type: image/tiff.")
 
 
 def _check_length(request: Request, limit_bytes: int) -> None:
     """Refuse before the body is read where its length is stated; a form is allowed its frame and its fields."""
-    stated = request.headers.get("content-length", "")
-    allowed = limit_bytes + (FORM_BYTES if is_multipart(request) else 0)
-    if stated.isdecimal() and int(stated) > allowed:
+    length = stated(request.scope, b"content-length")
+    if not length.isdecimal() or int(length) <= limit_bytes:
+        return
+    if not is_multipart(request) or int(length) > limit_bytes + FORM_BYTES:
         raise too_large(limit_bytes)
 
 
