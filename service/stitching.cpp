@@ -37,15 +37,31 @@ inline void store(float value, BFloat16 &out) {
   out.bits = static_cast<uint16_t>(value != value ? 0x7FC0 : rounded);
 }
 
-// A part of a line is too short for the processor to see by itself where the next ones will be: some lines ahead they are
-// asked for, which makes it twice as fast.
-constexpr int64_t AHEAD = 4;
-constexpr int64_t CACHE_LINE = 64;
+// A part of a line is too short for the processor to see by itself where the next ones will be: so many lines ahead, they
+// are asked for.
+constexpr int64_t AHEAD = 16;
+constexpr uintptr_t CACHE_LINE = 64;
 
-template <bool ToWrite> inline void fetch(const void *begin, int64_t bytes) {
-  const char *const from = static_cast<const char *>(begin);
-  for (int64_t i = 0; i < bytes; i += CACHE_LINE)
-    __builtin_prefetch(from + i, ToWrite);
+template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t count) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from), end = begin + count * sizeof(T);
+  for (uintptr_t line = begin & -CACHE_LINE; line < end; line += CACHE_LINE)
+    __builtin_prefetch(reinterpret_cast<const void *>(line), ToWrite);
+}
+
+// The line that comes some lines after line y of plane z; false where there is none.
+inline bool step_ahead(int64_t depth, int64_t height, int64_t &z, int64_t &y) {
+  y += AHEAD;
+  if (y >= height) y -= height, ++z;
+  return z < depth && y < height;
+}
+
+// Calls work(part) for so many parts, each in a thread of its own; a single one without the ado that OpenMP makes of it,
+// which is long where a network has emptied the caches.
+template <typename Work> void in_parts(int parts, Work work) {
+  if (parts == 1) return work(0);
+#pragma omp parallel for num_threads(parts)
+  for (int part = 0; part < parts; ++part)
+    work(part);
 }
 
 // Counted apart, and then together before a count could need more than 32 bits.
@@ -65,31 +81,39 @@ void cut_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, 
   }
 }
 
-template <typename Pixel, typename Out>
-void cut(const Pixel *pixels, const int64_t *steps, Out *out, const int64_t *out_steps, const int64_t *size, Scaling s,
-         int threads) {
-  const bool dense = steps[2] == 1 && out_steps[2] == 1;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t z = 0; z < size[0]; ++z)
-    for (int64_t y = 0; y < size[1]; ++y) {
-      const Pixel *const from = pixels + z * steps[0] + y * steps[1];
-      Out *const to = out + z * out_steps[0] + y * out_steps[1];
-      if (y + AHEAD < size[1]) fetch<false>(from + AHEAD * steps[1], size[2] * steps[2] * sizeof(Pixel));
-      if (dense)
-        cut_line(from, 1, to, 1, size[2], s);
-      else
-        cut_line(from, steps[2], to, out_steps[2], size[2], s);
-    }
+// Of what is cut: its edges along z, y and x, the bytes from pixel to pixel along each, and the elements in what is written.
+struct Box {
+  int64_t size[3], bytes[3], steps[3];
+
+  template <typename Pixel> const Pixel *line(const Pixel *pixels, int64_t z, int64_t y) const {
+    return pixels + (z * bytes[0] + y * bytes[1]) / int64_t(sizeof(Pixel));
+  }
+};
+
+template <typename Pixel, typename Out> void cut(const Pixel *pixels, Out *out, const Box &box, Scaling s, int threads) {
+  const int64_t depth = box.size[0], height = box.size[1], across = box.size[2];
+  const int64_t step = box.bytes[2] / int64_t(sizeof(Pixel));
+  in_parts(threads, [&](int part) {
+    for (int64_t z = depth * part / threads; z < depth * (part + 1) / threads; ++z)
+      for (int64_t y = 0; y < height; ++y) {
+        int64_t later_z = z, later_y = y;
+        if (step_ahead(depth, height, later_z, later_y)) fetch<false>(box.line(pixels, later_z, later_y), across * step);
+        Out *const to = out + z * box.steps[0] + y * box.steps[1];
+        if (step == 1 && box.steps[2] == 1)
+          cut_line(box.line(pixels, z, y), 1, to, 1, across, s);
+        else
+          cut_line(box.line(pixels, z, y), step, to, box.steps[2], across, s);
+      }
+  });
 }
 
 template <typename Pixel>
-void cut_into(const void *pixels, const int64_t *steps, void *out, int32_t narrow, const int64_t *out_steps,
-              const int64_t *size, Scaling s, int threads) {
+void cut_into(const void *pixels, void *out, int32_t narrow, const Box &box, Scaling s, int threads) {
   const Pixel *const from = static_cast<const Pixel *>(pixels);
   if (narrow)
-    cut(from, steps, static_cast<BFloat16 *>(out), out_steps, size, s, threads);
+    cut(from, static_cast<BFloat16 *>(out), box, s, threads);
   else
-    cut(from, steps, static_cast<float *>(out), out_steps, size, s, threads);
+    cut(from, static_cast<float *>(out), box, s, threads);
 }
 
 // Adds the first `known` weighted scores of a line to what is there, and puts the others where nothing was yet.
@@ -144,7 +168,7 @@ void add(const Score *scores, const int64_t *steps, Row shape, Importance import
   for (int64_t z = 0; z < shape.depth; ++z)
     for (int64_t k = 0; k < shape.outputs; ++k)
       for (int64_t y = 0; y < shape.height; ++y) {
-        if (y + AHEAD < shape.height) fetch<true>(shape.line(row, k, z, y + AHEAD) + left, shape.across * sizeof(float));
+        if (y + AHEAD < shape.height) fetch<true>(shape.line(row, k, z, y + AHEAD) + left, shape.across);
         add_any_line(scores + k * steps[0] + z * steps[1] + y * steps[2], steps[3], importance.z[z] * importance.y[y],
                      importance.x, importance.least, y < carried ? shape.across : known, shape.across,
                      shape.line(row, k, z, y) + left);
@@ -197,25 +221,24 @@ constexpr int32_t INFINITE = 0x7F800000;
 
 extern "C" {
 
-// pixels [size] -> out [size]: minus offset, by scale, within the limits.
+// pixels [z, y, x] -> out [z, y, x]: minus offset, by scale, within the limits.
 //
 // kind    of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
 // narrow  out is bfloat16, else float32
-void stackseg_cut(const void *pixels, int32_t kind, const int64_t *steps, void *out, int32_t narrow,
-                  const int64_t *out_steps, const int64_t *size, float offset, float scale, float lowest, float highest,
-                  int32_t threads) {
+void stackseg_cut(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
+                  float lowest, float highest, int32_t threads) {
   const Scaling s{offset, scale, lowest, highest};
   switch (kind) {
   case 0:
-    return cut_into<uint8_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+    return cut_into<uint8_t>(pixels, out, narrow, *box, s, threads);
   case 1:
-    return cut_into<int8_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+    return cut_into<int8_t>(pixels, out, narrow, *box, s, threads);
   case 2:
-    return cut_into<uint16_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+    return cut_into<uint16_t>(pixels, out, narrow, *box, s, threads);
   case 3:
-    return cut_into<int16_t>(pixels, steps, out, narrow, out_steps, size, s, threads);
+    return cut_into<int16_t>(pixels, out, narrow, *box, s, threads);
   default:
-    return cut_into<float>(pixels, steps, out, narrow, out_steps, size, s, threads);
+    return cut_into<float>(pixels, out, narrow, *box, s, threads);
   }
 }
 

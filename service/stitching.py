@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
     ("stackseg_rank", "pqqp", "q"),
-    ("stackseg_cut", "pippippffffi", "-"),
+    ("stackseg_cut", "pipipffffi", "-"),
     ("stackseg_add", "pipppfqqqpi", "-"),
     ("stackseg_leave", "pppfppqqqqqpqqppi", "i"),
 )
@@ -113,8 +114,8 @@ class Stitching(Kernel):
 
     def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether it can make `out` of these pixels."""
-        whole = all(step % pixels.itemsize == 0 for step in pixels.strides) and pixels.flags.aligned
-        return self.suits(out.device) and pixels.dtype in PIXELS and out.dtype in FLOATS and whole
+        fits = pixels.dtype in PIXELS and pixels.flags.aligned and out.dtype in FLOATS
+        return fits and out.is_cpu and self._library is not None
 
     def cut(self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]) -> None:
         """Write (pixels - offset) / scale, within the limits, into `out`.
@@ -124,11 +125,10 @@ class Stitching(Kernel):
         """
         if not self.cuts(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
             raise ValueError(f"{pixels.dtype} {pixels.shape} cannot be cut into {out.dtype} {list(out.shape)}")
-        steps = [step // pixels.itemsize for step in pixels.strides]
         self._functions.stackseg_cut(
-            *(pixels.ctypes.data, PIXELS.index(pixels.dtype), _integers(*steps)),
-            *(out.data_ptr(), out.dtype == torch.bfloat16, _integers(*out.stride()), _integers(*pixels.shape)),
-            *(offset, scale, *limits, torch.get_num_threads()),
+            *(pixels.ctypes.data, PIXELS.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
+            *(_box(pixels.shape, pixels.strides, out.stride()), offset, scale, *limits),
+            torch.get_num_threads(),
         )
 
     def add(self, row: Row, window: Tensor, left: int, known: int, carried: int) -> None:
@@ -174,6 +174,12 @@ class Stitching(Kernel):
 
 stitching = Stitching()
 """The one of this process; what runs windows on a CPU prepares it when it starts."""
+
+
+@lru_cache(maxsize=64)
+def _box(size: tuple[int, ...], bytes_between: tuple[int, ...], steps: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """What is cut, as the kernel takes it: hardly ever another one than the window before."""
+    return _integers(*size, *bytes_between, *steps)
 
 
 def _integers(*values: int) -> ctypes.Array[ctypes.c_int64]:

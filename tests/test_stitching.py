@@ -142,6 +142,8 @@ def test_other_types_and_devices_are_left_to_others(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
     assert kernel.cuts(pixels, torch.empty(1, 2, 3))
     assert not kernel.cuts(pixels.astype(np.float64), torch.empty(1, 2, 3))
+    between = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
+    assert not kernel.cuts(between, torch.empty(1, 2, 3)), "they lie at odd addresses"
     assert not kernel.cuts(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
     assert not kernel.cuts(pixels, torch.empty(1, 2, 3, device="meta"))
     assert not kernel.suits(torch.device("cuda"))
