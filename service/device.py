@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -45,7 +46,7 @@ class _Flight:
 
 
 class _Lane:
-    """The windows of one request, between its own thread and the device's; `lock` guards what several change."""
+    """The windows of one request, between its own thread and the device's, whose lock guards what several change."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -56,7 +57,6 @@ class _Lane:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
         share: Callable[[Share], None],
-        lock: threading.Lock,
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
@@ -64,10 +64,12 @@ class _Lane:
         # In the order in which they are blended, whatever the order in which they arrive.
         self.flights: deque[_Flight] = deque()
         self.blending = False
-        self.slabs: deque[Slab] = deque()
+        # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
+        self.answers: SimpleQueue[Slab | None] = SimpleQueue()
+        # Of the slabs, those that its thread has not taken.
+        self.untaken = 0
         self.error: Exception | None = None
         self.failed = self.over = False
-        self.changed = threading.Condition(lock)
 
     @property
     def wants(self) -> bool:
@@ -75,18 +77,23 @@ class _Lane:
 
         Windows are left, what came of earlier ones was taken, and not too much waits for a batch that is slow.
         """
-        in_step = not self.slabs and len(self.flights) <= self.window.streams
+        in_step = not self.untaken and len(self.flights) <= self.window.streams
         return self.passage.left > 0 and not self.failed and in_step
-
-    @property
-    def answers(self) -> bool:
-        return bool(self.slabs) or self.error is not None or self.over
 
     def fail(self, error: Exception) -> None:
         """Nothing more is computed or blended; the first error is the one that is told."""
         if not self.failed:
             self.failed, self.error = True, error
-            self.changed.notify_all()
+            self.answers.put(None)
+
+    def give(self, slabs: Sequence[Slab]) -> None:
+        """What became final, to its thread."""
+        self.untaken += len(slabs)
+        for slab in slabs:
+            self.answers.put(slab)
+        if self.passage.done == self.passage.total:
+            self.over = True
+            self.answers.put(None)
 
 
 class _Batch(NamedTuple):
@@ -117,12 +124,17 @@ class Device:
     next ones by the same rule get, as far as they run through the same network. A batch that would not be full, and
     take as long as a full one, waits for those that are being computed: something may come, and alone it has the whole
     device.
+
+    A thread that has nothing to do is woken where there is something, and wakes the next where there is more. That is
+    looked at where windows or a call come, and where slabs are taken; whoever ends a batch or a call looks by itself.
     """
 
     def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _among: None) -> None:
         self._divide = divide
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        # Threads that wait for work, and that nobody has woken.
+        self._idle = 0
         self._lanes: list[_Lane] = []
         self._calls: deque[Callable[[], None]] = deque()
         self._calling = self._closed = False
@@ -174,7 +186,7 @@ class Device:
         with self._lock:
             self._check()
             self._calls.append(run)
-            self._work.notify_all()
+            self._wake()
         while True:
             try:
                 return future.result(LOOK_SECONDS)
@@ -200,11 +212,11 @@ class Device:
 
         `share` is told there, by one at a time, of each batch with windows of this image. Raises Cancelled.
         """
-        lane = _Lane(window, image, overlap, due, cancelled, progress, share, self._lock)
+        lane = _Lane(window, image, overlap, due, cancelled, progress, share)
         with self._lock:
             self._check()
             self._lanes.append(lane)
-            self._work.notify_all()
+            self._wake()
         try:
             while (slab := self._next(lane)) is not None:
                 yield slab
@@ -219,22 +231,34 @@ class Device:
 
     def _next(self, lane: _Lane) -> Slab | None:
         """The next slab of this lane; None after the last one."""
-        with self._lock:
-            while not lane.changed.wait_for(lambda: lane.answers, LOOK_SECONDS):
-                self._check()
-                if lane.cancelled():
-                    raise Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows")
-            if lane.error is not None:
-                error, lane.error = lane.error, None
-                try:
-                    raise error
-                finally:
-                    del error  # which knows this frame, and with it the lane
-            if not lane.slabs:
-                return None
-            slab = lane.slabs.popleft()
-            self._work.notify_all()
-            return slab
+        slab = self._answer(lane)
+        if lane.error is not None:
+            error, lane.error = lane.error, None
+            try:
+                raise error
+            finally:
+                del error  # which knows this frame, and with it the lane
+        if slab is not None and lane.passage.left:
+            with self._lock:
+                lane.untaken -= 1
+                self._wake()
+        return slab
+
+    def _answer(self, lane: _Lane) -> Slab | None:
+        while True:
+            try:
+                return lane.answers.get(timeout=LOOK_SECONDS)
+            except Empty:
+                with self._lock:
+                    self._check()
+            if lane.cancelled():
+                raise Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows")
+
+    def _wake(self) -> None:
+        """Let a thread that has nothing to do look for work, if there is some. With the lock."""
+        if self._idle and (self._may_call() or self._may_compute()):
+            self._idle -= 1
+            self._work.notify()
 
     def _loop(self, thread: int) -> None:
         shared_by = 0
@@ -260,33 +284,44 @@ class Device:
                 del self._busy[thread]
             elif done == "call":
                 self._calling = False
-            self._work.notify_all()
             while not self._closed:
                 self._drop_cancelled()
-                if self._calls and not self._calling and not self._busy:
+                if self._may_call():
                     self._calling = True
                     return self._calls.popleft()
-                if not self._calls and not self._calling and (batch := self._next_batch(thread)) is not None:
+                if lanes := self._may_compute():
+                    batch = self._next_batch(thread, lanes)
+                    self._wake()
                     return batch
+                self._idle += 1
                 self._work.wait()
             return None
+
+    def _may_call(self) -> bool:
+        return bool(self._calls) and not self._calling and not self._busy
 
     def _drop_cancelled(self) -> None:
         for lane in self._lanes:
             if not lane.failed and not lane.over and lane.cancelled():
                 lane.fail(Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows"))
 
-    def _next_batch(self, thread: int) -> _Batch | None:
-        """Windows of those that are chosen; None where there is nothing to compute, or not yet."""
+    def _may_compute(self) -> list[_Lane]:
+        """Whose windows may be computed now; none where there are none, or not yet."""
+        if self._calls or self._calling:
+            return []
         lanes = self._chosen()
-        if not lanes or not self._admits(lanes):
-            return None
+        return lanes if lanes and self._admits(lanes) else []
+
+    def _next_batch(self, thread: int, lanes: Sequence[_Lane]) -> _Batch:
+        """Windows of these."""
         window = lanes[0].window
         # Those that have to take slabs first count too: they will be back in a moment.
-        left = sum(lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed)
+        left = sum([lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed])
         among = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.room))
-        taken = {running.stream for running in self._busy.values()}
-        stream = next(stream for stream in range(window.streams) if stream not in taken)
+        taken = [running.stream for running in self._busy.values()]
+        stream = 0
+        while stream in taken:
+            stream += 1
         self._batches += 1
         self._busy[thread] = _Running(self._batches, window, stream)
         return _Batch(_boarded(lanes, window.room), stream, among)
@@ -296,13 +331,16 @@ class Device:
         if not self._busy:
             return True
         window = lanes[0].window
-        fewest = min(window.streams, *(running.window.streams for running in self._busy.values()))
-        enough = 1 if window.elastic else window.room
-        return len(self._busy) < fewest and sum(lane.passage.left for lane in lanes) >= enough
+        fewest = min([window.streams, *[running.window.streams for running in self._busy.values()]])
+        if len(self._busy) >= fewest:
+            return False
+        return window.elastic or sum([lane.passage.left for lane in lanes]) >= window.room
 
     def _chosen(self) -> list[_Lane]:
         """Those with windows in the next batch, the one that must have some first."""
         lanes = [lane for lane in self._lanes if lane.wants]
+        if len(lanes) < 2:
+            return lanes
         if self._batches % 2:
             lanes.sort(key=lambda lane: (lane.passage.left, lane.due))
         else:
@@ -356,9 +394,7 @@ class Device:
             if isinstance(outcome, Exception):
                 lane.fail(outcome)
             elif not lane.failed:
-                lane.slabs.extend(outcome)
-                lane.over = lane.passage.done == lane.passage.total
-                lane.changed.notify_all()
+                lane.give(outcome)
             lane.flights.popleft()
             if lane.flights and lane.flights[0].outcome is not None:
                 return lane.flights[0]

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import pytest
@@ -326,6 +328,10 @@ def test_streams_compute_windows_of_one_image_at_the_same_time(streaming: Reques
     streaming.device.start()
     assert torch.equal(request.result(10), image(12))
     assert set(streaming.divisions) == {3}
+    until(lambda: streaming.device._idle == 3)
+    # One comes, and each of those that slept has to be woken for it.
+    request = streaming.post(windows(network, 2, streams=3), image(12))
+    assert torch.equal(request.result(10), image(12))
 
 
 def test_a_network_of_one_stream_has_the_device_for_itself(streaming: Requests) -> None:
@@ -366,15 +372,20 @@ def test_a_batch_that_is_not_full_waits_for_those_that_are_computed(streaming: R
 
 
 def test_a_batch_that_costs_no_more_than_its_windows_waits_for_nothing(streaming: Requests) -> None:
-    meeting = threading.Barrier(3)
+    meeting, begun = threading.Barrier(3), list[int]()
 
     def network(batch: Tensor) -> Tensor:
+        begun.append(len(batch))
         meeting.wait(10)
         return batch
 
     streaming.device.start()
-    window = windows(network, 2, streams=3, elastic=True)
-    for request in [streaming.post(window, image(1, value)) for value in (1, 2, 3)]:
+    window, requests = windows(network, 2, streams=3, elastic=True), list[Future[Tensor]]()
+    for value in (1, 2, 3):
+        requests.append(streaming.post(window, image(1, value)))
+        # Two that come at once may share a batch.
+        until(lambda: len(begun) == len(requests))
+    for request in requests:
         request.result(10)
     assert all(share.windows == share.slots == 1 for share in streaming.shares)
 
@@ -484,3 +495,38 @@ def test_one_that_fails_in_streams_does_not_hurt_the_others(streaming: Requests)
     for future, error in ((evil, RuntimeError), (given_up, Cancelled), (spoilt, NonFiniteScores)):
         with pytest.raises(error):
             future.result(10)
+
+
+def test_nobody_is_left_waiting_whatever_comes_together(streaming: Requests) -> None:
+    """Everything that stands before the device at a time is over before more comes, which would wake its threads."""
+    random, device = Random(0), streaming.device
+    device.start()
+    kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
+    choices = [windows(Counted(), room, streams, elastic=elastic) for room, streams, elastic in kinds]
+
+    def slowly(window: SlidingWindow, size: int, pause: float, looks: int) -> None:
+        answers = (count > looks for count in itertools.count())
+        slabs = device.run(
+            window,
+            image(size),
+            0.0,
+            cancelled=lambda: next(answers),
+            progress=lambda _done, _total: None,
+        )
+        with suppress(Cancelled):
+            for _ in slabs:
+                time.sleep(pause)
+
+    for _ in range(150):
+        together = list[Future[None]]()
+        for _ in range(random.randint(0, 5)):
+            size, pause = random.randint(1, 9), random.choice([0.0, 0.0, 0.001, 0.003])
+            looks = random.choice([10**9, 10**9, random.randint(0, 9)])
+            together.append(streaming._pool.submit(slowly, random.choice(choices), size, pause, looks))
+        if random.random() < 0.5:
+            together.append(streaming._pool.submit(device.call, lambda: None))
+        for one in together:
+            one.result(10)
+        # So that they all wait, as they do before the first.
+        time.sleep(random.choice([0.0, 0.002]))
+    assert device.pulse is None
