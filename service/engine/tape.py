@@ -68,21 +68,31 @@ class Taped:
         KERNEL.load()
         self._module = module
         batch = _some_like(example, 0)
-        self._tapes = {length: record(module, batch[:length]) for length in range(1, len(batch) + 1)}
-        self._like = (batch.dtype, batch.shape[1:], batch.stride())
+        beginnings = [batch[:length] for length in range(1, len(batch) + 1)]
+        self._tapes = {each.shape: record(module, each) for each in beginnings}
+        self._like = (batch.dtype, batch.stride())
         self.nbytes = max(tape.arena for tape in self._tapes.values())
         self._own = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, K, z, y, x], which later calls leave alone."""
-        tape = self._tapes.get(len(x))
-        if tape is None or (x.dtype, x.shape[1:], x.stride()) != self._like:
+        tape = self._tapes.get(x.shape)
+        if tape is None or (x.dtype, x.stride()) != self._like:
             scores: Tensor = self._module(x)
             return scores
         arena = getattr(self._own, "arena", None)
         if arena is None:
-            arena = self._own.arena = torch.empty(self.nbytes, dtype=torch.uint8)
+            arena = self._own.arena = Arena(self.nbytes)
         return tape.play(x, arena)
+
+
+class Arena:
+    """So many bytes for what lies between the layers, for one thread at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        # As the kernel takes them: fixed tensors begin nowhere, the batch and the scores elsewhere in each forward.
+        self.places = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
 class Tape:
@@ -100,10 +110,11 @@ class Tape:
         self._shape, self._strides, self._dtype = like.shape, like.stride(), like.dtype
         self._fixed = tuple(fixed)
 
-    def play(self, x: Tensor, arena: Tensor) -> Tensor:
+    def play(self, x: Tensor, arena: Arena) -> Tensor:
         """The scores of `x`. Raises MemoryError."""
         scores = torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
-        places = (ctypes.c_void_p * 4)(None, x.data_ptr(), scores.data_ptr(), arena.data_ptr())
+        places = arena.places
+        places[BATCH], places[SCORES] = x.data_ptr(), scores.data_ptr()
         if KERNEL.number("stackseg_play", self._tape, self.steps, places, torch.get_num_threads()):
             raise MemoryError(NO_MEMORY)
         return scores
@@ -132,7 +143,7 @@ def record(module: nn.Module, x: Tensor) -> Tape:
     tape = recorder.tape(scores)
     # Of another batch, as something may be made of this one unseen.
     other = _some_like(x, 1)
-    if not torch.equal(tape.play(other, torch.empty(tape.arena, dtype=torch.uint8)), module(other)):
+    if not torch.equal(tape.play(other, Arena(tape.arena)), module(other)):
         raise Untaped("other scores come of the steps that were seen")
     return tape
 
