@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from service.blending import Slab
@@ -260,6 +261,7 @@ class Device:
             self._idle -= 1
             self._work.notify()
 
+    @torch.inference_mode()
     def _loop(self, thread: int) -> None:
         shared_by = 0
         done: Literal["nothing", "batch", "call"] = "nothing"
@@ -273,7 +275,8 @@ class Device:
                 self._compute(work)
                 done = "batch"
             else:
-                work()
+                with torch.inference_mode(mode=False):
+                    work()
                 done = "call"
             del work  # holds images and models, and the next may be hours away
 

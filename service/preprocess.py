@@ -163,31 +163,35 @@ class Image:
     def __init__(self, volume: Volume, scalings: Sequence[Scaling]) -> None:
         self._volume, self._scalings = volume, scalings
         self.shape = (1, *volume.shape)
-        self._range = (0, 0)
-        self._planes: Array
+        # Planes from the first to before the second number.
+        self._kept: tuple[int, int, Array] = (0, 0, np.empty(0))
         self._lock = threading.Lock()
 
     def __getitem__(self, box: Box) -> Tensor:
-        parts = [torch.from_numpy(scaling.apply(pixels)) for pixels, scaling in self._chosen(box)]
+        pixels = self._pixels(box)
+        parts = [torch.from_numpy(each.apply(one)) for one, each in zip(pixels, self._scalings[box[1]], strict=True)]
         return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
-    def write(self, box: Box, out: Tensor) -> None:
-        """The same into `out`, [C, z, y, x] of any floating dtype."""
-        for slot, (pixels, scaling) in zip(out, self._chosen(box), strict=True):
+    def write(self, box: Box, out: Iterable[Tensor]) -> None:
+        """The same into `out`: for each channel [z, y, x] of any floating dtype."""
+        for slot, pixels, scaling in zip(out, self._pixels(box), self._scalings[box[1]], strict=True):
             scaling.write(pixels, slot)
 
-    def _chosen(self, box: Box) -> Iterator[tuple[Array, Scaling]]:
+    def _pixels(self, box: Box) -> Array:
         _, channels, z, y, x = box
-        planes = self._read(*z.indices(self.shape[2])[:2])
-        return zip((channel[:, y, x] for channel in planes[channels]), self._scalings[channels], strict=True)
+        first, end, _ = z.indices(self.shape[2])
+        return self._planes(first, end)[channels, :, y, x]
 
-    def _read(self, z0: int, z1: int) -> Array:
+    def _planes(self, first: int, end: int) -> Array:
+        kept = self._kept
+        if kept[:2] == (first, end):
+            return kept[2]
         with self._lock:
-            if self._range != (z0, z1):
+            if self._kept[:2] != (first, end):
                 # The old ones go first: of a large volume they are most of what is in memory.
-                self._planes, self._range = np.empty(0), (0, 0)
-                self._planes, self._range = self._volume.read(z0, z1), (z0, z1)
-            return self._planes
+                self._kept = kept = (0, 0, np.empty(0))
+                self._kept = (first, end, self._volume.read(first, end))
+            return self._kept[2]
 
     def tensor(self) -> Tensor:
         """All of it, float32 [1, C, Z, Y, X]; plane by plane, so that nothing wider exists of the whole volume."""

@@ -21,7 +21,7 @@ from service.postprocess import make_decoder
 from service.preprocess import Blocks
 from service.repository import Instances, ModelSpec
 from service.volume import Volume
-from service.windows import Image, Passage, Sparse
+from service.windows import Image, Passage, Slot, Sparse
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
 Look = Callable[[Tensor], Tensor]
@@ -138,7 +138,7 @@ class Skipper:
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
         passage = Passage(self._image, self._grid, Blending(), windows.device)
         for window, index in zip(windows, indices, strict=True):
-            passage.fill(window, self._place(index))
+            passage.fill(Slot(window), self._place(index))
         return windows
 
 

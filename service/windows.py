@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -44,8 +44,8 @@ class Image(Protocol):
 class Writer(Protocol):
     """An image that can also be written where it is needed."""
 
-    def write(self, box: Box, out: Tensor, /) -> None:
-        """What indexing with `box` gives, into `out`, [C, z, y, x] of any floating dtype."""
+    def write(self, box: Box, out: Iterable[Tensor], /) -> None:
+        """What indexing with `box` gives, into `out`: for each channel [z, y, x] of any floating dtype."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,23 @@ class Sparse:
     def __getitem__(self, box: Box, /) -> Tensor:
         """The voxels of the image."""
         return self.image[box]
+
+
+class Slot:
+    """Where one window is put: its place in a batch, [C, *roi], and the channels of that."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole, self.channels = whole, whole.unbind()
+
+
+class _Stream:
+    """The batch of one stream, with all views of it that are ever asked for: torch takes its time to make one."""
+
+    def __init__(self, batch: Tensor) -> None:
+        self.batch = batch
+        self.slots = tuple(map(Slot, batch.unbind()))
+        # By their number of windows.
+        self.beginnings = tuple(batch[:length] for length in range(len(batch) + 1))
 
 
 class SlidingWindow:
@@ -103,24 +120,24 @@ class SlidingWindow:
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
-        self._batches = tuple(
-            torch.zeros(shape, dtype=dtype, device=device).to(memory_format=memory_format) for _ in range(streams)
-        )
+        empty = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
+        self._streams = tuple(_Stream(batch.to(memory_format=memory_format)) for batch in empty)
+        self._room = batch_size
 
     @property
     def batch(self) -> Tensor:
         """The batch buffer of the first stream, [B, C, *roi]: in dtype and strides the network sees no other."""
-        return self._batches[0]
+        return self._streams[0].batch
 
     @property
     def batches(self) -> tuple[Tensor, ...]:
         """The batch buffers of all streams."""
-        return self._batches
+        return tuple(stream.batch for stream in self._streams)
 
     @property
     def streams(self) -> int:
         """Threads that may call it at the same time."""
-        return len(self._batches)
+        return len(self._streams)
 
     @property
     def network(self) -> Network:
@@ -146,18 +163,19 @@ class SlidingWindow:
     def with_streams(self, streams: int) -> SlidingWindow:
         """The same windows through the same network in so many streams, with batch buffers of their own."""
         other = copy.copy(self)
-        other._batches = tuple(torch.zeros_like(self.batch) for _ in range(streams))
+        other._streams = tuple(_Stream(torch.zeros_like(self.batch)) for _ in range(streams))
         return other
 
     @property
     def room(self) -> int:
         """Windows per call of the network, at most."""
-        return len(self.batch)
+        return self._room
 
     def slots(self, windows: int) -> int:
         """What a batch of so many windows has room for."""
-        return windows if self._elastic else self.room
+        return windows if self._elastic else self._room
 
+    @torch.inference_mode()
     def run(
         self,
         image: Image,
@@ -185,27 +203,30 @@ class SlidingWindow:
         grid = Grid.cover(triple(image.shape[2:]), self._roi, overlap)
         return Passage(image, grid, self._blending, self.batch.device, self._kernel, lasting=self._lasting)
 
-    @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], stream: int = 0) -> list[Tensor]:
+    def forward(self, parts: Sequence[Part], stream: int = 0) -> Sequence[Tensor]:
         """Call the network once, on windows of one image or of several, no more than there is `room` for.
 
         Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
-        call, or for good where they are `lasting`.
+        call, or for good where they are `lasting`. To be called in torch's inference mode.
         """
-        lengths = [len(part.places) for part in parts]
-        batch = self._batches[stream][: self.slots(sum(lengths))]
-        slots = iter(batch)
+        mine, taken = self._streams[stream], 0
         for passage, places in parts:
             for place in places:
-                passage.fill(next(slots), place)
-        for slot in slots:
+                passage.fill(mine.slots[taken], place)
+                taken += 1
+        length = self.slots(taken)
+        for slot in mine.slots[taken:length]:
             # What an earlier batch left there may be what made it fail.
-            slot.zero_()
-        scores = self._network(batch)
+            slot.whole.zero_()
+        scores = self._network(mine.beginnings[length])
         if scores.is_cuda:
             # Who asks how long a batch takes means until it is computed, not until the device was told to.
             torch.cuda.current_stream(scores.device).synchronize()
-        return list(torch.split(scores[: sum(lengths)], lengths))
+        if taken < length:
+            scores = scores[:taken]
+        if len(parts) == 1:
+            return [scores]
+        return torch.split(scores, [len(part.places) for part in parts])
 
 
 class Part(NamedTuple):
@@ -243,11 +264,14 @@ class Passage:
         self._positions = (place for place in grid.positions() if place not in skipped)
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
+        self._padded, self._alone = grid.padded != grid.size, grid.count == 1
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
         # An axis that is shorter than the window lies in its middle.
-        self._inside = tuple(slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
+        inside = (slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
+        self._inside = (slice(None), *inside)
         # Windows that are computed.
         self.total = self.left = grid.count - len(skipped)
+        self._skips = bool(skipped)
         self.done = 0
 
     def take(self, most: int) -> Part:
@@ -256,38 +280,41 @@ class Passage:
         self.left -= len(places)
         return Part(self, places)
 
-    def fill(self, slot: Tensor, place: Size) -> None:
-        """Put the window at `place` into `slot`, [C, *roi]."""
-        if self._grid.padded != self._grid.size:
+    def fill(self, slot: Slot, place: Size) -> None:
+        """Put the window at `place` where it belongs."""
+        (z, y, x), (depth, height, width) = place, self._grid.roi
+        box = (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
+        if self._padded:
             # What an earlier window left there would show in the padding.
-            slot.zero_()
-        z, y, x = (slice(start, start + edge) for start, edge in zip(place, self._grid.roi, strict=True))
-        box, out = (0, slice(None), z, y, x), slot[(slice(None), *self._inside)]
+            slot.whole.zero_()
+            slot = Slot(slot.whole[self._inside])
         if self._writer is not None:
-            self._writer.write(box, out)
+            self._writer.write(box, slot.channels)
         else:
-            out.copy_(self._image[box])
+            slot.whole.copy_(self._image[box])
 
-    @torch.inference_mode()
     def blend(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
         """Take in the scores [B, K, *roi] of the windows at `places`; gives what became final.
 
-        Raises NonFiniteScores.
+        To be called in torch's inference mode. Raises NonFiniteScores.
         """
-        if self._grid.count == 1:
+        if self._alone:
             # Alone in its place, a window has a weight that cancels.
             self.done = 1
-            inside = finite(scores.float())[(slice(None), slice(None), *self._inside)]
+            inside = finite(scores.float())
+            inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._lasting else inside.clone())]
         if self._blender is None:
             self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
         slabs = list[Slab | None]()
-        for place, window in zip(places, scores, strict=True):
-            slabs += self._skip(self._blender, place)
+        for place, window in zip(places, scores.unbind(), strict=True):
+            if self._skips:
+                slabs += self._skip(self._blender, place)
             slabs.append(self._blender.add(place, window))
         self.done += len(places)
         if self.done == self.total:
-            slabs += self._skip(self._blender, None)
+            if self._skips:
+                slabs += self._skip(self._blender, None)
             slabs.append(self._blender.finish())
         return [slab for slab in slabs if slab is not None]
 

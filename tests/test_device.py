@@ -255,6 +255,7 @@ def test_device_is_free_within_two_batches_of_a_cancel(requests: Requests) -> No
 def test_call_runs_in_the_device_s_thread_and_raises_here(requests: Requests) -> None:
     requests.device.start()
     assert requests.device.call(lambda: threading.current_thread().name) == "device"
+    assert not requests.device.call(torch.is_inference_mode_enabled), "what it makes may be trained"
     with pytest.raises(KeyError):
         requests.device.call(lambda: {}["missing"])
     with pytest.raises(TimeoutError):
