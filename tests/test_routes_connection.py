@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.app import Server, configured
 from service.config import Settings
-from service.routes.connection import HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
+from service.routes.connection import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
 from service.routes.middleware import RequestLog
 from service.schemas import Problem
 
@@ -184,6 +184,53 @@ def test_body_that_nobody_receives_is_not_read() -> None:
         ended.set()
     # The system's own buffers take a few megabytes on either side.
     assert sent < 16 * 2**20 + READ_BYTES
+
+
+@pytest.mark.parametrize("ahead", [b"", head(), head() * (MOST_UNANSWERED - 2)], ids=["the first", "next", "last"])
+def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> None:
+    """Many connections would otherwise hold many times the memory that there is for uploads."""
+    ended, busy, deaf, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BYTES)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal deaf
+        match scope["path"]:
+            case "/busy":
+                busy.wait(SECONDS)
+            case "/deaf":
+                deaf += 1
+                while not ended.is_set():
+                    await asyncio.sleep(0.01)
+        await Echo()(scope, receive, send)
+
+    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+    with running(server) as address, ExitStack() as held:
+        held.callback(ended.set)
+        other, *clients = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number))
+        for client in clients:
+            # The system makes room for more where much was received.
+            client.sendall(head(f"Content-Length: {4 * len(body)}") + 4 * body)
+            assert len(answer(client)) == 4 * len(body)
+            client.settimeout(0.05)
+        other.sendall(head().replace(b" / ", b" /busy "))
+        for client in clients:
+            taken(client, (ahead + head(f"Content-Length: {len(body)}")).replace(b" / ", b" /deaf ") + body, len(body))
+        busy.set()
+        until(lambda: deaf == number, SECONDS)
+        bodies = [len(connection.cycle.body) for connection in server.server_state.connections if connection.cycle]
+        assert 0 < sum(bodies) < number * 2 * AHEAD_BYTES
+
+
+def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -> None:
+    async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    with served(hasty) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head(f"Content-Length: {READ_BYTES}") + bytes(READ_BYTES) + head())
+        content = b""
+        while content.count(b"\r\n\r\nok") < 2:
+            content += client.recv(2**16)
+            assert content
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service import logs
@@ -24,6 +25,8 @@ log = logging.getLogger("service.access")
 
 # What is read at a time, and so what a request holds of its body before it is asked for more.
 READ_BYTES = 2 * 2**20
+# The same before it has asked for any: while it waits for its turn, or for whether it is let in.
+AHEAD_BYTES = 2**16
 # Of a request line and headers, and of what else frames a body: more is refused.
 HEAD_BYTES = 2**16
 # Requests that a client may send before it has the answer to the first.
@@ -84,6 +87,24 @@ class _Answer:
         self._transport.close()
 
 
+class _Flow(FlowControl):
+    """Reads on for who asks for more, unless too much has come that nobody has asked for.
+
+    held   bytes of bodies that were read and not received
+    asked  whether it is a request's body that was asked for
+    """
+
+    def __init__(self, transport: asyncio.Transport, held: Callable[[], int]) -> None:
+        super().__init__(transport)
+        self._held, self.asked = held, False
+
+    def resume_reading(self) -> None:
+        held = self._held()
+        if held < AHEAD_BYTES:
+            self.asked = not held
+            super().resume_reading()
+
+
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """A connection of a client whose bodies come in large pieces.
 
@@ -91,15 +112,25 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     apart again on its way; here it goes to one place, and from there to the bytes that the request receives.
     """
 
+    flow: _Flow
     _framing = 0
     # When anything came last, by the clock of the loop.
     _heard = 0.0
     # Requests without a whole answer, the one that is worked on first.
     _unanswered: tuple[RequestResponseCycle, ...] = ()
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+        """Whatever comes is read, at first."""
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._held)
+
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Where the loop puts what comes next."""
-        return _ROOM.buffer
+        wanted = self.flow.asked and self.cycle.more_body
+        return _ROOM.buffer if wanted else _ROOM.buffer[:AHEAD_BYTES]
+
+    def _held(self) -> int:
+        return sum(len(cycle.body) for cycle in self._unanswered)
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
@@ -107,7 +138,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._heard = self.loop.time()
         with _ROOM.buffer[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
-        if self.cycle is not None and self.cycle.more_body and self.cycle.body:
+        if self.cycle is not None and self.cycle.more_body and self._held():
             # Until it was received. After the end of a body nothing follows that is worth two calls of the system.
             self.flow.pause_reading()
         if self._framing > HEAD_BYTES:
@@ -200,11 +231,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             # It comes again, without the offer.
             return
-        self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
         self._check_head()
         super().on_headers_complete()
         self.cycle.transport = _Answer(self.cycle)  # type: ignore[assignment] # of a transport all that is used
         self._unanswered += (self.cycle,)
+        self.flow.asked = False
 
     def _check_head(self) -> None:
         """Raise Refused for what is not to be answered."""
@@ -223,10 +254,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             raise Refused("A body comes as it is or in chunks: no other Transfer-Encoding is read.")
 
     def on_response_complete(self) -> None:
-        """An answer is whole, if only its head."""
+        """An answer is whole, if only its head; what else comes of the request's body is for nobody."""
         for cycle in self._unanswered:
             cast("_Answer", cycle.transport).flush()
+        self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
         super().on_response_complete()
+        self.flow.asked = False
 
     def on_body(self, body: bytes) -> None:
         """The parser has read a piece of a body."""
