@@ -31,7 +31,10 @@ SKIPPED_BYTES = 2**26
 
 
 class Slab(NamedTuple):
-    """Finished scores, float32 [1, K, z, y, X], of the planes from `z0` and the rows from `y0` on."""
+    """Finished scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
+
+    float32, or of a single window on a CPU bfloat16, where the network gives that.
+    """
 
     z0: int
     y0: int

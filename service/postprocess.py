@@ -35,9 +35,10 @@ class Decoder(Protocol):
     """Takes slabs of raw scores and then gives the segmentation."""
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        """Raw scores float32 [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on, on any device.
+        """Raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
 
-        Slabs come without gaps: all rows of some planes in order, then those of the next planes.
+        float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in order, then
+        those of the next planes.
         """
 
     def finish(self) -> Segmentation:
@@ -88,11 +89,11 @@ class ProbabilityDecoder:
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         match self._spec.activation:
             case "sigmoid":
-                scores = torch.sigmoid(scores)
+                scores = torch.sigmoid(scores.float())
             case "softmax":
-                scores = torch.softmax(scores, dim=1)
+                scores = torch.softmax(scores.float(), dim=1)
             case "none":
-                pass
+                scores = scores.float()
         place(self._pixels, z0, y0, scores[0].cpu().numpy())
 
     def finish(self) -> Segmentation:
@@ -160,7 +161,7 @@ class InstanceDecoder:
         self._inside: Tensor
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
-        """As `Decoder.add`; on a CPU bfloat16 does as well."""
+        """As `Decoder.add`."""
         planes, rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance], scores[0, self._foreground]
         if not self._decoding.smoothing and rows == self._size[1]:

@@ -289,8 +289,8 @@ class Collector:
         self._slabs.append(scores)
 
     def scores(self) -> Tensor:
-        """All planes, [1, K, Z, Y, X]."""
-        return torch.cat(self._slabs, 2)
+        """All planes, float32 [1, K, Z, Y, X]."""
+        return torch.cat(self._slabs, 2).float()
 
 
 def in_a_stack(look: Look) -> Look:

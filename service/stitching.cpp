@@ -334,4 +334,20 @@ int32_t stackseg_leave(float *row, const int64_t *shape, const float *weights, f
   }
   return largest >= INFINITE;
 }
+
+// Whether all of so many scores are finite, bfloat16 if `narrow`, else float32.
+int32_t stackseg_finite(const void *scores, int32_t narrow, int64_t count) {
+  if (narrow) {
+    const uint16_t *const bits = static_cast<const uint16_t *>(scores);
+    uint16_t largest = 0;
+    for (int64_t i = 0; i < count; ++i)
+      largest = std::max(largest, static_cast<uint16_t>(bits[i] & INT16_MAX));
+    return largest < INFINITE >> 16;
+  }
+  const float *const values = static_cast<const float *>(scores);
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i)
+    largest = std::max(largest, static_cast<int32_t>(bits_of(values[i]) & INT32_MAX));
+  return largest < INFINITE;
+}
 }

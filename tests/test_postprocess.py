@@ -269,6 +269,18 @@ def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
     assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1
 
 
+@pytest.mark.parametrize("output", ["labels", "classes", "probabilities"])
+@pytest.mark.parametrize("smoothing", [0, 1])
+def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
+    random_nuclei: ModelSpec, output: OutputKind, smoothing: int
+) -> None:
+    spec, scores = with_decoding(random_nuclei, smoothing=smoothing), smooth_scores(5).bfloat16()
+    expected, got = run(spec, scores.float(), output=output), run(spec, scores, output=output)
+    assert expected.pixels.any()
+    np.testing.assert_array_equal(got.pixels, expected.pixels)
+    assert got.pixels.dtype == expected.pixels.dtype
+
+
 @pytest.mark.parametrize("output", ["classes", "probabilities"])
 def test_results_on_disk_are_those_in_memory(bands, tmp_path, output):
     scores = torch.randn(1, 3, 6, 8, 10, generator=torch.Generator().manual_seed(0))

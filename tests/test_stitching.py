@@ -138,6 +138,28 @@ def test_only_16_bits_are_counted(kernel):
             kernel.count(values)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(list(LAYOUTS)[:4]),
+    value=st.sampled_from([0.0, torch.finfo(torch.bfloat16).max, -torch.inf, torch.inf, torch.nan, -torch.nan]),
+    size=st.tuples(*[st.integers(1, 5)] * 4),
+    data=st.data(),
+)
+def test_one_score_that_is_not_finite_is_found_anywhere(kernel, layout, value, size, data):
+    scores = torch.randn(1, *size)
+    scores.view(-1)[data.draw(st.integers(0, scores.numel() - 1))] = value
+    assert kernel.finite(LAYOUTS[layout](scores)) == bool(torch.isfinite(scores).all())
+
+
+def test_scores_that_cannot_be_looked_through_are_left_to_others(kernel):
+    scores = torch.zeros(1, 2, 3, 4, 5)
+    for other in (scores.double(), scores.half(), scores[..., ::2], scores.to("meta")):
+        assert not kernel.tells(other)
+        with pytest.raises(ValueError, match="looked through"):
+            kernel.finite(other)
+    assert not Stitching().tells(scores)
+
+
 def test_other_types_and_devices_are_left_to_others(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
     assert kernel.cuts(pixels, torch.empty(1, 2, 3))

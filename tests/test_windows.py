@@ -185,6 +185,20 @@ def test_scores_that_are_not_finite_are_refused(value, z, kernel):
         whole(make(lambda x: x, (4, 4, 4), kernel=kernel).run(image, 0.25))
 
 
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(4, 4, 4), (2, 3, 4)])
+def test_scores_of_a_single_window_are_looked_through_as_well(dtype, size, kernel):
+    window = make(lambda x: x.to(dtype), (4, 4, 4), kernel=kernel)
+    image = torch.rand(1, 1, *size).to(dtype).float()
+    (slab,) = window.run(image, 0.25)
+    assert torch.equal(slab.scores.float(), image)
+    assert slab.scores.dtype in {torch.float32, dtype}
+    image[0, 0, -1, -1, -1] = float("nan")
+    with pytest.raises(NonFiniteScores, match="fp32"):
+        list(window.run(image, 0.25))
+
+
 def test_an_elastic_network_is_given_no_more_windows_than_there_are():
     lengths = []
 
