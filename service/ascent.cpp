@@ -211,7 +211,15 @@ public:
         weights_{across ? 3 : 9, across ? 9 : 3}, keys_((most_ + 3) * plane_), scratch_(4 * plane_),
         foreground_((most_ + 3) * plane_), targets_((most_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
         codes_(width_ - 2), found_{{-1, 0, BACKGROUND}} {
-    std::fill(keys_.get(), keys_.get() + (most_ + 3) * plane_, BACKGROUND);
+    // The plane below the volume, and the rims of the others: what they surround is written when it comes.
+    std::fill_n(keys_.get(), plane_, BACKGROUND);
+    for (int64_t z = 1; z < most_ + 3; ++z) {
+      int32_t *const plane = keys_.get() + z * plane_;
+      std::fill_n(plane, width_ + 1, BACKGROUND);
+      for (int64_t y = 2; y < rows_; ++y)
+        std::fill_n(plane + y * width_ - 1, 2, BACKGROUND);
+      std::fill_n(plane + plane_ - width_ - 1, width_ + 1, BACKGROUND);
+    }
     for (int64_t x = 0; x < width_ - 2; ++x)
       codes_[x] = static_cast<int32_t>((x + 1) % 3);
     for (int from = 0; from < CODES; ++from)
@@ -374,16 +382,12 @@ private:
     int32_t counted = first;
     int64_t run = count;
     for (int64_t n = count - 1; n >= 0; --n) {
-      int32_t here = foreground[n], end = here;
-      while (pieces[end] < 0)
-        end = ~pieces[end];
-      const int32_t piece = pieces[end];
-      // Every voxel on the way is visited once more, and from then on is an end for others.
-      while (here != end) {
-        const int32_t next = ~pieces[here];
-        pieces[here] = piece;
-        here = next;
-      }
+      const int32_t here = foreground[n], known = pieces[here];
+      // Most are there after one step or none, which of the two nobody could guess.
+      int32_t piece = pieces[known < 0 ? ~known : here];
+      if (piece < 0)
+        piece = follow(pieces, here);
+      pieces[here] = piece;
       // Counted in runs: one number that is raised voxel by voxel would be waited for.
       if (piece != counted) {
         found_[counted].voxels += run - n - 1;
@@ -392,6 +396,20 @@ private:
     }
     if (count)
       found_[counted].voxels += run;
+  }
+
+  // The piece at the end of a path. Every voxel on the way is visited once more, and from then on is an end for others.
+  static int32_t follow(int32_t *pieces, int32_t here) {
+    int32_t end = here;
+    while (pieces[end] < 0)
+      end = ~pieces[end];
+    const int32_t piece = pieces[end];
+    while (here != end) {
+      const int32_t next = ~pieces[here];
+      pieces[here] = piece;
+      here = next;
+    }
+    return piece;
   }
 
   // Finds the ways between voxels near the tops of the block's pieces and neighbours that belong to other pieces.
