@@ -342,9 +342,11 @@ class JobQueue:
 
     def _useful(self, job: Job[Any], needs: Needs) -> bool:
         """Whether it would get windows into one of the next batches, those of the running with less work first."""
-        mine = self._expected(job)
-        work = (self._expected(other) for other in self._running)
-        ahead = sum(left for left in work if left < LONGER * mine)
+        longest, ahead = LONGER * self._expected(job), 0.0
+        # Without generators: this is asked for every job that waits, whenever one gets on.
+        for other in self._running:
+            if (left := self._expected(other)) < longest:
+                ahead += left
         # Half a window less, so that rounding decides nothing.
         return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * self._rate(job)
 
