@@ -24,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
@@ -35,6 +36,7 @@ from service.routes import gpu, health, inspect, jobs, models, pages, segment
 from service.routes.connection import Connection
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
+from service.routes.requests import Express
 from service.runtime import Runtime
 from service.schemas import PROBLEM_TYPE, Problem, explain, problem_members
 from service.spool import Spool
@@ -133,9 +135,11 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.spool = Spool(settings)
     for module in _ENDPOINTS:
         app.include_router(module.router)
-    app.add_exception_handler(errors.StackSegError, _answer_error)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_middleware(Express, routes=_routes())
+    # Once more, as around the framework's own routes.
+    app.add_middleware(ExceptionMiddleware, handlers=_HANDLERS)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _answer_unexpected)
     return app
 
@@ -292,9 +296,13 @@ def _answer_http(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> set[str]:
     """Those of all our routes at the request's path; the framework names those of the first alone."""
-    routes = [route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)]
-    here = (route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    here = (route.methods or set() for route in _routes() if route.matches(request.scope)[0] is not Match.NONE)
     return set().union(*here)
+
+
+def _routes() -> list[APIRoute]:
+    """All of ours."""
+    return [route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)]
 
 
 def _answer_unexpected(request: Request, _error: Exception) -> Response:
@@ -303,6 +311,13 @@ def _answer_unexpected(request: Request, _error: Exception) -> Response:
     # Such an error passes on to the server, which then closes the connection: nobody should send a request into it.
     response.headers["Connection"] = "close"
     return response
+
+
+_HANDLERS: dict[type[Exception], Handler] = {
+    errors.StackSegError: _answer_error,
+    RequestValidationError: _answer_validation,
+    HTTPException: _answer_http,
+}
 
 
 def _problem_responses() -> dict[int | str, dict[str, Any]]:

@@ -9,10 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from service.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
-from service.routes.requests import TimeLimit, WorkFolder, while_connected, with_fields
+from service.routes.requests import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
 from service.routes.threads import FILES, followed, in_thread
 from service.schemas import Query
 
@@ -246,3 +250,16 @@ def test_fields_join_the_query() -> None:
         with_fields(query, {"overlap": "0.5"})
     with pytest.raises(BadParameter, match="sw_batch_size"):
         with_fields(query, {"sw_batch_size": "many"})
+
+
+def test_only_direct_endpoints_are_asked_at_once() -> None:
+    async def here(_request: Request) -> Response:
+        return PlainTextResponse("here")
+
+    async def framework(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("framework")(scope, receive, send)
+
+    direct, other = Direct("/direct", here, methods=["POST"]), APIRoute("/other", here, methods=["POST"])
+    client = TestClient(Express(framework, [direct, other]))
+    assert client.post("/direct").text == "here"
+    assert {client.get("/direct").text, client.post("/direct/").text, client.post("/other").text} == {"framework"}

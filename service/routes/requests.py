@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.datastructures import QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.answers import Arrival, check_places
 from service.errors import BadParameter, Cancelled, TimedOut
@@ -76,12 +77,30 @@ REQUEST: dict[str, Any] = {
 class Direct(APIRoute):
     """An endpoint that takes the request as it is: what the framework would hand over takes it longer to find."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint; what it raises is answered by whoever answers what the framework raises."""
-        if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        return self.endpoint
+
+
+class Express:
+    """Requests for `Direct` endpoints go there at once, all others to the framework.
+
+    That looks for a route twice, and holds what dependencies may leave behind; a small stack waits for it as long as
+    for what is done with its body.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        direct = [route for route in routes if isinstance(route, Direct)]
+        self._ways = {(method, route.path): route for route in direct for method in route.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._ways.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if route is None:
+            await self._app(scope, receive, send)
             return
-        response = await self.endpoint(Request(scope, receive, send))
+        scope["route"] = route
+        response = await route.endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
