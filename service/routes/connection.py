@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Where the loop puts what comes next."""
-        wanted = self.flow.asked and self.cycle.more_body
+        wanted = self.flow.asked and self.cycle.more_body and not self._held()
         return _ROOM.buffer if wanted else _ROOM.buffer[:AHEAD_BYTES]
 
     def _held(self) -> int:
@@ -138,8 +138,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._heard = self.loop.time()
         with _ROOM.buffer[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
-        if self.cycle is not None and self.cycle.more_body and self._held():
-            # Until it was received. After the end of a body nothing follows that is worth two calls of the system.
+        if self.cycle is not None and self.cycle.more_body and self._held() >= AHEAD_BYTES:
+            # Until it was received. What is less mostly was by the next turn of the loop, and after the end of a body
+            # nothing follows that is worth two calls of the system.
             self.flow.pause_reading()
         if self._framing > HEAD_BYTES:
             # Whoever sends a head without end would fill the memory.
