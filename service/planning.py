@@ -150,7 +150,13 @@ class Outlook:
 
     def plan(self, options: Options) -> Plan:
         """See `make_plan`."""
-        return make_plan(self.spec, self.settings, options, self.sw_batch_size)
+        return self._planned(options)
+
+    @cached_property
+    def _planned(self) -> Callable[[Options], Plan]:
+        """Of the last few options; see `_needed`."""
+        spec, settings, tuned = self.spec, self.settings, self.sw_batch_size
+        return lru_cache(maxsize=ESTIMATES)(lambda options: make_plan(spec, settings, options, tuned))
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
