@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from service.arrays import LARGE_BYTES
 from service.blending import Grid
 from service.config import Settings
 from service.errors import BadParameter, TooLarge
@@ -109,25 +108,20 @@ def estimate(  # noqa: PLR0913
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
         slabs += min(at_once * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
-    rows = depth * height * along * ((1 + slabs) * len(spec.outputs) + 1)
+    # A window that is alone is not summed up.
+    rows = depth * height * along * (len(spec.outputs) if grid.count == 1 else (1 + slabs) * len(spec.outputs) + 1)
     layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
     running = 4 * (rows + layer) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
-    # Objects are told apart where the scores are; all other results are gathered on the host.
-    on_device = image + running + (decoding if plan.output == "labels" else 0)
-    if plan.output != "labels" and decoding >= LARGE_BYTES:
-        # The result lies on disk, and the planes that a layer of windows is cut from in memory.
-        decoding = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1])
-    if plan.output == "labels" and not on_host:
-        # What comes back are labels, and the numbers of pieces that they are looked up by.
-        decoding = 8 * math.prod(size)
+    # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
+    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1]) if decoding.disk else 0
     return Estimate(
         windows=grid.count,
         sw_batch_size=plan.sw_batch_size,
         overlap=plan.overlap,
         working_size=size,
-        host_bytes=decoding + image + (running if on_host else 0),
-        device_bytes=0 if on_host else on_device,
+        host_bytes=decoding.host + planes + image + (running if on_host else 0),
+        device_bytes=0 if on_host else decoding.device + image + running,
     )
 
 
@@ -137,6 +131,7 @@ class Outlook:
 
     sw_batch_size  windows per call where the operator leaves that open
     window_bytes   that the network's layers take for one window; None: as usual
+    score_bytes    that it takes for one instead where windows come `sw_batch_size` at a time; None: the same
     on_host        the device's memory is the host's
     streams        batches of so many windows that are computed at the same time
     """
@@ -147,6 +142,7 @@ class Outlook:
     window_bytes: int | None = None
     on_host: bool = True
     streams: int = 1
+    score_bytes: int | None = None
 
     def plan(self, options: Options) -> Plan:
         """See `make_plan`."""
@@ -191,11 +187,13 @@ class Outlook:
         spec, on_host, most, together = self.spec, self.on_host, self.streams, self.sw_batch_size
         shape = (1, spec.input.channels, *spec.input.roi_size)
         window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
+        usually = window_bytes if self.score_bytes is None else self.score_bytes
 
         @lru_cache(maxsize=ESTIMATES)
         def needed(volume: _Extent, plan: Plan) -> Estimate:
             streams = most if plan.sw_batch_size >= together else 1
-            return estimate(spec, volume, plan, window_bytes, on_host=on_host, streams=streams)
+            nbytes = usually if plan.sw_batch_size == together else window_bytes
+            return estimate(spec, volume, plan, nbytes, on_host=on_host, streams=streams)
 
         return needed
 

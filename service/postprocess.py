@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.arrays import Allocate, release
+from service.arrays import LARGE_BYTES, Allocate, release
 from service.ascent import BLOCK, CPU, Ascent, Terms, ascent
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
@@ -58,17 +58,30 @@ def make_decoder(
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
-def decoding_bytes(spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: Ascent = ascent) -> int:
-    """Peak memory of decoding a volume of `size` (Z, Y, X), whose scores are on the host or not, and of its result."""
+class Needed(NamedTuple):
+    """Peak bytes of decoding and of its result: in the host's memory, in that of a device of its own, and on disk."""
+
+    host: int
+    device: int = 0
+    disk: int = 0
+
+
+def decoding_bytes(
+    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: Ascent = ascent
+) -> Needed:
+    """What decoding a volume of `size` (Z, Y, X) takes, whose scores are on the host or not."""
     voxels = math.prod(size)
-    if output == "probabilities":
-        return 4 * len(spec.outputs) * voxels
-    if output == "classes":
-        return voxels
+    if output != "labels":
+        # Gathered on the host, wherever the scores are.
+        result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
+        return Needed(result) if result < LARGE_BYTES else Needed(0, disk=result)
     # A block of planes and one more on either side as 32-bit arrays, three of the kernel's or some nine of torch's;
     # then a piece for every voxel, its label, and, by measurement, two bytes for the passes between crowded objects.
     block = min(voxels, BLOCK + 2 * size[1] * size[2])
-    return (12 if on_host and kernel.suits(CPU, size) else 36) * block + 8 * voxels
+    if on_host:
+        return Needed((12 if kernel.suits(CPU, size) else 36) * block + 8 * voxels)
+    # What comes back are labels, and the numbers of pieces that they are looked up by.
+    return Needed(8 * voxels, 36 * block + 8 * voxels)
 
 
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:

@@ -158,8 +158,8 @@ class Segmenter:
         network = load(spec, self._watched)
         self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
-        self.outlook = self._looked_ahead()
         self._warm: Warm | None = None
+        self.outlook = self._looked_ahead()
         self._lock = threading.Lock()
         self._sizes = Memory()
         self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -300,7 +300,8 @@ class Segmenter:
         window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"
         choice = self._choice
-        return Outlook(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams)
+        scores = None if self._warm is None else self._warm.score_bytes
+        return Outlook(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams, scores)
 
     def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
         """Estimate the width of the objects, and plan anew with it where that brings something."""

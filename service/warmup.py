@@ -49,12 +49,13 @@ log = logging.getLogger(__name__)
 class Warm:
     """A network that has run.
 
-    window    calls it; `choice` is how
-    module    what it was made from, to be run eagerly with other batch sizes
-    seconds   until it ran, whatever was tried before included
-    plan      what was tried, None where the engine is fixed
-    cached    whether an earlier start made the plan
-    nbytes    of weights that the engine keeps beside those of the module, and of what its streams keep
+    window       calls it; `choice` is how
+    module       what it was made from, to be run eagerly with other batch sizes
+    seconds      until it ran, whatever was tried before included
+    plan         what was tried, None where the engine is fixed
+    cached       whether an earlier start made the plan
+    nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
+    score_bytes  as `select.Built` has them
     """
 
     window: SlidingWindow
@@ -65,6 +66,7 @@ class Warm:
     plan: EnginePlan | None = None
     cached: bool = False
     nbytes: int = 0
+    score_bytes: int | None = None
 
 
 class WarmUp:
@@ -134,7 +136,8 @@ class WarmUp:
         caution = select.KINDS[choice.engine].caution
         warnings = (caution,) if caution else ()
         network = window.with_network(built.network, elastic=built.elastic, lasting=built.lasting)
-        return Warm(network, module, choice, built.seconds, warnings, nbytes=built.nbytes)
+        warm = Warm(network, module, choice, built.seconds, warnings)
+        return replace(warm, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
     def module(self, choice: Choice) -> nn.Module:
         """The prepared module that a choice is built from."""

@@ -238,3 +238,6 @@ def test_what_every_stream_keeps_is_counted():
     kept = one.nbytes - weights
     assert kept >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
     assert four.nbytes - weights == 4 * kept
+    with torch.inference_mode():
+        assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
+    assert build(module, EXAMPLE, choice_of("eager"), config.Engine()).score_bytes is None

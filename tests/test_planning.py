@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from service.ascent import ascent
 from service.blending import SKIPPED_BYTES
 from service.config import Limits, Settings, Windows
 from service.errors import BadParameter
-from service.planning import Plan, activation_bytes, estimate, make_plan
+from service.planning import Outlook, Plan, activation_bytes, estimate, make_plan
 from service.volume import Description, Options, Volume, VoxelSize
 
 MEASURE = """
@@ -141,6 +142,29 @@ def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
+
+
+def test_a_window_that_is_alone_is_not_summed_up(bands):
+    plan = Plan("classes", 2, 0.0)
+    alone, two = (
+        estimate(bands, volume_of(16, 32, width), plan, 0, on_host=True).host_bytes - 16 * 32 * width
+        for width in (32, 64)
+    )
+    voxels, outputs = 16 * 32 * 32, len(bands.outputs)
+    assert alone == 4 * outputs * voxels
+    assert two >= 2 * 4 * (2 * outputs + 1) * voxels
+
+
+def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size(bands):
+    known = Outlook(bands, Settings(), 2, window_bytes=10**6)
+    kept = replace(known, score_bytes=1000)
+
+    def saved(batch_size):
+        options = Options(sw_batch_size=batch_size, overlap=0.0)
+        one, other = (outlook.estimate(volume_of(16, 64, 96), options).host_bytes for outlook in (known, kept))
+        return one - other
+
+    assert [saved(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]
 
 
 def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):

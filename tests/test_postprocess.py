@@ -17,7 +17,8 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from service.arrays import on_disk
-from service.postprocess import Smoother, make_decoder
+from service.ascent import ascent
+from service.postprocess import Smoother, decoding_bytes, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
 from service.volume import OutputKind, Segmentation, VoxelSize
@@ -279,6 +280,18 @@ def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
     assert expected.pixels.any()
     np.testing.assert_array_equal(got.pixels, expected.pixels)
     assert got.pixels.dtype == expected.pixels.dtype
+
+
+def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
+    size, voxels = (64, 512, 512), 64 * 512 * 512
+    ascent.prepare()
+    here, there = (decoding_bytes(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
+    assert (here.device, here.disk, there.disk) == (0, 0, 0)
+    assert there.device > here.host > there.host == 8 * voxels
+    for on_host in (True, False):
+        assert decoding_bytes(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
+        large = 4 * len(bands.outputs) * 2 * voxels
+        assert decoding_bytes(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
 
 
 @pytest.mark.parametrize("output", ["classes", "probabilities"])

@@ -1,5 +1,6 @@
 import copy
 import logging
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -333,6 +334,15 @@ def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones
     outlook = Outlook(segmenter.spec, settings_of())
     sizes = [outlook.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
     assert sizes == ["auto", "none", "auto", auto.diameter]
+
+
+def test_buffers_that_were_set_aside_are_not_in_the_estimate(write_model, random_nuclei_content):
+    arguments = random_nuclei_content["architecture"]["arguments"] | {"widths": [16, 16]}
+    spec = write_model(random_nuclei_content | {"architecture": {"name": "ShuffleUNet", "arguments": arguments}})
+    segmenter = Segmenter(spec, settings_of("winograd"))
+    assert segmenter.outlook.score_bytes is None
+    segmenter.warm_up()
+    assert segmenter.outlook.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
 
 
 def test_a_width_is_estimated_once_for_a_stack(measuring, cones):

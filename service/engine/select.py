@@ -139,10 +139,11 @@ KINDS: dict[str, Kind] = {
 class Built(NamedTuple):
     """A network that has run.
 
-    seconds  making it and the first calls
-    nbytes   of weights beside the module's, and of what each stream keeps
-    elastic  whether it gives the same scores, to the bit, for fewer windows than the batch has, in any of its streams
-    lasting  whether its scores stay what they are after the next call
+    seconds      making it and the first calls
+    nbytes       of weights beside the module's, and of what each stream keeps
+    elastic      whether it gives the same scores, to the bit, for fewer windows than the batch has, in all its streams
+    lasting      whether its scores stay what they are after the next call
+    score_bytes  of one window, where that is all that a forward takes beside what its stream keeps; None: it takes more
     """
 
     network: Network
@@ -150,6 +151,7 @@ class Built(NamedTuple):
     nbytes: int = 0
     elastic: bool = False
     lasting: bool = False
+    score_bytes: int | None = None
 
 
 def choices(
@@ -229,12 +231,14 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         network = kind.make(transformed, example, choice, settings)
         lasting = _warmed_up(network, example)
         elastic = kind.any_batch and choice.compile_mode is None and is_elastic(network, example, choice.streams)
+        kept = tape.kept(network)
+        score_bytes = network(example[:1]).nbytes if kept else None
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    nbytes = own * nbytes + choice.streams * tape.kept(network)
-    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting)
+    nbytes = own * nbytes + choice.streams * kept
+    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, score_bytes)
 
 
 def is_elastic(network: Network, example: Tensor, streams: int) -> bool:
