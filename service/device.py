@@ -40,10 +40,10 @@ class Share(NamedTuple):
 class _Flight:
     """Windows of one request on their way through the network, and what came of them once that is known."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
+    def __init__(self, lane: _Lane, part: Part) -> None:
+        self.lane, self.part, self.windows = lane, part, len(part.places)
         self.outcome: Tensor | Exception | None = None
-        self.share = Share(0, 0.0, 0.0)
+        self.share: Share | None = None
 
 
 class _Lane:
@@ -100,7 +100,7 @@ class _Lane:
 class _Batch(NamedTuple):
     """What a thread computes next: windows of these requests, in this stream, while so many share the device."""
 
-    flights: list[tuple[_Lane, _Flight]]
+    flights: list[_Flight]
     stream: int
     among: int
 
@@ -360,23 +360,23 @@ class Device:
         """Compute and blend; False where nothing was computed, which is told to a request that is on its own."""
         began = time.monotonic()
         flights = batch.flights
-        window = flights[0][0].window
+        window, taken = flights[0].lane.window, sum([flight.windows for flight in flights])
         try:
-            scores = window.forward([flight.part for _, flight in flights], batch.stream)
+            scores = window.forward([flight.part for flight in flights], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(flights) == 1:
-                self._arrive(*flights[0], error)
+                self._arrive(flights[0], error)
             return False
-        taken = sum(len(flight.part.places) for _, flight in flights)
         each = (time.monotonic() - began) / batch.among / taken
-        for (lane, flight), own in zip(flights, scores, strict=True):
-            mine = len(flight.part.places)
+        for flight, own in zip(flights, scores, strict=True):
+            mine = flight.windows
             flight.share = Share(mine, mine * window.slots(taken) / taken, mine * each)
-            self._arrive(lane, flight, own)
+            self._arrive(flight, own)
         return True
 
-    def _arrive(self, lane: _Lane, flight: _Flight, outcome: Tensor | Exception) -> None:
+    def _arrive(self, flight: _Flight, outcome: Tensor | Exception) -> None:
         """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
+        lane = flight.lane
         waits = lane.blending or lane.flights[0] is not flight
         if waits and isinstance(outcome, Tensor) and not lane.window.lasting:
             # Where it lies, this stream's next batch may lie before it is blended.
@@ -388,11 +388,12 @@ class Device:
             lane.blending = True
         landing: _Flight | None = flight
         while landing is not None:
-            landing = self._land(lane, landing)
+            landing = self._land(landing)
 
-    def _land(self, lane: _Lane, flight: _Flight) -> _Flight | None:
+    def _land(self, flight: _Flight) -> _Flight | None:
         """Blend one; gives the next, if that has arrived."""
-        outcome = [] if lane.failed else _blended(lane, flight)
+        lane = flight.lane
+        outcome = [] if lane.failed else _blended(flight)
         with self._lock:
             if isinstance(outcome, Exception):
                 lane.fail(outcome)
@@ -405,16 +406,16 @@ class Device:
             return None
 
 
-def _boarded(lanes: Sequence[_Lane], room: int) -> list[tuple[_Lane, _Flight]]:
+def _boarded(lanes: Sequence[_Lane], room: int) -> list[_Flight]:
     """As many of their windows as there is room for."""
     boarded = []
     for lane in lanes:
         if not room:
             break
-        flight = _Flight(lane.passage.take(room))
+        flight = _Flight(lane, lane.passage.take(room))
         lane.flights.append(flight)
-        boarded.append((lane, flight))
-        room -= len(flight.part.places)
+        boarded.append(flight)
+        room -= flight.windows
     return boarded
 
 
@@ -426,14 +427,15 @@ def _kept(scores: Tensor) -> Tensor | Exception:
         return error
 
 
-def _blended(lane: _Lane, flight: _Flight) -> list[Slab] | Exception:
+def _blended(flight: _Flight) -> list[Slab] | Exception:
     """The slabs that became final, of which the request is told, or what was wrong with these scores."""
-    if not isinstance(flight.outcome, Tensor):
-        return flight.outcome or RuntimeError("not computed")
+    if not isinstance(flight.outcome, Tensor) or flight.share is None:
+        return flight.outcome if isinstance(flight.outcome, Exception) else RuntimeError("not computed")
+    lane, (passage, places) = flight.lane, flight.part
     try:
-        slabs = flight.part.passage.blend(flight.part.places, flight.outcome)
+        slabs = passage.blend(places, flight.outcome)
         lane.share(flight.share)
-        lane.progress(lane.passage.done, lane.passage.total)
+        lane.progress(passage.done, passage.total)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     return slabs

@@ -163,8 +163,8 @@ class Image:
     def __init__(self, volume: Volume, scalings: Sequence[Scaling]) -> None:
         self._volume, self._scalings = volume, scalings
         self.shape = (1, *volume.shape)
-        # Planes from the first to before the second number.
-        self._kept: tuple[int, int, Array] = (0, 0, np.empty(0))
+        # From which plane to before which, and these of each channel.
+        self._kept: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
         self._lock = threading.Lock()
 
     def __getitem__(self, box: Box) -> Tensor:
@@ -177,20 +177,20 @@ class Image:
         for slot, pixels, scaling in zip(out, self._pixels(box), self._scalings[box[1]], strict=True):
             scaling.write(pixels, slot)
 
-    def _pixels(self, box: Box) -> Array:
+    def _pixels(self, box: Box) -> list[Array]:
         _, channels, z, y, x = box
         first, end, _ = z.indices(self.shape[2])
-        return self._planes(first, end)[channels, :, y, x]
+        return [planes[:, y, x] for planes in self._planes(first, end)[channels]]
 
-    def _planes(self, first: int, end: int) -> Array:
-        kept = self._kept
-        if kept[:2] == (first, end):
-            return kept[2]
+    def _planes(self, first: int, end: int) -> tuple[Array, ...]:
+        kept_first, kept_end, planes = self._kept
+        if (kept_first, kept_end) == (first, end):
+            return planes
         with self._lock:
             if self._kept[:2] != (first, end):
                 # The old ones go first: of a large volume they are most of what is in memory.
-                self._kept = kept = (0, 0, np.empty(0))
-                self._kept = (first, end, self._volume.read(first, end))
+                planes, self._kept = (), (0, 0, ())
+                self._kept = (first, end, tuple(self._volume.read(first, end)))
             return self._kept[2]
 
     def tensor(self) -> Tensor:

@@ -261,7 +261,8 @@ class Passage:
         # Asking a protocol takes longer than slicing.
         self._writer = image if isinstance(image, Writer) else None
         self._blending, self._device, self._kernel, self._lasting = blending, device, kernel, lasting
-        self._positions = (place for place in grid.positions() if place not in skipped)
+        places = grid.positions()
+        self._positions = (place for place in places if place not in skipped) if skipped else places
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
         self._padded, self._alone = grid.padded != grid.size, grid.count == 1
@@ -306,17 +307,19 @@ class Passage:
             return [Slab(0, 0, inside if self._lasting else inside.clone())]
         if self._blender is None:
             self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
-        slabs = list[Slab | None]()
+        slabs = list[Slab]()
         for place, window in zip(places, scores.unbind(), strict=True):
             if self._skips:
                 slabs += self._skip(self._blender, place)
-            slabs.append(self._blender.add(place, window))
+            slab = self._blender.add(place, window)
+            if slab is not None:
+                slabs.append(slab)
         self.done += len(places)
         if self.done == self.total:
             if self._skips:
                 slabs += self._skip(self._blender, None)
             slabs.append(self._blender.finish())
-        return [slab for slab in slabs if slab is not None]
+        return slabs
 
     def _finite(self, scores: Tensor) -> Tensor:
         """The same, float32 unless the kernel can look through them as they are. Raises NonFiniteScores."""
@@ -326,9 +329,11 @@ class Passage:
             raise NonFiniteScores(NOT_FINITE)
         return scores
 
-    def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab | None]:
+    def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab]:
         """Take in the windows that are not computed before the next one that is, or None: all that are left."""
         for place in self._to_blend:
             if place == until:
                 return
-            yield sums.add(place, self._elsewhere.expand(-1, *self._grid.roi))
+            slab = sums.add(place, self._elsewhere.expand(-1, *self._grid.roi))
+            if slab is not None:
+                yield slab
