@@ -40,6 +40,8 @@ inline void store(float value, BFloat16 &out) {
 // A part of a line is too short for the processor to see by itself where the next ones will be: so many lines ahead, they
 // are asked for.
 constexpr int64_t AHEAD = 16;
+// Lines of sums are wider, and lie so far apart that more of them at a time would share too few places of a cache.
+constexpr int64_t AHEAD_IN_SUMS = 4;
 constexpr uintptr_t CACHE_LINE = 64;
 
 template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t count) {
@@ -48,9 +50,9 @@ template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t cou
     __builtin_prefetch(reinterpret_cast<const void *>(line), ToWrite);
 }
 
-// The line that comes some lines after line y of plane z; false where there is none.
-inline bool step_ahead(int64_t depth, int64_t height, int64_t &z, int64_t &y) {
-  y += AHEAD;
+// The line that comes so many lines after line y of plane z; false where there is none.
+inline bool step_ahead(int64_t ahead, int64_t depth, int64_t height, int64_t &z, int64_t &y) {
+  y += ahead;
   if (y >= height) y -= height, ++z;
   return z < depth && y < height;
 }
@@ -97,7 +99,7 @@ template <typename Pixel, typename Out> void cut(const Pixel *pixels, Out *out, 
     for (int64_t z = depth * part / threads; z < depth * (part + 1) / threads; ++z)
       for (int64_t y = 0; y < height; ++y) {
         int64_t later_z = z, later_y = y;
-        if (step_ahead(depth, height, later_z, later_y)) fetch<false>(box.line(pixels, later_z, later_y), across * step);
+        if (step_ahead(AHEAD, depth, height, later_z, later_y)) fetch<false>(box.line(pixels, later_z, later_y), across * step);
         Out *const to = out + z * box.steps[0] + y * box.steps[1];
         if (step == 1 && box.steps[2] == 1)
           cut_line(box.line(pixels, z, y), 1, to, 1, across, s);
@@ -164,15 +166,17 @@ struct Importance {
 template <typename Score>
 void add(const Score *scores, const int64_t *steps, Row shape, Importance importance, int64_t left, int64_t known,
          int64_t carried, float *row, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (int64_t z = 0; z < shape.depth; ++z)
-    for (int64_t k = 0; k < shape.outputs; ++k)
-      for (int64_t y = 0; y < shape.height; ++y) {
-        if (y + AHEAD < shape.height) fetch<true>(shape.line(row, k, z, y + AHEAD) + left, shape.across);
-        add_any_line(scores + k * steps[0] + z * steps[1] + y * steps[2], steps[3], importance.z[z] * importance.y[y],
-                     importance.x, importance.least, y < carried ? shape.across : known, shape.across,
-                     shape.line(row, k, z, y) + left);
-      }
+  in_parts(threads, [&](int part) {
+    for (int64_t z = shape.depth * part / threads; z < shape.depth * (part + 1) / threads; ++z)
+      for (int64_t k = 0; k < shape.outputs; ++k)
+        for (int64_t y = 0; y < shape.height; ++y) {
+          if (y + AHEAD_IN_SUMS < shape.height)
+            fetch<true>(shape.line(row, k, z, y + AHEAD_IN_SUMS) + left, shape.across);
+          add_any_line(scores + k * steps[0] + z * steps[1] + y * steps[2], steps[3], importance.z[z] * importance.y[y],
+                       importance.x, importance.least, y < carried ? shape.across : known, shape.across,
+                       shape.line(row, k, z, y) + left);
+        }
+  });
 }
 
 // Where windows begin along one axis.

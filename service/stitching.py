@@ -6,6 +6,8 @@ The same comes out as of torch, which takes several passes over the same memory.
 from __future__ import annotations
 
 import ctypes
+import math
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -73,11 +75,23 @@ class Row:
         self.every_weight = torch.cat(self.weights)
         self.every_start = _integers(*(start for along in self.starts for start in along))
         self.counts = _integers(*map(len, self.starts))
+        self._spare: list[NDArray[np.float32]] = []
 
     @property
     def shape(self) -> ctypes.Array[ctypes.c_int64]:
         """As the kernel takes it."""
         return _integers(*self.edges, self.first)
+
+    def room(self, *shape: int) -> Tensor:
+        """Float32 for what leaves, no larger than `sums`: the memory of an earlier leave, if nobody holds it.
+
+        New memory takes a fault for each of its pages, which the system then zeroes: nearly as long as writing them.
+        """
+        memory = self._spare.pop() if self._spare else torch.empty(self.sums.numel()).numpy()
+        # Whatever is made of it holds this view, in whatever thread.
+        view = memory[: math.prod(shape)]
+        weakref.finalize(view, self._spare.append, memory).atexit = False
+        return torch.from_numpy(view).view(shape)
 
 
 class Stitching(Kernel):
@@ -131,7 +145,7 @@ class Stitching(Kernel):
             raise ValueError(f"{pixels.dtype} {pixels.shape} cannot be cut into {out.dtype} {list(out.shape)}")
         self._functions.stackseg_cut(
             *(pixels.ctypes.data, PIXELS.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
-            *(_box(pixels.shape, pixels.strides, out.stride()), offset, scale, *limits),
+            *(_integers(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
             torch.get_num_threads(),
         )
 
@@ -144,7 +158,7 @@ class Stitching(Kernel):
         if window.dtype not in FLOATS:
             window = window.float()
         across, width = row.edges[3:]
-        fits = window.shape == row.edges[:4] and window.device.type == "cpu"
+        fits = window.shape == row.edges[:4] and window.is_cpu
         if not fits or not 0 <= left <= width - across or not 0 <= known <= across:
             raise ValueError(f"scores {list(window.shape)} at {left} cannot be added to a row {list(row.sums.shape)}")
         self._functions.stackseg_add(
@@ -167,7 +181,7 @@ class Stitching(Kernel):
         if not max(reached, depth - planes) <= shared:
             raise ValueError(f"{depth - planes} planes are kept and {reached} added in a layer of {shared}")
         threads = torch.get_num_threads()
-        scratch, means = torch.empty((threads, width)), torch.empty((outputs, planes, rows, width))
+        scratch, means = torch.empty((threads, width)), row.room(outputs, planes, rows, width)
         failed = self._functions.stackseg_leave(
             *(row.sums.data_ptr(), row.shape, row.every_weight.data_ptr(), row.least, row.every_start, row.counts),
             *(z, y, planes, rows, reached, row.layer.data_ptr(), shared, length),
@@ -193,11 +207,7 @@ stitching = Stitching()
 """The one of this process; what runs windows on a CPU prepares it when it starts."""
 
 
-@lru_cache(maxsize=64)
-def _box(size: tuple[int, ...], bytes_between: tuple[int, ...], steps: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """What is cut, as the kernel takes it: hardly ever another one than the window before."""
-    return _integers(*size, *bytes_between, *steps)
-
-
+@lru_cache(maxsize=256)
 def _integers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """As the kernel takes them, which only reads them: of one window they are hardly ever others than of the last."""
     return (ctypes.c_int64 * len(values))(*values)
