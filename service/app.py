@@ -173,6 +173,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close what is idle, wait for answers that are owed, and for bodies as long as they arrive."""
+        for server in self.servers:
+            server.close()
+        # Since Python 3.12 they would be waited for until clients that began no more than TLS have ended that.
+        self.servers = []
         giving_up = asyncio.create_task(self._give_up_uploads())
         try:
             await super().shutdown(sockets)

@@ -70,10 +70,10 @@ def running(server: uvicorn.Server) -> Iterator[tuple[str, int]]:
         thread.join()
 
 
-def stopping(app: Any, drain_seconds: float, stalled_seconds: float) -> Server:
+def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
     """The service's own server, without the service."""
     runtime: Any = SimpleNamespace(settings=Settings.model_validate({"server": {"drain_seconds": drain_seconds}}))
-    return Server(configured(app, host="127.0.0.1", port=0, lifespan="off"), runtime, stalled_seconds)
+    return Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 
 def head(*headers: str) -> bytes:
@@ -109,16 +109,29 @@ def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
     assert max(echo.pieces) > READ_BYTES // 8
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+def key_and_certificate(folder: Path) -> dict[str, str]:
+    files = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "certificate.pem")}
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command = [*made, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed"
+)
+
+
+@needs_openssl
 def test_bodies_arrive_whole_over_tls(tmp_path: Path) -> None:
     """What decrypts asks for a place once, and fills it record by record."""
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    files = key_and_certificate(tmp_path)
     body = random.Random(2).randbytes(2 * READ_BYTES + 12345)
-    with served(Echo(), ssl_keyfile=key, ssl_certfile=certificate) as address:
+    with served(Echo(), **files) as address:
         plain = socket.create_connection(address, SECONDS)
-        with ssl.create_default_context(cafile=certificate).wrap_socket(plain, server_hostname="localhost") as client:
+        with ssl.create_default_context(cafile=files["ssl_certfile"]).wrap_socket(
+            plain, server_hostname="localhost"
+        ) as client:
             for part in (body, body[:1000], body[:100_000]):
                 client.sendall(head(f"Content-Length: {len(part)}") + part)
                 assert answer(client) == part
@@ -522,3 +535,15 @@ def test_the_head_of_an_answer_that_breaks_off_is_sent() -> None:
         client.sendall(head("Content-Length: 0"))
         with client.makefile("rb") as file:
             assert file.read().endswith(b"content-length: 7\r\n\r\n")
+
+
+@needs_openssl
+def test_who_stops_does_not_wait_for_who_has_not_even_begun_to_speak_tls(tmp_path: Path) -> None:
+    server = stopping(Echo(), SECONDS, SECONDS, timeout_graceful_shutdown=SECONDS, **key_and_certificate(tmp_path))
+    with ExitStack() as held:
+        with running(server) as address:
+            held.enter_context(socket.create_connection(address, SECONDS))
+            # Until it was accepted.
+            time.sleep(0.5)
+            began = time.monotonic()
+        assert time.monotonic() - began < SECONDS / 2
