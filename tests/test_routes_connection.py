@@ -547,3 +547,94 @@ def test_who_stops_does_not_wait_for_who_has_not_even_begun_to_speak_tls(tmp_pat
             time.sleep(0.5)
             began = time.monotonic()
         assert time.monotonic() - began < SECONDS / 2
+
+
+@contextmanager
+def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> Iterator[ssl.SSLSocket]:
+    context = ssl.create_default_context(cafile=files["ssl_certfile"])
+    with socket.socket() as plain:
+        for option, value in options.items():
+            plain.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
+        plain.settimeout(SECONDS)
+        plain.connect(address)
+        with context.wrap_socket(plain, server_hostname="localhost") as client:
+            yield client
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (head("Content-Length: 2") + b"ab", True),
+        (head("Connection: close", "Content-Length: 2") + b"ab", True),
+        (head("Content-Length: 1000") + b"ab", False),
+    ],
+    ids=["idle", "answered for the last time", "stalled"],
+)
+def test_who_stops_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: bytes, *, answered: bool) -> None:
+    echo, files = Echo(), key_and_certificate(tmp_path)
+    server = stopping(echo, 2 * SECONDS, stalled_seconds=1, timeout_graceful_shutdown=2 * SECONDS, **files)
+    with ExitStack() as held:
+        with running(server) as address:
+            client = held.enter_context(secured(address, files))
+            client.sendall(sent)
+            until(lambda: echo.pieces, SECONDS)
+            assert not answered or answer(client) == b"ab"
+            began = time.monotonic()
+        assert time.monotonic() - began < SECONDS / 2
+        assert answered or refusal(client, 503)[0]["connection"] == "close"
+
+
+@needs_openssl
+@pytest.mark.parametrize("drain_seconds", [0.1, 2 * SECONDS], ids=["drained", "draining"])
+def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, drain_seconds: float) -> None:
+    echo, files, body = Echo(), key_and_certificate(tmp_path), random.Random(4).randbytes(12 * 2**20)
+    server = stopping(echo, drain_seconds, stalled_seconds=0.5, timeout_graceful_shutdown=2 * SECONDS, **files)
+    content = bytearray()
+
+    def read(client: ssl.SSLSocket) -> None:
+        while len(content) < len(body) and (piece := client.recv(2**18)):
+            content.extend(piece)
+            time.sleep(0.005)
+
+    with ExitStack() as held:
+        with running(server) as address:
+            client = held.enter_context(secured(address, files, SO_RCVBUF=2**16))
+            client.sendall(head(f"Content-Length: {len(body)}") + body)
+            until(lambda: sum(echo.pieces) == len(body), SECONDS)
+            reader = threading.Timer(2, read, [client])
+            reader.start()
+            began = time.monotonic()
+        stopped = time.monotonic() - began
+        reader.join()
+    assert content.endswith(body[-(2**20) :])
+    assert 2 < stopped < SECONDS
+
+
+def test_what_the_system_has_not_sent_is_not_cut() -> None:
+    """Where nothing waits in the transport of TLS itself, some may in the one beneath it."""
+    clock, aborted = SimpleNamespace(now=0.0), []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), SECONDS) as client,
+        listener.accept()[0] as end,
+    ):
+        end.settimeout(0.5)
+        sent = taken(end, bytes(2**16), most=2**30)
+        connection: Any = Connection.__new__(Connection)
+        connection.loop = SimpleNamespace(time=lambda: clock.now)
+        connection.transport = SimpleNamespace(
+            is_closing=lambda: True,
+            get_write_buffer_size=lambda: 0,
+            get_extra_info={"socket": end}.get,
+            abort=lambda: aborted.append(clock.now),
+        )
+        for clock.now in (1.0, 2.0, 99.0):
+            connection.give_up(5)
+        while sent:
+            sent -= len(client.recv(2**20))
+        # Until the system has heard that all of it came.
+        time.sleep(0.5)
+        for clock.now in (100.0, 104.0, 105.0):
+            connection.give_up(5)
+    assert aborted == [105.0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
+import termios
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -84,7 +86,28 @@ class _Answer:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        _close(self._transport)
+
+
+def _close(transport: asyncio.Transport) -> None:
+    """Once: who closes a transport of TLS twice can neither ask it anything nor end it any more."""
+    if not transport.is_closing():
+        transport.close()
+
+
+def _unsent(transport: asyncio.Transport) -> bool:
+    """Whether the client lacks some of what was written, or may.
+
+    A transport of TLS does not tell what waits in the one beneath it, but as long as anything does the system has work.
+    """
+    socket = transport.get_extra_info("socket")
+    if transport.get_write_buffer_size() or socket is None:
+        return True
+    try:
+        return any(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except (OSError, ValueError):
+        # A system that does not tell, or a socket that was closed.
+        return True
 
 
 class _Flow(FlowControl):
@@ -116,6 +139,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     _framing = 0
     # When anything came last, by the clock of the loop.
     _heard = 0.0
+    # Since when, by the same clock, it is closed on this side and all that was written has come to the client.
+    _over: float | None = None
     # Requests without a whole answer, the one that is worked on first.
     _unanswered: tuple[RequestResponseCycle, ...] = ()
 
@@ -177,13 +202,21 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Read no further; the reason is told where it cannot be taken for an answer that is owed, or a part of one."""
         if self.cycle is None or self.cycle.response_complete or self._arriving:
             self.transport.write(self._refusal(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
-        self.transport.close()
+        _close(self.transport)
+
+    def shutdown(self) -> None:
+        """Close it, now or once the answer is whole, unless that was done."""
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def give_up(self, seconds: float) -> None:
         """Now that the service stops: close it unless an answer is owed, and also where a body stalls for so long.
 
         Those who still send are heard as long as something comes, or is not read because nobody has asked for it.
         """
+        if self.transport.is_closing():
+            self._leave(seconds)
+            return
         self.shutdown()
         now = self.loop.time()
         if self.flow.read_paused and seconds > 0:
@@ -193,6 +226,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             retry = {"Retry-After": str(late.retry_after)}
             self.transport.write(self._refusal(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
             self.transport.close()
+
+    def _leave(self, seconds: float) -> None:
+        """End it although the client does not end TLS, so many seconds after that was all it was waited for."""
+        now = self.loop.time()
+        if _unsent(self.transport):
+            self._over = None
+        elif self._over is None:
+            # Not even where there is no time left: between two turns of the loop the system may just have sent it all.
+            self._over = now
+        elif now - self._over >= seconds:
+            self.transport.abort()
 
     @property
     def _arriving(self) -> bool:
