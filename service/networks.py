@@ -192,7 +192,8 @@ def load(spec: ModelSpec, first: Callable[[nn.Module, Tensor], Tensor] = run) ->
 
 def is_sequence(module: nn.Module) -> bool:
     """Whether it calls its children in turn, and does nothing else; not where `observed` saw them called otherwise."""
-    return type(module).forward is nn.Sequential.forward and not getattr(module, _APART, False)
+    whole = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return whole and not getattr(module, _APART, False)
 
 
 def parts(network: nn.Module) -> Iterator[nn.Module]:
@@ -210,6 +211,8 @@ def observed(network: nn.Module) -> Iterator[None]:
     """While `network` runs: see whether it calls its sequences whole, and remember of which that is not so.
 
     Others than `nn.Sequential` may call the parts of one: all or some of them, in any order, or also besides the whole.
+    Not seen are calls of a part's `forward` itself, nor, besides the whole, those of a part that has a place elsewhere
+    too: they show when engines are tuned, where results are compared with those of the network as it was.
     """
     modules, calls = list(parts(network)), Counter[nn.Module]()
 

@@ -140,6 +140,15 @@ def test_what_is_called_in_unusual_ways_computes_the_same(make):
     check_ways(make().eval().requires_grad_(requires_grad=False))
 
 
+@pytest.mark.parametrize("compiled", [torch.jit.script, torch.jit.freeze], ids=["scripted", "frozen"])
+def test_torchscript_within_a_sequence_stays_as_it_is(compiled):
+    torch.manual_seed(0)
+    inner = torch.jit.script(nn.Sequential(convolution(), norm()).eval().requires_grad_(requires_grad=False))
+    check_ways(
+        nn.Sequential(inner if compiled is torch.jit.script else compiled(inner), nn.ReLU(), convolution()).eval()
+    )
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_sequences_that_are_called_in_parts_compute_the_same(way):
     torch.manual_seed(0)
