@@ -233,6 +233,37 @@ def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> Non
         assert 0 < sum(bodies) < number * 2 * AHEAD_BYTES
 
 
+def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> None:
+    """Who waits for a client to hang up asks for more, but not of the request behind."""
+    ended, listening, body = threading.Event(), threading.Event(), bytes(2 * READ_BYTES)
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        leaving = asyncio.ensure_future(receive())
+        await asyncio.sleep(0.2)
+        listening.set()
+        # Much comes meanwhile.
+        time.sleep(0.5)
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+    with running(server) as address, socket.create_connection(address, 1) as client, ExitStack() as held:
+        held.callback(ended.set)
+        first = head(f"Content-Length: {len(body)}")
+        client.sendall(first + body + first)
+        assert listening.wait(SECONDS)
+        taken(client, body, len(body))
+        (connection,) = server.server_state.connections
+        until(lambda: connection.cycle.body, SECONDS)
+        time.sleep(0.2)
+        assert len(connection.cycle.body) < 2 * AHEAD_BYTES
+
+
 def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -> None:
     async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

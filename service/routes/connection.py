@@ -151,7 +151,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Where the loop puts what comes next."""
-        wanted = self.flow.asked and self.cycle.more_body and not self._held()
+        # What comes belongs to the newest request, and what was asked for to the one that is worked on.
+        wanted = self.flow.asked and not self.pipeline and self.cycle.more_body and not self._held()
         return _ROOM.buffer if wanted else _ROOM.buffer[:AHEAD_BYTES]
 
     def _held(self) -> int:
