@@ -14,6 +14,7 @@ import http.client
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import tifffile
 from crash import make_model
 from end_to_end import ROOT, server, synthetic_nuclei
 from memory import MODEL
+
+from service.trimming import INTERVAL_SECONDS
 
 MIB = 2**20
 
@@ -78,10 +81,12 @@ def ask(port: int, path: str, content: bytes) -> bytes:
 
 
 def measure(model: Path, shape: Shape, output: str, threads: int, folder: Path) -> dict[str, Any]:
-    """One request to a server that has answered none before."""
+    """One request to a server that has answered none before and is idle."""
     tifffile.imwrite(folder / "stack.tif", synthetic_nuclei(shape), imagej=True, metadata={"axes": "ZYX"})
     content = (folder / "stack.tif").read_bytes()
     with server(model, threads, folder) as (process, port):
+        # Until what starting has freed was given back: a request that takes it again would seem to take less.
+        time.sleep(INTERVAL_SECONDS + 1)
         estimate = json.loads(ask(port, f"/inspect?output={output}", content))["estimate"]
         peak = peak_during(process.pid, lambda: ask(port, f"/segment?output={output}&diameter=none", content))
     stack = int(np.prod(shape)) * 2

@@ -27,6 +27,9 @@ Size = tuple[int, int, int]
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 TOGETHER = 2**20
 
+# Voxels whose scores fit a core's cache.
+CACHED = 2**16
+
 # The least float32 that is as precise as others.
 LEAST = float(np.finfo(np.float32).tiny)
 
@@ -84,6 +87,17 @@ def decoding_bytes(
     return Needed(8 * voxels, 36 * block + 8 * voxels)
 
 
+def in_parts(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First plane and scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
+
+    What is made of them then stays in its cache, and is little: torch asks for aligned memory, for which malloc hardly
+    ever finds room where the like was freed, so that what large ones have left adds up from slab to slab.
+    """
+    planes = scores.shape[2]
+    step = max(CACHED // math.prod(scores.shape[3:]), 1) if scores.is_cpu else planes
+    yield from zip(range(z0, z0 + planes, step), torch.split(scores, step, 2), strict=True)
+
+
 def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
     """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]; where they lie on disk, let go of finished planes."""
     planes, rows = slab.shape[-3:-1]
@@ -100,14 +114,17 @@ class ProbabilityDecoder:
         self._pixels = allocate((len(spec.outputs), *size), np.float32)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        for first, part in in_parts(z0, scores):
+            place(self._pixels, first, y0, self._activated(part.float())[0].cpu().numpy())
+
+    def _activated(self, scores: Tensor) -> Tensor:
         match self._spec.activation:
             case "sigmoid":
-                scores = torch.sigmoid(scores.float())
+                return torch.sigmoid(scores)
             case "softmax":
-                scores = torch.softmax(scores.float(), dim=1)
+                return torch.softmax(scores, dim=1)
             case "none":
-                scores = scores.float()
-        place(self._pixels, z0, y0, scores[0].cpu().numpy())
+                return scores
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "probabilities", self._voxel_size, names=self._spec.outputs)
@@ -121,8 +138,9 @@ class ClassDecoder:
         self._pixels = allocate(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        # The same as argmax, which takes nine times as long along the first axis.
-        place(self._pixels, z0, y0, scores[0].max(0).indices.cpu().numpy())
+        for first, part in in_parts(z0, scores):
+            # The same as argmax, which takes nine times as long along the first axis.
+            place(self._pixels, first, y0, part[0].max(0).indices.cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=self._spec.outputs)

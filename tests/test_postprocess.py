@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.arrays import on_disk
 from service.ascent import ascent
-from service.postprocess import Smoother, decoding_bytes, make_decoder
+from service.postprocess import CACHED, Smoother, decoding_bytes, in_parts, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
 from service.volume import OutputKind, Segmentation, VoxelSize
@@ -202,6 +202,22 @@ def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: Model
     three = torch.cat([scores, scores[:, :1] - 1], dim=1)
     soft = run(bands, three, (5,), "probabilities")
     np.testing.assert_allclose(soft.pixels.sum(axis=0), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slabs_that_are_taken_in_in_parts_come_out_whole(bands: ModelSpec, dtype: torch.dtype) -> None:
+    """Three planes a part and one left over, between two slabs of rows."""
+    depth, rows, width = 4, 20, CACHED // 60
+    scores = torch.randn((1, 3, depth, 2 * rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert [first for first, _ in in_parts(5, scores[:, :, :, :rows])] == [5, 8]
+    found = {}
+    for output in ("probabilities", "classes"):
+        decoder = make_decoder(bands, (depth, 2 * rows, width), output, None)
+        for y0 in (0, rows):
+            decoder.add(0, y0, scores[:, :, :, y0 : y0 + rows])
+        found[output] = decoder.finish().pixels
+    np.testing.assert_array_equal(found["probabilities"], torch.softmax(scores.float(), 1)[0].numpy())
+    np.testing.assert_array_equal(found["classes"], scores[0].argmax(0).numpy())
 
 
 def test_classes_are_the_highest_scores(bands: ModelSpec) -> None:
