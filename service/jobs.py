@@ -190,13 +190,18 @@ class JobQueue:
 
     Up to `at_once` jobs run, but no more than there is use for: one begins if those that run would let the device fall
     idle soon, or if it will be done long before they are. What they need has to fit in the memory that is `free`,
-    unless nothing else runs; a job that has to wait for that is passed by those that fit in beside it.
+    unless nothing else runs; a job that has to wait for that is passed by those that fit in beside it. What is free may
+    be `fresh_seconds` old: every job asks several times, and what was given out since counts as held.
     """
 
-    def __init__(self, limit: int, at_once: int = 16, free: Callable[[], Free] = Free) -> None:
+    def __init__(
+        self, limit: int, at_once: int = 16, free: Callable[[], Free] = Free, fresh_seconds: float = 0.0
+    ) -> None:
         self._limit = limit
         self._at_once = at_once
-        self._free = free
+        self._ask, self._fresh_seconds = free, fresh_seconds
+        # What was free, and when that was.
+        self._found, self._looked = Free(), -math.inf
         self._waiting: list[Job[Any]] = []
         self._running: dict[Job[Any], Needs] = {}
         # What was free when nothing ran.
@@ -381,8 +386,16 @@ class JobQueue:
             self._called = True
             self._changed.notify()
 
+    def _free(self) -> Free:
+        now = time.monotonic()
+        if now - self._looked > self._fresh_seconds:
+            self._found, self._looked = self._ask(), now
+        return self._found
+
     def _forget(self, job: Job[Any]) -> None:
         with self._changed:
+            # What it held is free now.
+            self._looked = -math.inf
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
             if job.state == "done" and job.progress.total:

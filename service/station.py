@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,9 +67,7 @@ class Station:
         # How models run here, those that were loaded at some time.
         self.manners: dict[str, str] = {}
         self._outlooks: dict[str, Outlook] = {}
-        # The memory that was free, and when that was looked up.
-        self._found, self._looked = Free(), -math.inf
-        self.queue = JobQueue(limits.waiting, at_once, self._free)
+        self.queue = JobQueue(limits.waiting, at_once, self._free, FRESH_SECONDS)
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
@@ -169,12 +166,8 @@ class Station:
         return result
 
     def _free(self) -> Free:
-        """Of a moment ago: every request asks several times, and what was given out since counts as held."""
-        now = time.monotonic()
-        if now - self._looked > FRESH_SECONDS:
-            device = None if self._on_host else hardware.free_bytes(self._torch_device)
-            self._found, self._looked = Free(hardware.available_memory(), device), now
-        return self._found
+        device = None if self._on_host else hardware.free_bytes(self._torch_device)
+        return Free(hardware.available_memory(), device)
 
     def _guess(self, name: str) -> int:
         size = self._weights_size(name)

@@ -181,6 +181,21 @@ def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
     assert takes(queue, second)
 
 
+def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
+    free = [80]
+    queue = JobQueue(limit=30, free=lambda: Free(free[0]), fresh_seconds=60)
+    large, first, second = sized(1, 60), sized(1, 30), sized(1, 30)
+    queue.offer(large)
+    assert takes(queue, large)
+    free[0] = 20
+    for job in (first, second):
+        queue.offer(job)
+    assert queue._next() is None
+    free[0] = 80
+    large.run()
+    assert takes(queue, first, second)
+
+
 def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
     queue = JobQueue(limit=30, free=lambda: Free(10, 10))
     impossible = sized(10, 1000)
