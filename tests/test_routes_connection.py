@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
@@ -332,6 +334,33 @@ class Gated(Echo):
         while (await receive())["type"] != "http.disconnect":
             pass
         self.left += 1
+
+
+def test_what_was_answered_or_closed_is_gone_at_once() -> None:
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        requests.append(weakref.ref(receive.__self__))  # type: ignore[attr-defined] # uvicorn's, which has the body
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def gone(every: list[weakref.ref[Any]]) -> bool:
+        return all(one() is None for one in every)
+
+    requests: list[weakref.ref[Any]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with served(app) as address, socket.create_connection(address) as client:
+            for _ in range(3):
+                client.sendall(head("Content-Length: 5") + b"12345")
+                assert answer(client) == b"ok"
+            # The connection has the latest.
+            until(lambda: gone(requests[:-1]), SECONDS)
+            connections = [weakref.ref(one) for one in gc.get_objects() if type(one) is Connection]
+            assert connections
+            client.close()
+            until(lambda: gone(requests) and gone(connections), SECONDS)
+    finally:
+        gc.enable()
 
 
 def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import termios
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
@@ -60,7 +61,8 @@ class _Answer:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._transport = cycle.transport
-        self._cycle = cycle
+        # Which holds this: it would stay, with what it has of a body, until Python looks for cycles.
+        self._cycle = weakref.proxy(cycle)
         self._head: bytes | None = None
         self._begun = False
 
@@ -113,16 +115,17 @@ def _unsent(transport: asyncio.Transport) -> bool:
 class _Flow(FlowControl):
     """Reads on for who asks for more, unless too much has come that nobody has asked for.
 
-    held   bytes of bodies that were read and not received
+    held   bytes of bodies that were read and not received; of a connection, which holds this
     asked  whether it is a request's body that was asked for
     """
 
-    def __init__(self, transport: asyncio.Transport, held: Callable[[], int]) -> None:
+    def __init__(self, transport: asyncio.Transport, held: weakref.WeakMethod[Callable[[], int]]) -> None:
         super().__init__(transport)
         self._held, self.asked = held, False
 
     def resume_reading(self) -> None:
-        held = self._held()
+        known = self._held()
+        held = 0 if known is None else known()
         if held < AHEAD_BYTES:
             self.asked = not held
             super().resume_reading()
@@ -147,7 +150,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         """Whatever comes is read, at first."""
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._held)
+        self.flow = _Flow(transport, weakref.WeakMethod(self._held))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Where the loop puts what comes next."""
