@@ -86,7 +86,7 @@ def measure(model: Path, shape: Shape, output: str, threads: int, folder: Path) 
     content = (folder / "stack.tif").read_bytes()
     with server(model, threads, folder) as (process, port):
         # Until what starting has freed was given back: a request that takes it again would seem to take less.
-        time.sleep(INTERVAL_SECONDS + 1)
+        time.sleep(INTERVAL_SECONDS + 5)
         estimate = json.loads(ask(port, f"/inspect?output={output}", content))["estimate"]
         peak = peak_during(process.pid, lambda: ask(port, f"/segment?output={output}&diameter=none", content))
     stack = int(np.prod(shape)) * 2

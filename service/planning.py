@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from service.ascent import CPU
 from service.blending import Grid
 from service.config import Settings
 from service.errors import BadParameter, TooLarge
@@ -18,6 +20,7 @@ from service.networks import parts
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
+from service.stitching import Stitching, stitching
 from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
 
 # Windows per call where the operator leaves that open and nothing was tuned.
@@ -87,13 +90,21 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
 
 
 def estimate(  # noqa: PLR0913
-    spec: ModelSpec, volume: Extent, plan: Plan, window_bytes: int, *, on_host: bool, streams: int = 1
+    spec: ModelSpec,
+    volume: Extent,
+    plan: Plan,
+    window_bytes: int,
+    *,
+    on_host: bool,
+    streams: int = 1,
+    kernel: Stitching = stitching,
 ) -> Estimate:
     """What a volume of this shape and voxel size will take.
 
     window_bytes  what the network's layers take for one window
     streams       batches that are computed at the same time, if there are so many
     on_host       the device's memory is the host's
+    kernel        what blends, where it suits
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -108,10 +119,14 @@ def estimate(  # noqa: PLR0913
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
         slabs += min(at_once * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
-    # A window that is alone is not summed up.
-    rows = depth * height * along * (len(spec.outputs) if grid.count == 1 else (1 + slabs) * len(spec.outputs) + 1)
-    layer = grid.shared_planes * across * along * (len(spec.outputs) + 1)
-    running = 4 * (rows + layer) + at_once * window_bytes
+    # Of the rows of slabs only the last leaves as a whole. A window that is alone is not summed up. Only torch keeps
+    # weights beside the sums.
+    step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
+    outputs, weights = len(spec.outputs), not (on_host and kernel.suits(CPU))
+    rows = height if grid.count == 1 else 2 * height + (slabs - 1) * step
+    sums = depth * along * (outputs * rows + (weights * height if grid.count > 1 else 0))
+    layer = grid.shared_planes * across * along * (outputs + weights)
+    running = 4 * (sums + layer) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1]) if decoding.disk else 0

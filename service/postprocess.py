@@ -78,11 +78,16 @@ def decoding_bytes(
         # Gathered on the host, wherever the scores are.
         result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
         return Needed(result) if result < LARGE_BYTES else Needed(0, disk=result)
-    # A block of planes and one more on either side as 32-bit arrays, three of the kernel's or some nine of torch's;
-    # then a piece for every voxel, its label, and, by measurement, two bytes for the passes between crowded objects.
+    # A block of planes and one more on either side: the kernel has the key of every voxel, and of those inside, which
+    # even of crowded stacks are hardly more than three of four, their places and where they lead.
     block = min(voxels, BLOCK + 2 * size[1] * size[2])
+    if on_host and kernel.suits(CPU, size):
+        # A piece for every voxel and its label, which takes two bytes up to 65535 objects.
+        return Needed((4 + 3 * 8 // 4) * block + (4 + 2) * voxels)
+    # Some nine 32-bit arrays of torch's; then pieces and labels and, by measurement, two bytes for the passes between
+    # crowded objects.
     if on_host:
-        return Needed((12 if kernel.suits(CPU, size) else 36) * block + 8 * voxels)
+        return Needed(36 * block + 8 * voxels)
     # What comes back are labels, and the numbers of pieces that they are looked up by.
     return Needed(8 * voxels, 36 * block + 8 * voxels)
 
