@@ -33,7 +33,8 @@ class Trimmer:
         seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self._give_back, self._worked, self._seconds = give_back, worked, seconds
-        self._seen = worked()
+        # Starting is work too, which has loaded and converted models.
+        self._seen = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="trim", daemon=True)
 
