@@ -40,7 +40,7 @@ inline void store(float value, BFloat16 &out) {
 // A part of a line is too short for the processor to see by itself where the next ones will be: so many lines ahead, they
 // are asked for.
 constexpr int64_t AHEAD = 16;
-// Lines of sums are wider, and lie so far apart that more of them at a time would share too few places of a cache.
+// Lines of sums are wider and are written: more of them at a time made it slower.
 constexpr int64_t AHEAD_IN_SUMS = 4;
 constexpr uintptr_t CACHE_LINE = 64;
 
