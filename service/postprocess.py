@@ -292,8 +292,12 @@ class Relief(NamedTuple):
         return max(self.persistence, LEAST)
 
     def distance(self, heights: Tensor) -> Tensor:
-        """Heights of the landscape -> distances, float64."""
-        return heights.double().sigmoid() if self.squashed else heights.double()
+        """Heights of the landscape -> distances, float64: of equal heights equal ones, wherever they lie.
+
+        Those of `torch.sigmoid` differ in the last bits where a tensor ends in the midst of a vector, and peaks of one
+        plateau would be two.
+        """
+        return 1 / (1 + torch.exp(-heights.double())) if self.squashed else heights.double()
 
     def floor(self, peaks: Tensor) -> Tensor:
         """Heights from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""

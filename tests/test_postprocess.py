@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.arrays import on_disk
 from service.ascent import ascent
-from service.postprocess import CACHED, Smoother, decoding_bytes, in_parts, make_decoder
+from service.postprocess import CACHED, Relief, Smoother, decoding_bytes, in_parts, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
 from service.volume import OutputKind, Segmentation, VoxelSize
@@ -116,6 +116,12 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
     labels, count = decode(np.where(balls((12, 20, 20, 8)), 0.5, -np.inf), persistence)
     assert count == 1
     assert np.array_equal(labels > 0, balls((12, 20, 20, 8)))
+
+
+def test_equal_heights_are_equal_distances_wherever_they_lie() -> None:
+    for height in np.linspace(-8, 8, 401):
+        distances = Relief(0.0, squashed=True).distance(torch.full((67,), height))
+        assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
 
 
 def test_a_single_voxel_is_an_object_even_in_a_corner_of_the_volume() -> None:
