@@ -6,8 +6,6 @@ The same comes out as of torch, which takes several passes over the same memory.
 from __future__ import annotations
 
 import ctypes
-import math
-import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -75,23 +73,11 @@ class Row:
         self.every_weight = torch.cat(self.weights)
         self.every_start = _integers(*(start for along in self.starts for start in along))
         self.counts = _integers(*map(len, self.starts))
-        self._spare: list[NDArray[np.float32]] = []
 
     @property
     def shape(self) -> ctypes.Array[ctypes.c_int64]:
         """As the kernel takes it."""
         return _integers(*self.edges, self.first)
-
-    def room(self, *shape: int) -> Tensor:
-        """Float32 for what leaves, no larger than `sums`: the memory of an earlier leave, if nobody holds it.
-
-        New memory takes a fault for each of its pages, which the system then zeroes: nearly as long as writing them.
-        """
-        memory = self._spare.pop() if self._spare else torch.empty(self.sums.numel()).numpy()
-        # Whatever is made of it holds this view, in whatever thread.
-        view = memory[: math.prod(shape)]
-        weakref.finalize(view, self._spare.append, memory).atexit = False
-        return torch.from_numpy(view).view(shape)
 
 
 class Stitching(Kernel):
@@ -181,7 +167,7 @@ class Stitching(Kernel):
         if not max(reached, depth - planes) <= shared:
             raise ValueError(f"{depth - planes} planes are kept and {reached} added in a layer of {shared}")
         threads = torch.get_num_threads()
-        scratch, means = torch.empty((threads, width)), row.room(outputs, planes, rows, width)
+        scratch, means = torch.empty((threads, width)), torch.empty((outputs, planes, rows, width))
         failed = self._functions.stackseg_leave(
             *(row.sums.data_ptr(), row.shape, row.every_weight.data_ptr(), row.least, row.every_start, row.counts),
             *(z, y, planes, rows, reached, row.layer.data_ptr(), shared, length),

@@ -207,25 +207,6 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
         kernel.cut(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
 
 
-def test_what_leaves_lies_where_nobody_holds_anything(kernel):
-    grid = Grid.cover((4, 13, 7), (4, 4, 4), 0.25)
-    made = blender(grid, 2, GAUSSIAN, CPU, kernel)
-    windows = torch.randn(grid.count, 2, *grid.roi)
-    expected = [slab.scores for slab in blended(Stitching(), grid, windows, GAUSSIAN)]
-    held, places = [], set()
-    for place, window in zip(grid.positions(), windows, strict=True):
-        slab = made.add(place, window)
-        if slab is None:
-            continue
-        places.add(slab.scores.untyped_storage().data_ptr())
-        if not held:
-            # A view of a view of the first one: what is made of it counts as well.
-            held.append(slab.scores[0].numpy()[:, 1:])
-        del slab
-    assert len(places) == 2, "the first one is held all the time, the others one after the other"
-    np.testing.assert_allclose(held[0], expected[0][0, :, 1:].numpy(), atol=1e-6, rtol=1e-5)
-
-
 def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     none = Stitching()
