@@ -225,17 +225,21 @@ def observed(network: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+    for sequence in _taken_apart(modules, calls):
+        setattr(sequence, _APART, True)
+
+
+def _taken_apart(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
+    """The sequences among these that were not called, or parts of which were called more often than they."""
     sequences = {module for module in modules if is_sequence(module)}
     # What has a place elsewhere too is called from there.
     elsewhere = {child for module in modules if module not in sequences for _, child in children(module)}
     expected = Counter[nn.Module]()
-    for module in sequences:
-        for _, child in children(module):
-            expected[child] += calls[module]
-    for module in sequences:
-        more = any(calls[child] > expected[child] for _, child in children(module) if child not in elsewhere)
-        if more or not calls[module]:
-            setattr(module, _APART, True)
+    for sequence in sequences:
+        for _, child in children(sequence):
+            expected[child] += calls[sequence]
+    more = {child for child in expected if child not in elsewhere and calls[child] > expected[child]}
+    return [one for one in sequences if not calls[one] or any(child in more for _, child in children(one))]
 
 
 # Set on what `is_sequence` no longer counts as one; copies have it too.
