@@ -110,10 +110,15 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
         connection.close()
 
 
+def counted(port: int) -> dict[str, float]:
+    """Every number of the server's metrics, by its name and labels."""
+    lines = (line.rsplit(" ", 1) for line in _get(port, "/metrics")[1].decode().splitlines() if line[:1] != "#")
+    return {name: float(value) for name, value in lines}
+
+
 def _device_seconds(port: int) -> float:
     """In which the server has computed windows so far."""
-    lines = _get(port, "/metrics")[1].decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("stackseg_device_seconds_total"))
+    return sum(value for name, value in counted(port).items() if name.startswith("stackseg_device_seconds_total"))
 
 
 def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]:

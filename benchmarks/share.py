@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import tifffile
-from end_to_end import ROOT, server, synthetic_nuclei
+from end_to_end import ROOT, counted, server, synthetic_nuclei
 from numpy.typing import NDArray
 from processes import cpu_seconds
 
@@ -80,12 +80,9 @@ def as_tiff(pixels: NDArray[Any]) -> bytes:
 
 def slots(port: int, model: str) -> tuple[float, float]:
     """Windows computed so far, and the room that their batches had."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-    told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    told = counted(port)
     names = ("stackseg_windows_total", "stackseg_batch_slots_total")
-    windows, room = (float(told.get(f'{name}{{model="{model}"}}', 0)) for name in names)
+    windows, room = (told.get(f'{name}{{model="{model}"}}', 0.0) for name in names)
     return windows, room
 
 
