@@ -10,12 +10,12 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 def family(pid: int) -> list[int]:
     """The process and those below it that live; nobody for one that is gone."""
-    try:
-        files = list(Path(f"/proc/{pid}/task").glob("*/children"))
-        children = [int(child) for file in files for child in file.read_text(encoding="ascii").split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [pid, *(one for child in children for one in family(child))]
+    # Not from the lists of children in /proc/PID/task: each thread has its own and passes its children on as it ends.
+    parents = {int(one.name): _parent(int(one.name)) for one in Path("/proc").glob("[0-9]*")}
+    found = [pid] if pid in parents else []
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
 
 
 def cpu_seconds(pid: int) -> float:
@@ -48,9 +48,18 @@ def memory(pid: int, *names: str) -> int:
     return total
 
 
+def _parent(pid: int) -> int | None:
+    return int(fields[1]) if (fields := _stat(pid)) else None
+
+
 def _ticks(pid: int) -> int:
-    # utime and stime of its own, then those of children that it has waited for; before them its name, in brackets.
-    return sum(map(int, _text(pid, "stat").rpartition(")")[2].split()[11:15]))
+    # utime and stime of its own, then those of children that it has waited for.
+    return sum(map(int, _stat(pid)[11:15]))
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on, so behind the name, which is in brackets."""
+    return _text(pid, "stat").rpartition(")")[2].split()
 
 
 def _entries(pid: int, folder: str) -> int:
