@@ -260,10 +260,15 @@ class _WithTorch(Blender):
         self._weight.copy_(self._one_row)
 
 
-def finite(scores: Tensor) -> Tensor:
-    """The same scores. Raises NonFiniteScores."""
-    # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
-    if not math.isfinite(scores.sum().item()):
+def finite(scores: Tensor, kernel: Stitching | None = None) -> Tensor:
+    """The same scores, float32 unless the kernel can look through them as they are. Raises NonFiniteScores."""
+    if kernel is not None and kernel.tells(scores):
+        good = kernel.finite(scores)
+    else:
+        scores = scores.float()
+        # One sum is NaN or infinite as soon as one score is, and reads the scores once while they are in the cache.
+        good = math.isfinite(scores.sum().item())
+    if not good:
         raise NonFiniteScores(NOT_FINITE)
     return scores
 

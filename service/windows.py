@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from service.blending import NOT_FINITE, Blender, Blending, Grid, Size, Slab, blender, finite, triple
-from service.errors import Cancelled, NonFiniteScores
+from service.blending import Blender, Blending, Grid, Size, Slab, blender, finite, triple
+from service.errors import Cancelled
 from service.networks import Network
 from service.stitching import Stitching, stitching
 
@@ -302,7 +302,7 @@ class Passage:
         if self._alone:
             # Alone in its place, a window has a weight that cancels.
             self.done = 1
-            inside = self._finite(scores)
+            inside = finite(scores, self._kernel)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._lasting else inside.clone())]
         if self._blender is None:
@@ -320,14 +320,6 @@ class Passage:
                 slabs += self._skip(self._blender, None)
             slabs.append(self._blender.finish())
         return slabs
-
-    def _finite(self, scores: Tensor) -> Tensor:
-        """The same, float32 unless the kernel can look through them as they are. Raises NonFiniteScores."""
-        if not self._kernel.tells(scores):
-            return finite(scores.float())
-        if not self._kernel.finite(scores):
-            raise NonFiniteScores(NOT_FINITE)
-        return scores
 
     def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab]:
         """Take in the windows that are not computed before the next one that is, or None: all that are left."""
