@@ -231,14 +231,12 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         network = kind.make(transformed, example, choice, settings)
         lasting = _warmed_up(network, example)
         elastic = kind.any_batch and choice.compile_mode is None and is_elastic(network, example, choice.streams)
-        kept = tape.kept(network)
-        score_bytes = network(example[:1]).nbytes if kept else None
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    nbytes = own * nbytes + choice.streams * kept
-    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, score_bytes)
+    nbytes = own * nbytes + choice.streams * tape.kept(network)
+    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, tape.score_bytes(network))
 
 
 def is_elastic(network: Network, example: Tensor, streams: int) -> bool:

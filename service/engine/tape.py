@@ -72,6 +72,7 @@ class Taped:
         self._tapes = {each.shape: record(module, each) for each in beginnings}
         self._like = (batch.dtype, batch.stride())
         self.nbytes = max(tape.arena for tape in self._tapes.values())
+        self.score_bytes = self._tapes[batch[:1].shape].nbytes
         self._own = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -100,6 +101,7 @@ class Tape:
 
     numbers  the steps as `tape.cpp` reads them
     arena    bytes that they need for what lies between
+    nbytes   of the scores
     like     scores, for their shape and strides
     fixed    tensors whose memory they name
     """
@@ -108,6 +110,7 @@ class Tape:
         self.steps, self.arena = steps, arena
         self._tape = (ctypes.c_int64 * len(numbers))(*numbers)
         self._shape, self._strides, self._dtype = like.shape, like.stride(), like.dtype
+        self.nbytes = like.nbytes
         self._fixed = tuple(fixed)
 
     def play(self, x: Tensor, arena: Arena) -> Tensor:
@@ -123,6 +126,11 @@ class Tape:
 def kept(network: Network) -> int:
     """Bytes that each thread keeps which has called it."""
     return network.nbytes if isinstance(network, Taped) else 0
+
+
+def score_bytes(network: Network) -> int | None:
+    """Bytes of one window's scores, where a forward takes nothing else beside what is kept; None: it takes more."""
+    return network.score_bytes if isinstance(network, Taped) else None
 
 
 def make(module: nn.Module, example: Tensor) -> Network:
