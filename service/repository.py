@@ -177,21 +177,28 @@ class ModelSpec(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _outputs_named(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: every output needs a name of its own")
         if isinstance(self.decoding, Instances):
             for role in (self.decoding.foreground, self.decoding.distance):
                 if role not in self.outputs:
                     raise ValueError(f"decoding: there is no output named {role!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _consistent_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError(
                 "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
             )
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
             raise ValueError("input.channel_names: one name per channel is needed")
-        files = [self.weights.file, *([self.sample.input, self.sample.expected] if self.sample else [])]
-        for file in files:
+        return self
+
+    @model_validator(mode="after")
+    def _files_inside(self) -> Self:
+        for file in (self.weights.file, *((self.sample.input, self.sample.expected) if self.sample else ())):
             if Path(file).name != file or file in {"", ".."}:
                 raise ValueError(f"{file!r} must be a plain file name inside the model folder")
         return self

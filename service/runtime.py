@@ -249,15 +249,17 @@ class Runtime:
         if self._draining:
             reasons.append("The service is stopping.")
         reasons += [station.problem for station in self.stations if station.problem is not None]
+        return (*reasons, *self._unready_models())
+
+    def _unready_models(self) -> Iterator[str]:
         starting = {name for station in self.stations for name in station.residents.starting}
         failed = {name for station in self.stations for name in station.residents.problems}
         for name, found in self._found.items():
             if name in starting:
-                reasons.append(f"{name} is being loaded and warmed up.")
+                yield f"{name} is being loaded and warmed up."
             elif found.state == "failed" or (name in self._first and name in failed):
                 # Health is open to everybody, and the problem may tell of paths.
-                reasons.append(f"{name} cannot be served; GET /models and the log say why.")
-        return tuple(reasons)
+                yield f"{name} cannot be served; GET /models and the log say why."
 
     def model(self, name: str | None) -> ModelState:
         """The model of that name; None: the configured default, or the first. Raises UnknownModel."""

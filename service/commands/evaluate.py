@@ -42,10 +42,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.segmenter import Segmenter  # noqa: PLC0415
     from service.training.evaluate import HEADER, classical_line, model_line, row, stack_name  # noqa: PLC0415
 
-    images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
-    labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
-    if len(images) != len(labels) or not images:
-        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+    pairs = _pairs(options)
     segmenter = Segmenter(_chosen(options.model, settings), settings)
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
@@ -53,7 +50,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if not options.json:
         sys.stdout.write(HEADER + "\n")
     results = []
-    for path, truth_path in zip(images, labels, strict=True):
+    for path, truth_path in pairs:
         volume, pixels = _read(path, truth_path, options.channel, settings)
         stack = stack_name(path)
         works = [partial(model_line, segmenter, volume, pixels, said) for said in options.diameter or [None]]
@@ -68,6 +65,15 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     return 0
+
+
+def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Files of stacks, each with that of its labels. Raises BadParameter."""
+    images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
+    labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
+    if len(images) != len(labels) or not images:
+        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+    return list(zip(images, labels, strict=True))
 
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:

@@ -209,9 +209,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute, and look what that was. Raises Untaped."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        result = operator(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        given, result = _tensors((args, kwargs)), operator(*args, **(kwargs or {}))
+        made = _tensors(result)
         self._kept += made
         if operator in EMPTY:
             self._buffers.update((_begin(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in made)
@@ -291,6 +290,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._varies(tensor):
             return BATCH, tensor.data_ptr() - self._x.data_ptr()
         return FIXED, tensor.data_ptr()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those among what an operator is given, or gives."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _begin(tensor: Tensor) -> int:
