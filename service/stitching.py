@@ -88,11 +88,11 @@ class Stitching(Kernel):
 
     def suits(self, device: torch.device) -> bool:
         """Whether it is there, and can blend on this device."""
-        return self._library is not None and device.type == "cpu"
+        return self.ready and device.type == "cpu"
 
     def counts(self, values: NDArray[Any]) -> bool:
         """Whether it can count these."""
-        return self._library is not None and values.dtype == np.uint16
+        return self.ready and values.dtype == np.uint16
 
     def count(self, values: NDArray[np.uint16]) -> NDArray[np.int64]:
         """How often each value occurs, int64 [highest + 1], as `numpy.bincount` gives it of one value at least.
@@ -119,7 +119,7 @@ class Stitching(Kernel):
     def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether it can make `out` of these pixels."""
         fits = pixels.dtype in PIXELS and pixels.flags.aligned and out.dtype in FLOATS
-        return fits and out.is_cpu and self._library is not None
+        return fits and out.is_cpu and self.ready
 
     def cut(self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]) -> None:
         """Write (pixels - offset) / scale, within the limits, into `out`.
