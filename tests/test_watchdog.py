@@ -103,9 +103,9 @@ def test_stopped_watchdog_looks_no_more() -> None:
     looks = []
     watchdog = Watchdog(lambda: looks.append(1), lambda: True, batch_seconds=1, grace_seconds=1)
     watchdog.start()
-    until(lambda: len(looks) == 1, 10)
+    until(lambda: looks)
     watchdog.stop()
-    watchdog._thread.join(5)
+    watchdog._thread.join(20)
     assert not watchdog._thread.is_alive()
 
 
