@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+import termios
 import time
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from fakes import until
 
 from service.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
 from service.formats import child, tiff
@@ -37,6 +40,31 @@ def reader() -> Iterator[Reader]:
 @pytest.fixture
 def stack() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 60_000, (2, 6, 40, 50)).astype(np.uint16)
+
+
+def asked(reader: Reader) -> bool:
+    """Whether a request lies before its one process, which is stopped."""
+    (process,), waiting = reader._children, array("i", [0])
+    assert process._process.stdin is not None
+    fcntl.ioctl(process._process.stdin.fileno(), termios.FIONREAD, waiting)
+    return waiting[0] > 0
+
+
+def stop_at(reader: Reader, path: Path) -> int | None:
+    """Stop the process that has this file open, and no other; its process id, None where none has."""
+    for process in reader._children:
+        number = process._process.pid
+        stop(number)
+        if path in [descriptor.readlink() for descriptor in Path(f"/proc/{number}/fd").iterdir()]:
+            return number
+        os.kill(number, signal.SIGCONT)
+    return None
+
+
+def stop(number: int) -> None:
+    """Stop a child; it does nothing more once this returns."""
+    os.kill(number, signal.SIGSTOP)
+    os.waitid(os.P_PID, number, os.WSTOPPED)
 
 
 def write(path: Path, stack: np.ndarray, **options: Any) -> Path:
@@ -165,13 +193,13 @@ def test_warm_children_answer_fast(reader: Reader, tmp_path: Path, stack: np.nda
     path = write(tmp_path / "stack.tif", stack)
     reader.inspect(path, Selection(), shared=True)
 
-    times = []
-    for _ in range(20):
+    def fast() -> bool:
         start = time.perf_counter()
         reader.inspect(path, Selection(), shared=True)
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start < 0.05
 
-    assert min(times) < 0.05
+    # Once is enough: to start one takes longer than that wherever it is tried.
+    until(fast)
 
 
 def test_a_killed_child_is_replaced(tmp_path: Path, stack: np.ndarray) -> None:
@@ -190,26 +218,30 @@ def test_a_child_that_dies_at_work_is_a_bad_file(tmp_path: Path, caplog: pytest.
     with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
         reader.inspect(path, Selection())
         (number,) = children() - before
-        assassin = threading.Timer(0.05, os.kill, (number, signal.SIGSEGV))
-        assassin.start()
-        with pytest.raises(BadFile, match="crashed"):
-            reader.inspect(path, Selection())
+        stop(number)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(reader.inspect, path, Selection())
+            until(lambda: asked(reader))
+            os.kill(number, signal.SIGSEGV)
+            os.kill(number, signal.SIGCONT)
+            with pytest.raises(BadFile, match="crashed"):
+                reading.result()
         assert reader.inspect(path, Selection()).shape == (1, 10_000, 1, 1)
     assert "ended with status -11" in caplog.text
 
 
 def test_taking_too_long_is_too_large_and_does_no_lasting_harm(tmp_path: Path, stack: np.ndarray) -> None:
     slow, quick, before = tmp_path / "slow.tif", write(tmp_path / "quick.tif", stack), children()
-    tifffile.imwrite(slow, np.zeros((60_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
-    with Reader(memory_bytes=2**29, seconds=1, decoded_bytes=LIMIT, processes=1) as reader:
+    tifffile.imwrite(slow, np.zeros((10, 1, 1), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=2, decoded_bytes=LIMIT, processes=1) as reader:
         reader.inspect(quick, Selection())
         start = time.perf_counter()
         # However fast the machine is.
         (number,) = children() - before
-        threading.Timer(0.05, os.kill, (number, signal.SIGSTOP)).start()
-        with pytest.raises(TooLarge, match=r"more than 1 seconds"):
+        stop(number)
+        with pytest.raises(TooLarge, match=r"more than 2 seconds"):
             reader.inspect(slow, Selection())
-        assert time.perf_counter() - start < 8
+        assert time.perf_counter() - start < 20
         assert reader.inspect(quick, Selection()).stored_shape == stack.shape
 
 
@@ -267,24 +299,26 @@ def test_closing_ends_the_children_and_later_calls(tmp_path: Path, stack: np.nda
     reader.close()
     reader.close()
 
-    assert children() == before
+    assert children() <= before
     with pytest.raises(NotReady):
         reader.inspect(path, Selection())
 
 
 def test_closing_answers_those_who_wait(tmp_path: Path) -> None:
-    path = tmp_path / "slow.tif"
+    path, before = tmp_path / "slow.tif", children()
     tifffile.imwrite(path, np.zeros((10_000, 1, 1), np.uint8), photometric="minisblack", metadata=None)
     reader = Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1)
     reader.inspect(path, Selection())
+    (number,) = children() - before
+    # So that it has not answered before.
+    stop(number)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
-        time.sleep(0.05)
+        until(lambda: asked(reader))
         reader.close()
-        errors = [future.exception(timeout=10) for future in waiting]
+        errors = [future.exception(timeout=20) for future in waiting]
 
-    assert all(error is None or isinstance(error, NotReady) for error in errors)
-    assert any(isinstance(error, NotReady) for error in errors)
+    assert all(isinstance(error, NotReady) for error in errors)
 
 
 def test_a_child_that_cannot_start_is_not_the_files_fault(
@@ -364,14 +398,14 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
         return volume.shape, volume.dtype, volume.voxel_size, volume.channels, volume.array().tobytes()
 
     first = outcome()
-    assert time.perf_counter() - start < 11
+    # The limit is 10 s, and a process may have to start.
+    assert time.perf_counter() - start < 30
     # Of what others may change nothing is remembered.
     assert outcome() == first == outcome(shared=True)
 
 
 def test_large_files_leave_a_process_for_others(tmp_path: Path, stack: np.ndarray) -> None:
     small = write(tmp_path / "small.ome.tif", stack)
-    # Half a second of decoding or more each.
     large = tmp_path / "large.tif"
     tifffile.imwrite(large, np.zeros((96, 1024, 1024), np.uint8), compression="zlib", metadata={"axes": "ZYX"})
     with (
@@ -385,8 +419,10 @@ def test_large_files_leave_a_process_for_others(tmp_path: Path, stack: np.ndarra
             scratch = tmp_path / str(number)
             scratch.mkdir()
             reads.append(pool.submit(reader.read, large, Selection(), scratch))
-        while not any(read.running() for read in reads):
-            time.sleep(0.001)
+        # However long decoding takes, it is not done before the other process was asked.
+        until(lambda: stop_at(reader, large) is not None)
         assert reader.inspect(small, Selection(), shared=True).channels
         assert not any(read.done() for read in reads)
+        for process in reader._children:
+            os.kill(process._process.pid, signal.SIGCONT)
         assert all(read.result().shape == (1, 96, 1024, 1024) for read in reads)
