@@ -92,14 +92,19 @@ def answer(client: socket.socket) -> bytes:
         return file.read(length)
 
 
-def taken(client: socket.socket, line: bytes, most: int, seconds: float = 0) -> int:
-    """Bytes that can be sent, so many seconds between two lines, before the server stops reading or hangs up."""
+def taken(client: socket.socket, line: bytes, most: int) -> int:
+    """Bytes that can be sent before the server stops reading or hangs up."""
     sent = 0
     with suppress(OSError):
         while sent < most:
             sent += client.send(line)
-            time.sleep(seconds)
     return sent
+
+
+def narrow(client: socket.socket) -> socket.socket:
+    """The same, of which the system keeps little that the server has not read, however long that takes."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+    return client
 
 
 def test_bodies_arrive_whole_in_large_pieces_one_after_the_other() -> None:
@@ -254,11 +259,12 @@ def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> No
         await send({"type": "http.response.body", "body": b""})
 
     server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
-    with running(server) as address, socket.create_connection(address, 1) as client, ExitStack() as held:
+    with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as held:
         held.callback(ended.set)
         first = head(f"Content-Length: {len(body)}")
         client.sendall(first + body + first)
         assert listening.wait(SECONDS)
+        client.settimeout(1)
         taken(client, body, len(body))
         (connection,) = server.server_state.connections
         until(lambda: connection.cycle.body, SECONDS)
@@ -286,13 +292,13 @@ def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -
 def test_head_without_end_is_refused(begin: bytes, line: bytes) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(begin)
-        assert taken(client, line, most=100 * HEAD_BYTES, seconds=0.0005) < 32 * HEAD_BYTES
+        assert taken(narrow(client), line, most=100 * HEAD_BYTES) < 32 * HEAD_BYTES
 
 
 def test_trailers_without_end_end_the_connection() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n")
-        assert taken(client, b"X-Many: 1\r\n" * 100, most=100 * HEAD_BYTES, seconds=0.0005) < 32 * HEAD_BYTES
+        assert taken(narrow(client), b"X-Many: 1\r\n" * 100, most=100 * HEAD_BYTES) < 32 * HEAD_BYTES
 
 
 def test_head_of_some_length_is_read() -> None:
@@ -516,7 +522,7 @@ def test_who_stops_waits_for_answers_that_are_owed_and_for_bodies_that_come() ->
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
-    server = stopping(app, drain_seconds=10 * SECONDS, stalled_seconds=1.5)
+    server = stopping(app, drain_seconds=10 * SECONDS, stalled_seconds=3)
     with running(server) as address, ExitStack() as held:
         silent, idle, half, owed, coming, stalled = (
             held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(6)
@@ -531,8 +537,9 @@ def test_who_stops_waits_for_answers_that_are_owed_and_for_bodies_that_come() ->
         server.should_exit = True
         for client in (silent, idle, half):
             assert client.recv(1) == b""
+        # For longer than one may stall, and seldom enough to tell that each of them counts.
         for _ in range(12):
-            time.sleep(0.25)
+            time.sleep(0.3)
             coming.sendall(b"a")
         assert answer(coming) == 12 * b"a"
         headers, document = refusal(stalled, 503)
@@ -663,8 +670,8 @@ def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, 
             client.sendall(head(f"Content-Length: {len(body)}") + body)
             until(lambda: sum(echo.pieces) == len(body), SECONDS)
             reader = threading.Timer(2, read, [client])
-            reader.start()
             began = time.monotonic()
+            reader.start()
         stopped = time.monotonic() - began
         reader.join()
     assert content.endswith(body[-(2**20) :])

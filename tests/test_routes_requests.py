@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -50,17 +49,27 @@ def test_result_and_error_of_the_work_pass_through() -> None:
 
 def test_work_ends_when_the_client_hangs_up_and_its_thread_is_waited_for() -> None:
     events: list[str] = []
+    begun, release = threading.Event(), threading.Event()
 
     def slow() -> None:
-        time.sleep(0.2)
+        begun.set()
+        release.wait(20)
         events.append("thread ended")
+
+    async def leave(gone: asyncio.Event) -> None:
+        await asyncio.to_thread(begun.wait, 20)
+        gone.set()
+        # Long enough to be given up meanwhile, if nobody waited for the thread.
+        await asyncio.sleep(0.2)
+        release.set()
 
     async def main() -> None:
         gone = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.05, gone.set)
+        leaving = asyncio.ensure_future(leave(gone))
         with pytest.raises(Cancelled):
             await while_connected(connected(gone), in_thread(slow))
         events.append("given up")
+        await leaving
 
     asyncio.run(main())
     assert events == ["thread ended", "given up"]
