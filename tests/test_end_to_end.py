@@ -199,9 +199,9 @@ def test_client_that_hangs_up_frees_the_device_and_leaves_nothing(live: Live, ph
         connection.sendall(request.encode() + large)
         until(lambda: any(job.progress.total > 0 for job in live.runtime.running), 60)
         (job,) = live.runtime.running
-    until(lambda: job.state == "cancelled", 10)
+    until(lambda: job.state == "cancelled", 20)
     assert job.progress.done < job.progress.total
-    until(lambda: live.leftovers() == [], 10)
+    until(lambda: live.leftovers() == [], 20)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=2).image)).status_code == 200
 
 
@@ -214,7 +214,8 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
     large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
     request = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Type: image/tiff\r\nContent-Length: {len(large)}\r\n\r\n"
     gc.collect()
-    assert uploads() == []
+    # Of the test before.
+    until(lambda: uploads() == [], 20)
     gc.disable()
     try:
         with socket.create_connection((live.host, live.port)) as connection:
@@ -241,8 +242,8 @@ def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
     with socket.create_connection((live.host, live.port)) as connection:
         # So much that it does not stay in memory.
         connection.sendall(head + bytes(2 * BLOCK_BYTES))
-        until(lambda: live.leftovers() != [], 10)
-    until(lambda: live.leftovers() == [], 10)
+        until(lambda: live.leftovers() != [], 20)
+    until(lambda: live.leftovers() == [], 20)
 
 
 def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_maker: Any) -> None:
@@ -251,9 +252,8 @@ def test_queue_refuses_at_once_when_it_is_full(bands_repository: Path, phantom_m
     with serve(eager(bands_repository, limits={"waiting": 0})) as running, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(running.segment, large)
         until(lambda: running.runtime.running, 20)
-        began = time.monotonic()
         refused = running.segment(small)
-        assert time.monotonic() - began < 2
+        assert not busy.done()
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:queue-full")
         assert int(refused.headers["retry-after"]) >= 1
         assert busy.result().status_code == 200
@@ -420,7 +420,10 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
             until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
             host, port = address.rpartition("/")[2].split(":")
             with socket.create_connection((host, int(port)), 20) as stalled:
-                stalled.sendall(b"POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nhalf")
+                head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+                stalled.sendall(head.encode() + b"half")
+                # Whom it has not heard of it does not owe an answer.
+                assert stalled.recv(100).startswith(b"HTTP/1.1 100 ")
                 began = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 assert running.result().status_code == 200, running.result().text

@@ -51,7 +51,7 @@ class Slow(Segmenter):
 def live(bands_repository: Path) -> Iterator[Live]:
     device = {"serve": ["cpu", "cpu"], "threads": 1}
     settings = eager(
-        bands_repository, device=device, watchdog={"batch_seconds": 0.6, "grace_seconds": 600}, limits={"waiting": 40}
+        bands_repository, device=device, watchdog={"batch_seconds": 2.5, "grace_seconds": 600}, limits={"waiting": 40}
     )
     with serve(settings, load=Slow) as running:
         yield running
@@ -84,6 +84,8 @@ def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, ph
 
 def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((48, 120, 120), seed=1).image)
+    for segmenter in loaded(live):
+        segmenter.gate.clear()
     jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(2)]
     until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["running", "running"], 30)
     report = live.client.get("/gpu").json()["devices"]
@@ -93,6 +95,8 @@ def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_mak
     ]
     for job in jobs:
         assert live.client.delete(job).status_code == 204
+    for segmenter in loaded(live):
+        segmenter.gate.set()
     until(lambda: [live.client.get(job).json()["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
     until(lambda: not live.runtime.running, 20)
 
