@@ -239,13 +239,14 @@ def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Pa
 
 
 def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "jobs", keep_seconds=0.05)
+    store = open_store(tmp_path / "jobs", keep_seconds=60)
     try:
         done, waiting = accept(store), accept(store)
         finish(store, done)
         store.expire()
         assert store.get(done).state == "done"
-        time.sleep(0.06)
+        store._keep = 0.01
+        time.sleep(0.02)
         store.expire()
         with pytest.raises(UnknownJob):
             store.get(done)
