@@ -567,7 +567,7 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 size = st.floats(1e-4, 1e4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40)),
     voxel_size=st.none() | st.builds(VoxelSize, size, size, size),
@@ -598,7 +598,7 @@ def test_whatever_is_written_is_read_the_same(
     np.testing.assert_array_equal(volume.array().reshape(array.shape), array)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data(), writer=st.sampled_from(sorted(WRITERS)))
 def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.DataObject, writer: str) -> None:
     path = tmp_path / "damaged.tif"
