@@ -283,6 +283,13 @@ def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "ea
     }
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Until it is true, or the time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def until_killed(client: Client, http: httpx2.Client) -> None:
     try:
         client.check(http)
@@ -305,10 +312,14 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
         client.check(http)
         known = {job["id"]: job["state"] for job in http.get("/jobs?limit=1000").json()["jobs"]}
     assert set(client.jobs) - client.unsure <= client.done
-    time.sleep(0.5)
-    on_disk = {path.relative_to(server.jobs / "jobs").parts for path in (server.jobs / "jobs").rglob("*")}
     with_result = {job for job, state in known.items() if state == "done"}
-    assert on_disk == {(job,) for job in with_result} | {(job, "result") for job in with_result}, "files are left over"
+    expected = {(job,) for job in with_result} | {(job, "result") for job in with_result}
+
+    def on_disk() -> set[tuple[str, ...]]:
+        return {path.relative_to(server.jobs / "jobs").parts for path in (server.jobs / "jobs").rglob("*")}
+
+    wait_for(lambda: on_disk() == expected)
+    assert on_disk() == expected, "files are left over"
     assert not list((server.jobs / "incoming").iterdir())
     assert len(list(server.scratch.iterdir())) == 1, "folders of dead servers are left over"
     server.kill()

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx2
 import numpy as np
 import tifffile
-from crash import EAGER, Server, Stack, make_stacks, measure
+from crash import EAGER, Server, Stack, make_stacks, measure, wait_for
 from processes import descriptors, resident, threads
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -173,9 +173,15 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             metrics = http.get("/metrics").text
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
+            # A busy server hears late of who has hung up.
+            wait_for(lambda: Taken.by(server.pid).descriptors <= before.descriptors)
             after = Taken.by(server.pid)
-        left = [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
-        assert left == [], f"files are left over: {left}"
+
+        def left() -> list[Path]:
+            return [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
+
+        wait_for(lambda: not left())
+        assert left() == [], f"files are left over: {left()}"
     return {
         "seconds": seconds,
         "clients": clients,

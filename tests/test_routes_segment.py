@@ -8,6 +8,7 @@ import time
 import weakref
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,13 @@ def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository:
         try:
             again = client.post("/segment", content=STACK, headers=TIFF)
             assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
-            threading.Timer(0.5, gate.set).start()
-            other = client.post("/segment", content=as_tiff(np.full((3, 8, 8), 201, np.uint8)), headers=TIFF)
+            with ThreadPoolExecutor(1) as pool:
+                unknown = as_tiff(np.full((3, 8, 8), 201, np.uint8))
+                posted = pool.submit(client.post, "/segment", content=unknown, headers=TIFF)
+                until(lambda: runtime.readers._taken > WAITING_READERS)
+                time.sleep(0.4)
+                gate.set()
+                other = posted.result(60)
         finally:
             gate.set()
         assert other.headers["x-cache"] == "miss"

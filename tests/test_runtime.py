@@ -115,7 +115,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
         until(lambda: "stuck" in " ".join(runtime.obstacles()))
         fake.gate.set()
         until(lambda: runtime.obstacles() == ())
-        assert job.future.result(5).segmentation.pixels.all()
+        assert job.future.result(20).segmentation.pixels.all()
 
 
 def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
@@ -125,7 +125,7 @@ def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_p
         fake.error = DeviceLost("cuda:0 has failed.")
         job = submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(DeviceLost):
-            job.future.result(5)
+            job.future.result(20)
         until(lambda: runtime.obstacles() == ("cuda:0 has failed.",))
 
 

@@ -15,9 +15,13 @@ import torch
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 torch.zeros(1)
-before = faults()
-torch.zeros(2**24)
-assert faults() - before < 2**24 * 4 // 4096 // 2, faults() - before
+taken = []
+# More than once: where memory is in pieces the system may not have large pages at once.
+for _ in range(20):
+    before = faults()
+    torch.zeros(2**24)
+    taken.append(faults() - before)
+assert min(taken) < 2**24 * 4 // 4096 // 2, taken
 """
 
 
