@@ -21,7 +21,7 @@ from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
 from service.stitching import Stitching, stitching
-from service.volume import Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
+from service.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
@@ -216,7 +216,9 @@ class Outlook:
         have, want = volume.shape[0], self.spec.input.channels
         if have == want:
             return
-        names = (volume.channels if isinstance(volume, Volume) else ()) or ("",) * have
+        names = volume.channels if isinstance(volume, Volume | Description) else ()
+        if len(names) != have:
+            names = ("",) * have
         named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
         taken = f"{want} channel" + ("s" if want > 1 else "")
         raise BadParameter(

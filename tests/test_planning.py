@@ -134,6 +134,12 @@ def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
     assert estimate(bands, seen, plan, 7, on_host=True) == estimate(bands, volume_of(16, 64, 96), plan, 7, on_host=True)
 
 
+def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
+    stored = ((3, 32, 64, 64), "uint16", None, "not stated", ("DAPI", "", "Cy5"), 1)
+    with pytest.raises(BadParameter, match=r"the volume has 3: 0 \(DAPI\), 1, 2 \(Cy5\); choose"):
+        Outlook(bands, SETTINGS).estimate(Description("TIFF", "CZYX", (3, 32, 64, 64), *stored), Options())
+
+
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     # As in a service: it takes a third of what torch takes on a device.
     ascent.prepare()
