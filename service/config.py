@@ -352,7 +352,10 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {e['msg']}" for e in error.errors())
+        faults = "; ".join(
+            f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
         raise ConfigError(f"The configuration is not understood: {faults}") from error
 
 

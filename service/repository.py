@@ -261,7 +261,8 @@ def describe(error: ValidationError) -> str:
     faults = []
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
-        faults.append(f"{key}: {fault['msg']}" if key else fault["msg"])
+        said = fault["msg"].removeprefix("Value error, ")
+        faults.append(f"{key}: {said}" if key else said)
     return "; ".join(faults)
 
 

@@ -192,7 +192,7 @@ def explain(faults: Iterable[Mapping[str, Any]]) -> str:
         if fault["type"] == "extra_forbidden":
             sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
         else:
-            sentences.append(f"{name}: {fault['msg']}.")
+            sentences.append(f"{name}: {fault['msg'].removeprefix('Value error, ')}.")
     return " ".join(sentences)
 
 

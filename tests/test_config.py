@@ -174,7 +174,7 @@ def test_one_section_is_overruled_and_checked_again() -> None:
 @pytest.mark.parametrize("key", ["sw_batch_size", "overlap"])
 def test_defaults_of_requests_stay_within_their_own_limits(key: str) -> None:
     beyond = {"sw_batch_size": "33", "overlap": "0.8"}[key]
-    with pytest.raises(ConfigError, match=rf"windows\.{key} exceeds limits\.{key}"):
+    with pytest.raises(ConfigError, match=rf"understood: settings: windows\.{key} exceeds limits\.{key}"):
         read_settings(None, {variable("windows", key): beyond})
     assert read_settings(None, {variable("windows", key): beyond, variable("limits", key): beyond})
 

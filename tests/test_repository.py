@@ -128,7 +128,7 @@ def test_missing_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
         ("input.roi_size", [64, 64], "input.roi_size"),
         ("input.roi_size", [64, 0, 64], "input.roi_size"),
         ("input.normalisation", {"kind": "magic"}, "input.normalisation"),
-        ("input.normalisation", {"kind": "percentile", "low": 99, "high": 1}, "low must be below high"),
+        ("input.normalisation", {"kind": "percentile", "low": 99, "high": 1}, ": low must be below high"),
         ("input.normalisation", {"kind": "range", "low": 3, "high": 3}, "low and high must differ"),
         ("outputs", [], "outputs: "),
         ("outputs", ["distance", "distance"], "a name of its own"),

@@ -79,7 +79,7 @@ def test_dark_windows_are_skipped_below_a_grey_value(text: str, meaning: Any) ->
 def test_a_grey_value_is_a_finite_number(text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Query(skip_below=text)
-    assert "skip_below: Value error, A grey value" in explain(caught.value.errors())
+    assert explain(caught.value.errors()).startswith("skip_below: A grey value")
 
 
 @pytest.mark.parametrize(
