@@ -303,6 +303,10 @@ def test_state_endpoints(live: Live) -> None:
         assert live.client.get(f"{prefix}/health/live").status_code == 200
         assert live.client.get(f"{prefix}/health/ready").status_code == 200
     assert live.client.get("/health").json()["models"] == {"bands": "ready"}
+    for path in ("/health", "/health/live", "/v2/health/ready"):
+        head = live.client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert live.client.post(path).headers["allow"] == "GET, HEAD"
     hardware = live.client.get("/gpu").json()
     assert hardware["cpu"]["cores"] >= 1
     assert hardware["models"]["bands"]["engine"] == "eager"

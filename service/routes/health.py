@@ -46,6 +46,9 @@ async def ready(runtime: RuntimeDependency) -> Liveness:
 
 
 for _prefix in PREFIXES:
-    _documented = _prefix == ""
-    router.add_api_route(f"{_prefix}/health/live", live, include_in_schema=_documented)
-    router.add_api_route(f"{_prefix}/health/ready", ready, include_in_schema=_documented)
+    for _name, _endpoint in (("live", live), ("ready", ready)):
+        router.add_api_route(f"{_prefix}/health/{_name}", _endpoint, include_in_schema=_prefix == "")
+        router.add_api_route(f"{_prefix}/health/{_name}", _endpoint, methods=["HEAD"], include_in_schema=False)
+
+# What many load balancers and `wget --spider` ask with; the status is all that they look at.
+router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
