@@ -224,7 +224,8 @@ def read_spec(folder: Path) -> ModelSpec:
 def model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
     """The folders below `root` that hold a model file, or those of `names`, unread. Raises BrokenModel for none."""
     if not root.is_dir():
-        raise BrokenModel(f"The model repository {root} is not a folder; set models.folder to the one to serve.")
+        where = "" if root.is_absolute() else " of the working directory"
+        raise BrokenModel(f"The model repository {root} is not a folder{where}; set models.folder to the one to serve.")
     folders = [root / name for name in names] or sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
     if not folders:
         raise BrokenModel(f"The model repository {root} holds no */{FILE_NAME}.")
@@ -251,7 +252,9 @@ def usual(models: Iterable[str]) -> str | None:
 def choose(models: Mapping[str, T], name: str | None, default: str | None) -> T:
     """The model called `name`; None: the `default`, without one the `usual` one. Raises UnknownModel."""
     wanted = name or default or usual(models)
-    if wanted is None or wanted not in models:
+    if wanted is None:
+        raise UnknownModel("No model is served. The service's operator finds the reason in GET /health.")
+    if wanted not in models:
         raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models) or 'none'}.")
     return models[wanted]
 

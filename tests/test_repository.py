@@ -208,6 +208,8 @@ def test_repository_without_models_is_refused(tmp_path: Path) -> None:
         read_repository(tmp_path)
     with pytest.raises(BrokenModel, match=r"is not a folder; set models\.folder"):
         read_repository(tmp_path / "nowhere")
+    with pytest.raises(BrokenModel, match=r"repository nowhere is not a folder of the working directory; set"):
+        read_repository(Path("nowhere"))
 
 
 def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
@@ -233,7 +235,16 @@ def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str],
     assert usual(served) == name
 
 
-@pytest.mark.parametrize(("models", "told"), [({"nuclei": 1, "cells": 2}, "nuclei, cells"), ({}, "none")])
-def test_choice_that_is_not_there_is_refused_with_those_that_are(models: dict[str, int], told: str) -> None:
-    with pytest.raises(UnknownModel, match=f"served are: {told}"):
-        choose(models, "livers" if models else None, None)
+@pytest.mark.parametrize(
+    ("models", "name", "told"),
+    [
+        ({"nuclei": 1, "cells": 2}, "livers", "no model 'livers'; served are: nuclei, cells"),
+        ({}, "livers", "no model 'livers'; served are: none"),
+        ({}, None, "No model is served"),
+    ],
+)
+def test_choice_that_is_not_there_is_refused_with_those_that_are(
+    models: dict[str, int], name: str | None, told: str
+) -> None:
+    with pytest.raises(UnknownModel, match=told):
+        choose(models, name, None)
