@@ -47,7 +47,7 @@ PARAMETERS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 refused or failed, 2 not understood."""
+    """Run a command; returns the exit status: 0 done, 1 refused or failed, 2 not understood, 130 interrupted."""
     options = parser().parse_args(arguments)
     try:
         settings = read_settings(options.config)
@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StackSegError, OSError) as error:
         sys.stderr.write(f"stackseg: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write("stackseg: interrupted\n")
+        return 130
     return status
 
 
@@ -134,6 +137,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         query = Query.model_validate(given)
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error
+    check_results(options.input, [path for path in (options.result, options.measurements) if path is not None])
     models = settings.models
     spec = choose(read_repository(models.folder, models.serve), query.model, models.default)
     stages = Stages()
@@ -175,6 +179,21 @@ def run_key(options: argparse.Namespace, _settings: Settings) -> int:
         f'access:\n  keys:\n    "{options.name}": {access.hash_of(key)}\n'
     )
     return 0
+
+
+def check_results(stack: Path, results: Sequence[Path]) -> None:
+    """Look before anything is computed. Raises BadParameter for what could not be written or would replace a file."""
+    for path in results:
+        if path.is_dir():
+            raise BadParameter(f"{path} is a folder; name the file to write.")
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise BadParameter(
+                f"{path}: {path.parent} is not a folder that may be written to; make it, or name another."
+            )
+        if path.exists() and path.samefile(stack):
+            raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
+    if len({path.resolve() for path in results}) < len(results):
+        raise BadParameter(f"{results[0]} is named for two results; give each a name of its own.")
 
 
 def is_public(host: str) -> bool:

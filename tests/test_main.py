@@ -3,15 +3,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
+from fakes import until
 from live import as_tiff
 
 from service.__main__ import is_public, main
@@ -97,6 +101,60 @@ def test_refusal_is_one_line_and_status_one(
     assert line.startswith("stackseg: ")
     assert word in line
     assert not (tmp_path / "out.tif").exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "more", "word"),
+    [
+        ("nowhere/out.tif", [], "nowhere is not a folder"),
+        ("out.tif", ["--measurements", "nowhere/objects.csv"], "nowhere is not a folder"),
+        (".", [], "name the file to write"),
+        ("stack.tif", [], "the stack itself"),
+        ("linked.tif", [], "the stack itself"),
+        ("out.tif", ["--measurements", "stack.tif"], "the stack itself"),
+        ("out.tif", ["--measurements", "out.tif"], "two results"),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_before_work_starts(
+    config: Path,
+    stack: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    result: str,
+    more: list[str],
+    word: str,
+) -> None:
+    monkeypatch.chdir(stack.parent)
+    Path("linked.tif").symlink_to(stack)
+    before = stack.read_bytes()
+    # Were anything read first, that would be refused instead.
+    assert run("segment", stack, result, "--config", config, "--model", "livers", *more) == 1
+    assert word in capsys.readouterr().err
+    assert stack.read_bytes() == before
+
+
+def test_an_interruption_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    os.mkfifo(config)
+    # Whoever runs the tests may have them ignore the signal, which a child inherits.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from service.__main__ import main; sys.exit(main(['models', '--config', sys.argv[1]]))"
+    command = [sys.executable, "-c", code, str(config)]
+    ends: list[int] = []
+
+    def is_read() -> bool:
+        # Only what somebody reads can be opened so; the command then waits for what is never written.
+        with suppress(OSError):
+            ends.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends) or process.poll() is not None
+
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until(is_read, 120)
+        process.send_signal(signal.SIGINT)
+        _out, err = process.communicate(timeout=120)
+    for end in ends:
+        os.close(end)
+    assert (process.returncode, err) == (130, "stackseg: interrupted\n")
 
 
 def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
