@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.arrays import Pool
 from service.kernels import Kernel
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -36,6 +37,9 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 # Bytes that are read through in some 30 us.
 BRIEF = 2**20
+
+# Of what has left, so many wait to be used again: as many as there are where one is decoded while others come.
+IDLE = 4
 
 # What 16 bits can hold.
 VALUES = 2**16
@@ -70,6 +74,8 @@ class Row:
         if not inside or (self.layer.shape[0], self.layer.shape[3]) != (outputs, width):
             raise ValueError(f"windows from {self.starts[2]} on leave a row of {width} columns, or the layer differs")
         self.edges = (outputs, *edges, width)
+        # Of what leaves, each has room for as much as all that is here.
+        self.means = Pool(self.sums.nbytes, IDLE)
         self.every_weight = torch.cat(self.weights)
         self.every_start = _integers(*(start for along in self.starts for start in along))
         self.counts = _integers(*map(len, self.starts))
@@ -167,7 +173,8 @@ class Stitching(Kernel):
         if not max(reached, depth - planes) <= shared:
             raise ValueError(f"{depth - planes} planes are kept and {reached} added in a layer of {shared}")
         threads = torch.get_num_threads()
-        scratch, means = torch.empty((threads, width)), torch.empty((outputs, planes, rows, width))
+        scratch, whole = torch.empty((threads, width)), torch.from_numpy(row.means.take()).view(torch.float32)
+        means = whole[: outputs * planes * rows * width].view(outputs, planes, rows, width)
         failed = self._functions.stackseg_leave(
             *(row.sums.data_ptr(), row.shape, row.every_weight.data_ptr(), row.least, row.every_start, row.counts),
             *(z, y, planes, rows, reached, row.layer.data_ptr(), shared, length),

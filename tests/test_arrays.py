@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import mmap
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service import arrays
-from service.arrays import allocator, on_disk, release
+from service.arrays import ALIGNMENT, Pool, allocator, on_disk, release
 from service.errors import OutOfStorage
 
 
@@ -54,3 +55,36 @@ def test_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(OutOfStorage, match="no room"):
         on_disk((2**50,), np.uint8, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_a_pool_serves_again_once_no_view_of_it_is_left() -> None:
+    pool = Pool(1000, idle=2)
+    one = pool.take()
+    place, view = one.ctypes.data, one.view(np.float32)[10:20]
+    view[:] = 7
+    del one
+    other = pool.take()
+    other[:] = 1
+    assert (view == 7).all()
+    assert other.ctypes.data != place
+    del view
+    assert pool.take().ctypes.data == place
+
+
+def test_arrays_of_a_pool_begin_where_lines_of_the_cache_do() -> None:
+    pool = Pool(100, idle=0)
+    arrays = [pool.take() for _ in range(20)]
+    assert all(made.nbytes == 100 and made.ctypes.data % ALIGNMENT == 0 for made in arrays)
+    assert len({made.ctypes.data for made in arrays}) == 20
+
+
+def test_no_more_memory_waits_in_a_pool_than_it_may_keep() -> None:
+    pool, kept = Pool(2**24, idle=1), 2**24 + ALIGNMENT
+    tracemalloc.start()
+    try:
+        held = [pool.take() for _ in range(3)]
+        assert tracemalloc.get_traced_memory()[0] > 3 * 2**24
+        held.clear()
+        assert 2**24 < tracemalloc.get_traced_memory()[0] < kept + 2**20
+    finally:
+        tracemalloc.stop()

@@ -10,6 +10,7 @@ import torch
 from fakes import untried
 from torch import nn
 
+from service.arrays import Pool
 from service.engine import packed, tape, winograd
 from service.engine.prepare import prepare
 from service.engine.tape import Taped
@@ -92,7 +93,7 @@ def test_weights_stay_as_long_as_the_tape():
     rest = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
     arena = tape.Arena(played.arena)
     arena.memory.fill_(255)
-    assert torch.equal(played.play(x, arena), expected)
+    assert torch.equal(played.play(x, arena, Pool(played.nbytes, 0)), expected)
     assert rest
 
 
@@ -107,6 +108,21 @@ def test_scores_last_and_nothing_is_left_of_earlier_calls():
     assert torch.equal(taped(bad)[1:], kept[1:])
     assert torch.equal(taped(x), kept)
     assert torch.equal(first, kept)
+
+
+@torch.inference_mode()
+def test_memory_of_scores_serves_again_once_nobody_looks_at_them():
+    """Also for batches of other lengths; and no more of it waits than may be kept."""
+    module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
+    taped = Taped(module, x)
+    scores = taped(x)
+    place, part = scores.data_ptr(), scores[1:]
+    expected = part.clone()
+    del scores
+    assert taped(x[:1]).data_ptr() != place
+    assert torch.equal(part, expected)
+    del part
+    assert taped(x[:1]).data_ptr() == place
 
 
 def test_threads_do_not_disturb_each_other():

@@ -63,6 +63,21 @@ def test_slabs_are_those_of_torch(kernel, seed, size, roi, overlap, outputs, lay
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
 
 
+def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
+    grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
+    made = blender(grid, 2, Blending(), CPU, kernel)
+    places, last, rows = set(), None, 0
+    for place in grid.positions():
+        slab = made.add(place, torch.ones(2, *grid.roi))
+        if slab is not None:
+            # This one and the one before are there.
+            assert last is None or last.scores.data_ptr() != slab.scores.data_ptr()
+            last, rows = slab, rows + 1
+            places.add(slab.scores.data_ptr())
+    assert rows > 10
+    assert len(places) == 2
+
+
 @pytest.mark.parametrize("threads", [2, 5])
 def test_any_number_of_threads_gives_the_same_bits(kernel, threads):
     grid = Grid.cover((9, 11, 13), (4, 6, 5), 0.5)

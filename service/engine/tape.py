@@ -22,12 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from service.arrays import ALIGNMENT, Pool
 from service.engine import patches
 from service.engine.steps import NO_MEMORY, Call, Steps, overheard
 from service.networks import Network
 
-# Buffers begin where vectors and lines of the cache do.
-ALIGNMENT = 64
+# Of memory for scores that waits to be used again.
+IDLE_BYTES = 2**24
 
 # Where tensors of a step lie: for good where they are, in the batch, in the scores, or in the arena.
 FIXED, BATCH, SCORES, ARENA = range(4)
@@ -73,6 +74,8 @@ class Taped:
         self._like = (batch.dtype, batch.stride())
         self.nbytes = max(tape.arena for tape in self._tapes.values())
         self.score_bytes = self._tapes[batch[:1].shape].nbytes
+        most = max(tape.nbytes for tape in self._tapes.values())
+        self._scores = Pool(most, IDLE_BYTES // most)
         self._own = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ class Taped:
         arena = getattr(self._own, "arena", None)
         if arena is None:
             arena = self._own.arena = Arena(self.nbytes)
-        return tape.play(x, arena)
+        return tape.play(x, arena, self._scores)
 
 
 class Arena:
@@ -113,9 +116,9 @@ class Tape:
         self.nbytes = like.nbytes
         self._fixed = tuple(fixed)
 
-    def play(self, x: Tensor, arena: Arena) -> Tensor:
-        """The scores of `x`. Raises MemoryError."""
-        scores = torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+    def play(self, x: Tensor, arena: Arena, pool: Pool) -> Tensor:
+        """The scores of `x`, in memory of the pool. Raises MemoryError."""
+        scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
         places = arena.places
         places[BATCH], places[SCORES] = x.data_ptr(), scores.data_ptr()
         if KERNEL.number("stackseg_play", self._tape, self.steps, places, torch.get_num_threads()):
@@ -151,7 +154,7 @@ def record(module: nn.Module, x: Tensor) -> Tape:
     tape = recorder.tape(scores)
     # Of another batch, as something may be made of this one unseen.
     other = _some_like(x, 1)
-    if not torch.equal(tape.play(other, Arena(tape.arena)), module(other)):
+    if not torch.equal(tape.play(other, Arena(tape.arena), Pool(tape.nbytes, 0)), module(other)):
         raise Untaped("other scores come of the steps that were seen")
     return tape
 
