@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,19 @@ class Slow(Segmenter):
         return super().segment(*arguments, **options)
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
+@contextmanager
+def two_devices(folder: Path) -> Iterator[Live]:
     device = {"serve": ["cpu", "cpu"], "threads": 1}
     settings = eager(
-        bands_repository, device=device, watchdog={"batch_seconds": 2.5, "grace_seconds": 600}, limits={"waiting": 40}
+        folder, device=device, watchdog={"batch_seconds": 2.5, "grace_seconds": 600}, limits={"waiting": 40}
     )
     with serve(settings, load=Slow) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def live(bands_repository: Path) -> Iterator[Live]:
+    with two_devices(bands_repository) as running:
         yield running
 
 
@@ -118,12 +125,13 @@ def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phanto
     until(lambda: live.client.get(job).json()["state"] == "done", 20)
 
 
-# The last one: what is lost stays lost.
-def test_a_lost_device_takes_readiness_and_requests_go_to_the_other(live: Live, phantom_maker: Any) -> None:
+def test_a_lost_device_takes_readiness_and_requests_go_to_the_other(bands_repository: Path, phantom_maker: Any) -> None:
+    """Of a server of its own: what is lost stays lost."""
     stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
-    first, _ = loaded(live)
-    first.lost = True
-    answer = live.segment(stack)
-    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
-    until(lambda: live.client.get("/health/ready").status_code == 503, 20)
-    assert live.segment(stack).status_code == 200
+    with two_devices(bands_repository) as live:
+        first, _ = loaded(live)
+        first.lost = True
+        answer = live.segment(stack)
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
+        until(lambda: live.client.get("/health/ready").status_code == 503, 20)
+        assert live.segment(stack).status_code == 200

@@ -653,10 +653,10 @@ def test_who_stops_does_not_wait_for_clients_to_end_tls(tmp_path: Path, sent: by
 
 
 @needs_openssl
-@pytest.mark.parametrize("drain_seconds", [0.1, 2 * SECONDS], ids=["drained", "draining"])
+@pytest.mark.parametrize("drain_seconds", [0.1, 6 * SECONDS], ids=["drained", "draining"])
 def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, drain_seconds: float) -> None:
     echo, files, body = Echo(), key_and_certificate(tmp_path), random.Random(4).randbytes(12 * 2**20)
-    server = stopping(echo, drain_seconds, stalled_seconds=0.5, timeout_graceful_shutdown=2 * SECONDS, **files)
+    server = stopping(echo, drain_seconds, stalled_seconds=0.5, timeout_graceful_shutdown=6 * SECONDS, **files)
     content = bytearray()
 
     def read(client: ssl.SSLSocket) -> None:
@@ -675,7 +675,7 @@ def test_who_stops_sends_whole_answers_to_slow_readers_over_tls(tmp_path: Path, 
         stopped = time.monotonic() - began
         reader.join()
     assert content.endswith(body[-(2**20) :])
-    assert 2 < stopped < SECONDS
+    assert 2 < stopped < 4 * SECONDS
 
 
 def test_what_the_system_has_not_sent_is_not_cut() -> None:
