@@ -56,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StackSegError, OSError) as error:
         sys.stderr.write(f"stackseg: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if options.extra is None:
+            raise
+        needed = f"the extra {options.extra}: pip install 'stackseg[{options.extra}]'"
+        sys.stderr.write(f"stackseg: {error.name} is not installed, which comes with {needed}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("stackseg: interrupted\n")
         return 130
@@ -66,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
     root.add_argument("--version", action="version", version=version("stackseg"))
+    root.set_defaults(extra=None)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run the HTTP service")

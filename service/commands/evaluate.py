@@ -34,7 +34,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     )
     evaluate.add_argument("--no-floor", action="store_true", help="without the classical method, which takes its time")
     evaluate.add_argument("--json", action="store_true", help="one object per stack and method")
-    evaluate.set_defaults(run=run)
+    evaluate.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:

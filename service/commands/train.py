@@ -30,7 +30,7 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("--seed", type=int, help="the same seed gives the same model")
     train.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     train.add_argument("--benchmark", action="store_true", help="only measure steps, with and without mixed precision")
-    train.set_defaults(run=run)
+    train.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
