@@ -39,7 +39,6 @@ def blend(windows: list[Tensor], grid: Grid, kernel: Stitching) -> None:
     made = blender(grid, len(windows[0]), Blending(), CPU, kernel)
     for index, place in enumerate(grid.positions()):
         made.add(place, windows[index % len(windows)])
-    made.finish()
 
 
 def spent(call: Callable[[], None], windows: int) -> float:

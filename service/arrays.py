@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import tempfile
@@ -59,10 +60,11 @@ class Pool:
 
     nbytes  of each; where it begins, vectors and lines of the cache do
     idle    so many wait for the next use, at most
+    spare   where its memory comes from, and goes with its end
     """
 
-    def __init__(self, nbytes: int, idle: int) -> None:
-        self._nbytes, self._most = nbytes, idle
+    def __init__(self, nbytes: int, idle: int, spare: Spare | None = None) -> None:
+        self._nbytes, self._most, self._spare = nbytes, idle, spare
         self._idle = list[Array]()
 
     def take(self) -> NDArray[np.uint8]:
@@ -70,13 +72,54 @@ class Pool:
         try:
             memory = self._idle.pop()
         except IndexError:
-            memory = _aligned(self._nbytes)
+            found = None if self._spare is None else self._spare.take(self._nbytes)
+            memory = _aligned(self._nbytes) if found is None else found
         return np.asarray(_Loan(memory, self))
+
+    def __del__(self) -> None:
+        if self._spare is not None:
+            for memory in self._idle:
+                self._spare.keep(memory)
 
     def give_back(self, memory: Array) -> None:
         """To be called once nobody looks at it any more."""
         if len(self._idle) < self._most:
             self._idle.append(memory)
+
+
+class Spare:
+    """Memory that waits for a pool that needs arrays of its size: the next request is often like the last.
+
+    A system hands out fresh memory in pages that it must first fill with zeros.
+
+    nbytes  so much waits, at most; the oldest goes first
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes
+        # Whoever takes one out has it for himself. There is no lock, as pools end wherever Python looks for such.
+        self._idle = dict[int, Array]()
+        self._numbers = itertools.count()
+
+    def take(self, nbytes: int) -> Array | None:
+        """Some of exactly this size."""
+        for number, memory in reversed(self._idle.copy().items()):
+            if memory.nbytes == nbytes and self._idle.pop(number, None) is not None:
+                return memory
+        return None
+
+    def keep(self, memory: Array) -> None:
+        """To be called once nobody looks at it any more."""
+        if not 0 < memory.nbytes <= self._most:
+            return
+        self._idle[next(self._numbers)] = memory
+        idle = self._idle.copy()
+        held = sum(one.nbytes for one in idle.values())
+        for number, oldest in idle.items():
+            if held <= self._most:
+                return
+            self._idle.pop(number, None)
+            held -= oldest.nbytes
 
 
 class _Loan:

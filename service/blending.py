@@ -1,7 +1,8 @@
 """Where windows lie on a volume, what a voxel in them counts, and the weighted sums of their scores.
 
 Windows come in rows along x, rows in layers along z. Neither the scores of the whole volume nor their weights ever
-exist: one row is summed at a time, and of a layer only the planes that the next one reaches are kept.
+exist: what no later row reaches leaves with the last window of its row, and of a layer only the planes are kept that
+the next one reaches.
 """
 
 from __future__ import annotations
@@ -11,16 +12,32 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from service.errors import NonFiniteScores
-from service.stitching import Row, Stitching
+from service.stitching import Margins, Stitching
 
 Size = tuple[int, int, int]
+
+
+class Along(NamedTuple):
+    """What a window has in common with others along one axis.
+
+    nth      of all that begin elsewhere on it
+    known    first voxels that the window before reaches
+    leaving  first voxels that the window behind does not reach
+    """
+
+    nth: int
+    known: int
+    leaving: int
+
+
+Place = tuple[Along, Along, Along]
 
 LEAST_WEIGHT = 1e-3
 
@@ -77,11 +94,16 @@ class Grid:
         """Number of rows of windows along x."""
         return len(self.starts[0]) * len(self.starts[1])
 
+    @cached_property
+    def along(self) -> tuple[dict[int, Along], dict[int, Along], dict[int, Along]]:
+        """What windows have in common with others along each axis, by their first voxel."""
+        z, y, x = (_along(starts, edge) for starts, edge in zip(self.starts, self.roi, strict=True))
+        return z, y, x
+
     @property
-    def shared_planes(self) -> int:
-        """Most planes that two layers of windows, one z start after the other, have in common."""
-        steps = (after - start for start, after in itertools.pairwise(self.starts[0]))
-        return max((self.roi[0] - step for step in steps), default=0)
+    def shared(self) -> Size:
+        """Most voxels along each axis that a window has in common with the one before."""
+        return triple([max(window.known for window in axis.values()) for axis in self.along])
 
     def rows_to_skip(self, outputs: int, batch_size: int) -> int:
         """Most rows without a window that is computed between two that are: their slabs leave with one batch."""
@@ -102,74 +124,24 @@ class Blending:
 
 
 class Blender(ABC):
-    """Weighted means of the scores of windows that come in order; `blender` makes one.
-
-    One row of windows along x is summed at a time, and the part of the row before that lies in it; of the layer before
-    (one z start), those planes are kept that this layer reaches.
-    """
+    """Weighted means of the scores of windows that come in order; `blender` makes one."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        # Planes of the layer before that this one reaches.
-        self._reached = 0
-        self._z = self._y = -1
-        # The first rows of this row came from the one before, the first columns of the others from its windows.
-        self._carried = self._right = 0
 
     def add(self, place: Size, window: Tensor) -> Slab | None:
-        """Add the scores [K, *roi] of one window; gives what became final, if anything. Raises NonFiniteScores."""
-        z, y, left = place
-        slab = self._next_row(z, y) if self._z >= 0 and (z, y) != (self._z, self._y) else None
-        self._z, self._y = z, y
-        self._put(window, left, max(self._right - left, 0))
-        self._right = left + self._grid.roi[2]
-        return slab
-
-    def finish(self) -> Slab:
-        """What is left after the last window. Raises NonFiniteScores."""
-        return self._slab(self._grid.roi[0], self._grid.roi[1])
-
-    def _next_row(self, z: int, y: int) -> Slab:
-        """Take leave of this row, as far as the one that begins at (z, y) does not reach into it."""
-        depth, height, _ = self._grid.roi
-        self._right = 0
-        if z != self._z:
-            slab = self._slab(z - self._z, height)
-            self._begin_layer()
-            self._carried, self._reached = 0, depth - (z - self._z)
-            return slab
-        step = y - self._y
-        slab = self._slab(self._final_planes(), step)
-        self._carried = height - step
-        self._carry(step)
-        return slab
-
-    def _final_planes(self) -> int:
-        """Planes of this layer that no later one reaches."""
-        later = (start for start in self._grid.starts[0] if start > self._z)
-        return next(later, self._z + self._grid.roi[0]) - self._z
-
-    def _slab(self, planes: int, rows: int) -> Slab:
-        scores = self._leave(planes, rows)
+        """Add the scores [K, *roi] of one window; gives what leaves with the last of a row. Raises NonFiniteScores."""
+        z, y, x = (axis[start] for axis, start in zip(self._grid.along, place, strict=True))
+        scores = self._add((z, y, x), window)
+        if scores is None:
+            return None
         # Only an axis that holds a single window is padded, so what is cut off is cut off its only slab.
         inside = (slice(first, first + n) for first, n in zip(self._grid.before, self._grid.size, strict=True))
-        return Slab(self._z, self._y, scores[(None, slice(None), *inside)])
+        return Slab(place[0], place[1], scores[(None, slice(None), *inside)])
 
     @abstractmethod
-    def _put(self, window: Tensor, left: int, known: int) -> None:
-        """Add a window to the row from column `left` on, of which the first `known` have sums already."""
-
-    @abstractmethod
-    def _leave(self, planes: int, rows: int) -> Tensor:
-        """Take leave of the first `rows` of this row: `planes` of them are final, the next layer gets the others."""
-
-    @abstractmethod
-    def _carry(self, step: int) -> None:
-        """Let the next row begin `step` rows further."""
-
-    @abstractmethod
-    def _begin_layer(self) -> None:
-        """Let the next row be the first of its layer."""
+    def _add(self, place: Place, window: Tensor) -> Tensor | None:
+        """Of the last window of a row: means of the planes and rows that leave, [K, z, y, X]."""
 
 
 def blender(grid: Grid, outputs: int, blending: Blending, device: torch.device, kernel: Stitching) -> Blender:
@@ -180,41 +152,32 @@ def blender(grid: Grid, outputs: int, blending: Blending, device: torch.device, 
 
 
 class _InOnePass(Blender):
-    """By the kernel; the weights of what leaves are computed once more, which is cheaper than keeping their sums."""
+    """By the kernel: what no later window reaches leaves with each window; of the others sums are kept."""
 
     def __init__(self, grid: Grid, outputs: int, blending: Blending, kernel: Stitching) -> None:
         super().__init__(grid)
         z, y, x = (importance(edge, blending, torch.device("cpu")) for edge in grid.roi)
-        self._kernel = kernel
-        self._row = Row(
-            sums=torch.empty((outputs, *grid.roi[:2], grid.padded[2])),
-            layer=torch.empty((outputs, grid.shared_planes, *grid.padded[1:])),
-            weights=(z, y, x),
-            least=LEAST_WEIGHT,
-            starts=grid.starts,
-        )
+        self._kernel, self._columns = kernel, len(grid.starts[2])
+        self._margins = Margins(outputs, grid.padded, (z, y, x), LEAST_WEIGHT, grid.starts)
+        self._means: Tensor | None = None
 
-    def _put(self, window: Tensor, left: int, known: int) -> None:
-        self._kernel.add(self._row, window, left, known, self._carried)
-
-    def _leave(self, planes: int, rows: int) -> Tensor:
-        scores, good = self._kernel.leave(self._row, (self._z, self._y), (planes, rows), self._reached)
-        if not good:
+    def _add(self, place: Place, window: Tensor) -> Tensor | None:
+        z, y, x = place
+        if self._means is None:
+            self._means = self._margins.means(z.leaving, y.leaving)
+        if not self._kernel.blend(self._margins, (z.nth, y.nth, x.nth), window, self._means):
             raise NonFiniteScores(NOT_FINITE)
-        return scores
-
-    def _carry(self, step: int) -> None:
-        self._row.first = (self._row.first + step) % self._grid.roi[1]
-
-    def _begin_layer(self) -> None:
-        self._row.first = 0
+        if x.nth + 1 < self._columns:
+            return None
+        means, self._means = self._means, None
+        return means
 
 
 class _WithTorch(Blender):
-    """By torch, on any device.
+    """By torch, on any device. One row of windows along x is summed at a time.
 
-    row     [K, roi z, roi y, X]
-    layer   [K, z, Y, X]
+    row     [K, roi z, roi y, X], of which the first rows came from the row before
+    layer   [K, z, Y, X], planes of the layer before (one z start) that this one reaches
     Weights have the same shapes without K, and those of a single row are the same for all rows.
 
     Nothing is zeroed that is written anyway: the buffers do not fit a processor's cache.
@@ -223,7 +186,7 @@ class _WithTorch(Blender):
     def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device) -> None:
         super().__init__(grid)
         self._importance = importance_map(grid.roi, blending, device)
-        shared = (grid.shared_planes, *grid.padded[1:])
+        shared = (grid.shared[0], *grid.padded[1:])
         self._row = torch.empty((outputs, *grid.roi[:2], grid.padded[2]), device=device)
         self._layer = torch.empty((outputs, *shared), device=device)
         self._layer_weight = torch.empty(shared, device=device)
@@ -232,32 +195,41 @@ class _WithTorch(Blender):
             self._one_row[:, :, left : left + grid.roi[2]] += self._importance
         self._weight = self._one_row.clone()
 
-    def _put(self, window: Tensor, left: int, known: int) -> None:
-        old, new = slice(self._carried), slice(self._carried, None)
+    def _add(self, place: Place, window: Tensor) -> Tensor | None:
+        z, y, x = place
+        starts = self._grid.starts
+        left, old, new = starts[2][x.nth], slice(y.known), slice(y.known, None)
         here = self._row[..., left : left + self._grid.roi[2]]
         here[:, :, old].addcmul_(window[:, :, old], self._importance[:, old])
-        here[:, :, new, :known].addcmul_(window[:, :, new, :known], self._importance[:, new, :known])
-        torch.mul(window[:, :, new, known:], self._importance[:, new, known:], out=here[:, :, new, known:])
+        here[:, :, new, : x.known].addcmul_(window[:, :, new, : x.known], self._importance[:, new, : x.known])
+        torch.mul(window[:, :, new, x.known :], self._importance[:, new, x.known :], out=here[:, :, new, x.known :])
+        if x.nth + 1 < len(starts[2]):
+            return None
+        means = self._leave(z, y, starts[1][y.nth])
+        if y.nth + 1 < len(starts[1]):
+            self._carry(y.leaving)
+        else:
+            self._weight.copy_(self._one_row)
+        return means
 
-    def _leave(self, planes: int, rows: int) -> Tensor:
-        kept = self._grid.roi[0] - planes
+    def _leave(self, z: Along, y: Along, top: int) -> Tensor:
+        """Means of the planes and rows that are final; the next layer gets the other planes of these rows."""
+        kept = self._grid.roi[0] - z.leaving
         for all_sums, layer in ((self._row, self._layer), (self._weight, self._layer_weight)):
-            sums, here = all_sums[..., :rows, :], layer[..., self._y : self._y + rows, :]
-            sums[..., : self._reached, :, :] += here[..., : self._reached, :, :]
-            here[..., :kept, :, :].copy_(sums[..., planes:, :, :])
-        return finite(self._row[:, :planes, :rows] / self._weight[:planes, :rows])
+            sums, here = all_sums[..., : y.leaving, :], layer[..., top : top + y.leaving, :]
+            sums[..., : z.known, :, :] += here[..., : z.known, :, :]
+            here[..., :kept, :, :].copy_(sums[..., z.leaving :, :, :])
+        return finite(self._row[:, : z.leaving, : y.leaving] / self._weight[: z.leaving, : y.leaving])
 
     def _carry(self, step: int) -> None:
-        kept = self._carried
+        """Let the next row begin `step` rows further."""
+        kept = self._grid.roi[1] - step
         for sums in (self._row, self._weight):
             part = sums[..., step:, :]
             # Source and target overlap where windows do by more than a half.
             sums[..., :kept, :].copy_(part if kept <= step else part.clone())
         self._weight[:, kept:] = 0
         self._weight += self._one_row
-
-    def _begin_layer(self) -> None:
-        self._weight.copy_(self._one_row)
 
 
 def finite(scores: Tensor, kernel: Stitching | None = None) -> Tensor:
@@ -293,6 +265,12 @@ def _starts(length: int, edge: int, step: int) -> tuple[int, ...]:
     """Every `step` voxels from 0, the last window moved back so that it ends where the volume ends."""
     count = -(-(length - edge) // step) + 1
     return tuple(min(index * step, length - edge) for index in range(count))
+
+
+def _along(starts: tuple[int, ...], edge: int) -> dict[int, Along]:
+    steps = [after - start for start, after in itertools.pairwise(starts)]
+    ends = zip(starts, [0, *(edge - step for step in steps)], [*steps, edge], strict=True)
+    return {start: Along(nth, known, leaving) for nth, (start, known, leaving) in enumerate(ends)}
 
 
 def _step(length: int, edge: int, overlap: float) -> int:

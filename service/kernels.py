@@ -193,7 +193,7 @@ def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
         [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
     ).stdout
     processor = f"{platform.machine()} {hardware.processor()}"
-    headers = b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.hpp")))
+    headers = b"".join(header.read_bytes() for header in sorted(source.parent.rglob("*.hpp")))
     parts = (
         source.read_bytes(),
         headers,

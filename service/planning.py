@@ -119,14 +119,17 @@ def estimate(  # noqa: PLR0913
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
         slabs += min(at_once * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
-    # Of the rows of slabs only the last leaves as a whole. A window that is alone is not summed up. Only torch keeps
-    # weights beside the sums.
+    # Of the rows of slabs only the last leaves as a whole. A window that is alone is not summed up. The kernel keeps
+    # sums of what windows share, torch those of a whole row, and weights beside them.
     step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
-    outputs, weights = len(spec.outputs), not (on_host and kernel.suits(CPU))
-    rows = height if grid.count == 1 else 2 * height + (slabs - 1) * step
-    sums = depth * along * (outputs * rows + (weights * height if grid.count > 1 else 0))
-    layer = grid.shared_planes * across * along * (outputs + weights)
-    running = 4 * (sums + layer) + at_once * window_bytes
+    rows = height if grid.count == 1 else height + (slabs - 1) * step
+    outputs, kept = len(spec.outputs), 0
+    shared_planes, shared_rows, shared_columns = grid.shared
+    if grid.count > 1 and on_host and kernel.suits(CPU):
+        kept = outputs * (depth * (2 * height * shared_columns + along * shared_rows) + shared_planes * across * along)
+    elif grid.count > 1:
+        kept = along * (outputs + 1) * (depth * height + shared_planes * across)
+    running = 4 * (kept + outputs * depth * along * rows) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1]) if decoding.disk else 0

@@ -6,7 +6,8 @@ The same comes out as of torch, which takes several passes over the same memory.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import itertools
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.arrays import Pool
+from service.arrays import Pool, Spare
 from service.kernels import Kernel
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -27,8 +28,7 @@ SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
     ("stackseg_rank", "pqqp", "q"),
     ("stackseg_cut", "pipipffffi", "-"),
-    ("stackseg_add", "pipppfqqqpi", "-"),
-    ("stackseg_leave", "pppfppqqqqqpqqppi", "i"),
+    ("stackseg_blend", "pipppppppi", "i"),
     ("stackseg_finite", "piq", "i"),
 )
 
@@ -41,49 +41,64 @@ BRIEF = 2**20
 # Of what has left, so many wait to be used again: as many as there are where one is decoded while others come.
 IDLE = 4
 
+# Of a request's sums and means, so many bytes wait for the next one: those of 64 x 512 x 512 voxels and two outputs.
+SPARE = Spare(2**26)
+
+# Voxels beyond the edge of a window that the kernel may look at, whose weight is nothing.
+BEYOND = 16
+
 # What 16 bits can hold.
 VALUES = 2**16
 
 
-@dataclass
-class Row:
-    """Sums of one row of windows along x, and of the planes of the layer before that it shares; contiguous.
+class Margins:
+    """Sums of what windows have in common with later ones, float32.
 
-    sums     float32 [K, z, y, X], a ring along y that begins at `first`
-    layer    float32 [K, shared z, Y, X]
+    outputs  K
+    size     edges of the padded volume (Z, Y, X)
     weights  importance of a voxel by its place in a window along z, y and x, float32; the product is at least `least`
     starts   of all windows along each axis
     Raises ValueError for what does not fit together.
+
+    columns  of the window before along x, twice [z, y, K, x], as it is read and as it is written
+    rows     of the row before, [z, y, K, x] for each window along x
+    layer    of the layer before, [z, y, K, x] for each window along y and x
+    What one window needs lies together in the order in which it is read.
     """
 
-    sums: Tensor
-    layer: Tensor
-    weights: tuple[Tensor, Tensor, Tensor]
-    least: float
-    starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    first: int = 0
+    def __init__(
+        self,
+        outputs: int,
+        size: tuple[int, int, int],
+        weights: tuple[Tensor, Tensor, Tensor],
+        least: float,
+        starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    ) -> None:
+        if not all(one.dtype == torch.float32 and one.is_cpu for one in weights):
+            raise ValueError("weights must be float32 in the memory of the CPU")
+        depth, height, across = map(len, weights)
+        self.edges, self.width = (outputs, depth, height, across), size[2]
+        steps = [_steps(*axis) for axis in zip(starts, self.edges[1:], size, strict=True)]
+        # First voxels of every window along each axis that no later one reaches.
+        self.leaving = tuple((*along, edge) for along, edge in zip(steps, self.edges[1:], strict=True))
+        planes, rows, columns = (edge - min(along) for along, edge in zip(self.leaving, self.edges[1:], strict=True))
+        sizes = depth * height * outputs * columns, depth * height * outputs * columns, depth * rows * outputs * size[2]
+        # A layer is large, and there are many windows to one.
+        layer = np.empty(planes * outputs * math.prod(size[1:]), np.float32)
+        self._memory: list[NDArray[Any]] = [*(Pool(4 * count, 1, SPARE).take() for count in sizes), layer]
+        self._means = Pool(4 * outputs * depth * height * size[2], IDLE, SPARE)
+        beyond = torch.zeros(BEYOND)
+        # As the kernel takes it.
+        self.every_weight = torch.cat([*weights, beyond, torch.full((across,), least), beyond])
+        self.every_start = _integers(*itertools.chain(*starts))
+        self.shape = _integers(*self.edges, *map(len, starts), planes, rows, self.width)
+        self.sums = (ctypes.c_void_p * 4)(*(one.ctypes.data for one in self._memory))
 
-    def __post_init__(self) -> None:
-        outputs, depth, height, width = self.sums.shape
-        edges = tuple(map(len, self.weights))
-        own = (self.sums, self.layer)
-        alike = all(one.dtype == torch.float32 and one.device.type == "cpu" for one in (*own, *self.weights))
-        if not alike or not all(one.is_contiguous() for one in own) or edges[:2] != (depth, height):
-            raise ValueError("sums and weights must be float32 in the memory of the CPU, and as large as windows")
-        inside = min(self.starts[2]) >= 0 and max(self.starts[2]) + edges[2] <= width
-        if not inside or (self.layer.shape[0], self.layer.shape[3]) != (outputs, width):
-            raise ValueError(f"windows from {self.starts[2]} on leave a row of {width} columns, or the layer differs")
-        self.edges = (outputs, *edges, width)
-        # Of what leaves, each has room for as much as all that is here.
-        self.means = Pool(self.sums.nbytes, IDLE)
-        self.every_weight = torch.cat(self.weights)
-        self.every_start = _integers(*(start for along in self.starts for start in along))
-        self.counts = _integers(*map(len, self.starts))
-
-    @property
-    def shape(self) -> ctypes.Array[ctypes.c_int64]:
-        """As the kernel takes it."""
-        return _integers(*self.edges, self.first)
+    def means(self, planes: int, rows: int) -> Tensor:
+        """Room for what leaves with a row of windows, [K, planes, rows, X]."""
+        outputs = self.edges[0]
+        whole = torch.from_numpy(self._means.take()).view(torch.float32)
+        return whole[: outputs * planes * rows * self.width].view(outputs, planes, rows, self.width)
 
 
 class Stitching(Kernel):
@@ -141,46 +156,28 @@ class Stitching(Kernel):
             torch.get_num_threads(),
         )
 
-    def add(self, row: Row, window: Tensor, left: int, known: int, carried: int) -> None:
-        """Add the weighted scores of one window, [K, z, y, x] with any strides, to the sums from column `left` on.
+    def blend(self, margins: Margins, index: tuple[int, int, int], window: Tensor, means: Tensor) -> bool:
+        """Add the scores of one window, [K, z, y, x] with any strides; whether all that leaves is finite.
 
-        known    so many of its columns have sums already; the others get their first
-        carried  so many of its rows have sums in every column
+        index  of its start along z, y and x; those before it were added
+        means  of its row: those of the columns that no later window reaches are written
         """
         if window.dtype not in FLOATS:
             window = window.float()
-        across, width = row.edges[3:]
-        fits = window.shape == row.edges[:4] and window.is_cpu
-        if not fits or not 0 <= left <= width - across or not 0 <= known <= across:
-            raise ValueError(f"scores {list(window.shape)} at {left} cannot be added to a row {list(row.sums.shape)}")
-        self._functions.stackseg_add(
-            *(window.data_ptr(), window.dtype == torch.bfloat16, _integers(*window.stride()), row.shape),
-            *(row.every_weight.data_ptr(), row.least, left, known, carried, row.sums.data_ptr()),
-            torch.get_num_threads(),
-        )
-
-    def leave(self, row: Row, place: tuple[int, int], leaving: tuple[int, int], reached: int) -> tuple[Tensor, bool]:
-        """Weighted means, float32 [K, planes, rows, X], of the first planes and rows, and whether all are finite.
-
-        place    where the row begins in the volume, (z, y)
-        leaving  how many planes and rows
-        reached  planes of the layer before that are added; those of the row that do not leave take their place
-        """
-        outputs, depth, height, _, width = row.edges
-        (z, y), (planes, rows), (shared, length) = place, leaving, row.layer.shape[1:3]
-        if not 0 < planes <= depth or not 0 < rows <= height or not 0 <= y <= length - rows:
-            raise ValueError(f"{planes} planes and {rows} rows cannot leave a row {list(row.sums.shape)} at {y}")
-        if not max(reached, depth - planes) <= shared:
-            raise ValueError(f"{depth - planes} planes are kept and {reached} added in a layer of {shared}")
+        inside = all(0 <= at < len(along) for at, along in zip(index, margins.leaving, strict=True))
+        if window.shape != margins.edges or not window.is_cpu or not inside:
+            raise ValueError(f"scores {list(window.shape)} cannot be added to windows {margins.edges} at {index}")
+        outputs, planes, rows = margins.edges[0], margins.leaving[0][index[0]], margins.leaving[1][index[1]]
+        room = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
+        if not room or means.shape != (outputs, planes, rows, margins.width):
+            raise ValueError(f"{planes} planes and {rows} rows cannot leave to {means.dtype} {list(means.shape)}")
         threads = torch.get_num_threads()
-        scratch, whole = torch.empty((threads, width)), torch.from_numpy(row.means.take()).view(torch.float32)
-        means = whole[: outputs * planes * rows * width].view(outputs, planes, rows, width)
-        failed = self._functions.stackseg_leave(
-            *(row.sums.data_ptr(), row.shape, row.every_weight.data_ptr(), row.least, row.every_start, row.counts),
-            *(z, y, planes, rows, reached, row.layer.data_ptr(), shared, length),
-            *(scratch.data_ptr(), means.data_ptr(), threads),
+        failed = self._functions.stackseg_blend(
+            *(window.data_ptr(), window.dtype == torch.bfloat16, _integers(*window.stride()), margins.shape),
+            *(margins.every_start, _integers(*index), margins.every_weight.data_ptr()),
+            *(margins.sums, means.data_ptr(), threads),
         )
-        return means, not failed
+        return not failed
 
     def tells(self, scores: Tensor) -> bool:
         """Whether it can tell if these are finite: float32 or bfloat16 [B, K, z, y, x] without gaps, on the CPU."""
@@ -198,6 +195,14 @@ class Stitching(Kernel):
 
 stitching = Stitching()
 """The one of this process; what runs windows on a CPU prepares it when it starts."""
+
+
+def _steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
+    """From window to window along one axis. Raises ValueError."""
+    steps = [after - start for start, after in itertools.pairwise(starts)]
+    if not starts or (starts[0], starts[-1]) != (0, length - edge) or not all(0 < step <= edge for step in steps):
+        raise ValueError(f"windows of {edge} from {starts} on do not cover {length} voxels one after the other")
+    return steps
 
 
 @lru_cache(maxsize=256)

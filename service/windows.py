@@ -1,4 +1,4 @@
-"""Sliding-window inference: one fixed batch shape, buffers for one row of windows, finished scores given away at once.
+"""Sliding-window inference: one fixed batch shape, sums of what windows share, finished scores given away at once.
 
 The result equals `monai.inferers.sliding_window_inference` (same padding, scan positions and importance map), which
 the tests hold to 1e-5 in float32. What differs is the work around the network: windows are gathered into one batch
@@ -315,10 +315,8 @@ class Passage:
             if slab is not None:
                 slabs.append(slab)
         self.done += len(places)
-        if self.done == self.total:
-            if self._skips:
-                slabs += self._skip(self._blender, None)
-            slabs.append(self._blender.finish())
+        if self.done == self.total and self._skips:
+            slabs += self._skip(self._blender, None)
         return slabs
 
     def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab]:

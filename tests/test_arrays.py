@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import mmap
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service import arrays
-from service.arrays import ALIGNMENT, Pool, allocator, on_disk, release
+from service.arrays import ALIGNMENT, Pool, Spare, allocator, on_disk, release
 from service.errors import OutOfStorage
 
 
@@ -88,3 +89,33 @@ def test_no_more_memory_waits_in_a_pool_than_it_may_keep() -> None:
         assert 2**24 < tracemalloc.get_traced_memory()[0] < kept + 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_memory_of_a_pool_that_has_ended_serves_the_next_of_its_size() -> None:
+    spare = Spare(10_000)
+    one = Pool(1000, 2, spare).take()
+    place = one.ctypes.data
+    assert Pool(1000, 2, spare).take().ctypes.data != place, "somebody still has it"
+    del one
+    assert Pool(999, 2, spare).take().ctypes.data != place
+    again = Pool(1000, 2, spare).take()
+    assert again.ctypes.data == place
+    assert Pool(1000, 2, spare).take().ctypes.data != place
+
+
+def test_no_more_is_spared_than_was_said_and_the_oldest_goes_first() -> None:
+    spare, made = Spare(2500), [np.empty(1000, np.uint8) for _ in range(4)]
+    for memory in (*made, np.empty(3000, np.uint8), np.empty(0, np.uint8)):
+        spare.keep(memory)
+    assert spare.take(3000) is None
+    assert spare.take(0) is None
+    assert [id(spare.take(1000)) for _ in range(3)] == [id(made[3]), id(made[2]), id(None)]
+
+
+def test_what_several_threads_take_is_never_the_same() -> None:
+    spare, made = Spare(2**20), [np.empty(100, np.uint8) for _ in range(1000)]
+    for memory in made:
+        spare.keep(memory)
+    with ThreadPoolExecutor(8) as crew:
+        taken = [one for one in crew.map(lambda _turn: spare.take(100), range(1100)) if one is not None]
+    assert len(taken) == len({id(one) for one in taken}) == 1000

@@ -174,20 +174,20 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
     assert [saved(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]
 
 
-def test_weights_are_kept_beside_the_sums_only_by_torch(bands):
-    """For one row of windows, and for the planes that two layers share."""
+def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
     stitching.prepare()
-    plan, volume = Plan("classes", 2, 0.25), volume_of(24, 64, 96)
-    grid = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25)
+    plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
     ours, torchs = (
         estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes for kernel in (stitching, Stitching())
     )
     depth, height, _ = bands.input.roi_size
-    assert torchs - ours == 4 * 96 * (depth * height + grid.shared_planes * 64) > 0
+    planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).shared
+    shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
+    assert torchs - ours == 4 * ((outputs + 1) * 96 * (depth * height + planes * 64) - shared) > 0
 
 
 def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
-    """Two slabs beside the one that is next: rows of 32 with a step of 24 leave so many more than rows of 24 alone."""
+    """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
     stitching.prepare()
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     short, long = (
@@ -195,7 +195,7 @@ def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(b
         - depth * rows * 2 * width
         for rows in (height, height + 24)
     )
-    assert short - long == 4 * outputs * depth * 2 * width * 2 * (height - 24)
+    assert short - long == 4 * outputs * depth * 2 * width * (2 - 1) * (height - 24)
 
 
 def test_more_windows_at_once_and_more_outputs_take_more(random_nuclei):

@@ -14,6 +14,12 @@ constexpr int LINE = 64 / sizeof(float); // floats of a line of the cache
 
 // Vectors of N floats, as they are computed with and as they lie in memory.
 template <int N> struct Vectors;
+template <> struct Vectors<1> {
+  typedef float Floats __attribute__((vector_size(4)));
+  typedef float Stored __attribute__((vector_size(4), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(4)));
+  typedef uint16_t Halves __attribute__((vector_size(2), aligned(2), may_alias));
+};
 template <> struct Vectors<4> {
   typedef float Floats __attribute__((vector_size(16)));
   typedef float Stored __attribute__((vector_size(16), aligned(4), may_alias));
