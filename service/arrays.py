@@ -77,9 +77,9 @@ class Pool:
         return np.asarray(_Loan(memory, self))
 
     def __del__(self) -> None:
-        if self._spare is not None:
-            for memory in self._idle:
-                self._spare.keep(memory)
+        # One by one: whoever asks for memory after this end must not get what another pool has by then.
+        while self._spare is not None and self._idle:
+            self._spare.keep(self._idle.pop())
 
     def give_back(self, memory: Array) -> None:
         """To be called once nobody looks at it any more."""

@@ -118,9 +118,11 @@ def estimate(  # noqa: PLR0913
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
-        slabs += min(at_once * grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size), grid.rows)
+        # Before each window that is computed, and behind the last.
+        skipped = grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size)
+        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
     # Of the rows of slabs only the last leaves as a whole. A window that is alone is not summed up. The kernel keeps
-    # sums of what windows share, torch those of a whole row, and weights beside them.
+    # sums of what windows share, torch those of a whole row, and beside them weights, and those of one row alone.
     step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
     rows = height if grid.count == 1 else height + (slabs - 1) * step
     outputs, kept = len(spec.outputs), 0
@@ -128,7 +130,7 @@ def estimate(  # noqa: PLR0913
     if grid.count > 1 and on_host and kernel.suits(CPU):
         kept = outputs * (depth * (2 * height * shared_columns + along * shared_rows) + shared_planes * across * along)
     elif grid.count > 1:
-        kept = along * (outputs + 1) * (depth * height + shared_planes * across)
+        kept = along * (depth * height * (outputs + 2) + shared_planes * across * (outputs + 1))
     running = 4 * (kept + outputs * depth * along * rows) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.

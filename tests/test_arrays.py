@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import mmap
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +103,26 @@ def test_memory_of_a_pool_that_has_ended_serves_the_next_of_its_size() -> None:
     again = Pool(1000, 2, spare).take()
     assert again.ctypes.data == place
     assert Pool(1000, 2, spare).take().ctypes.data != place
+
+
+def test_what_a_pool_has_left_behind_is_not_its_own_any_more() -> None:
+    """Not even where one is asked after its end, as Python may end both what asks and what it asks."""
+    spare, taken = Spare(10_000), list[Any]()
+
+    class Late:
+        def __init__(self, pool: Pool) -> None:
+            self.pool, self.me = pool, self
+
+        def __del__(self) -> None:
+            taken.append(self.pool.take())
+
+    pool = Pool(1000, 2, spare)
+    pool.take()
+    pool.late = late = Late(pool)  # type: ignore[attr-defined]
+    del pool, late
+    gc.collect()
+    (one,) = taken
+    assert Pool(1000, 2, spare).take().ctypes.data != one.ctypes.data
 
 
 def test_no_more_is_spared_than_was_said_and_the_oldest_goes_first() -> None:
