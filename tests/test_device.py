@@ -383,12 +383,12 @@ def test_a_batch_that_is_not_full_waits_for_those_that_are_computed(streaming: R
 
     window = windows(gated, 2, streams=3)
     streaming.device.start()
-    streaming.post(window, image(1, 1))
+    first = streaming.post(window, image(1, 1))
     until(lambda: streaming.device.pulse is not None)
     others = [streaming.post(window, image(1, value)) for value in (2, 3)]
     gate.set()
-    for other in others:
-        other.result(10)
+    for each in (first, *others):
+        each.result(10)
     assert sorted(network.who()) == [[1, 0], [2, 3]]
 
 
