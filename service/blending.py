@@ -151,6 +151,17 @@ def blender(grid: Grid, outputs: int, blending: Blending, device: torch.device, 
     return _WithTorch(grid, outputs, blending, device)
 
 
+def kept_floats(grid: Grid, outputs: int, *, by_kernel: bool) -> int:
+    """How many numbers a `blender` keeps beside what leaves; a window that is alone is not blended."""
+    if grid.count == 1:
+        return 0
+    (depth, height, _), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded, grid.shared
+    if by_kernel:
+        return outputs * (depth * (2 * height * columns + width * rows) + planes * length * width)
+    # Sums of a whole row with their weights, and the weights of one row alone.
+    return width * (depth * height * (outputs + 2) + planes * length * (outputs + 1))
+
+
 class _InOnePass(Blender):
     """By the kernel: what no later window reaches leaves with each window; of the others sums are kept."""
 

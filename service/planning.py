@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from service.ascent import CPU
-from service.blending import Grid
+from service.blending import Grid, kept_floats
 from service.config import Settings
 from service.errors import BadParameter, TooLarge
 from service.networks import parts
@@ -112,25 +112,19 @@ def estimate(  # noqa: PLR0913
     resampled = size != tuple(volume.shape[1:])
     stored = math.prod(volume.shape[1:]) if resampled else 0
     image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
-    # Sums of one row of windows, the slabs that leave it, and the planes of a layer that the next one reaches: see
-    # service.windows. One slab is decoded while those of the next batches wait.
-    (depth, height, _), (_, across, along) = grid.roi, grid.padded
+    # What blending keeps, and the slabs that leave it: one is decoded while those of the next batches wait.
+    (depth, height, _), (_, _, along) = grid.roi, grid.padded
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
         # Before each window that is computed, and behind the last.
         skipped = grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size)
         slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
-    # Of the rows of slabs only the last leaves as a whole. A window that is alone is not summed up. The kernel keeps
-    # sums of what windows share, torch those of a whole row, and beside them weights, and those of one row alone.
+    # Of the rows of slabs only the last leaves as a whole.
     step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
     rows = height if grid.count == 1 else height + (slabs - 1) * step
-    outputs, kept = len(spec.outputs), 0
-    shared_planes, shared_rows, shared_columns = grid.shared
-    if grid.count > 1 and on_host and kernel.suits(CPU):
-        kept = outputs * (depth * (2 * height * shared_columns + along * shared_rows) + shared_planes * across * along)
-    elif grid.count > 1:
-        kept = along * (depth * height * (outputs + 2) + shared_planes * across * (outputs + 1))
+    outputs = len(spec.outputs)
+    kept = kept_floats(grid, outputs, by_kernel=on_host and kernel.suits(CPU))
     running = 4 * (kept + outputs * depth * along * rows) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
