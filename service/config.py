@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.errors import ConfigError
+from service.errors import ConfigError, fault_message
 
 PREFIX = "STACKSEG_"
 
@@ -353,8 +353,7 @@ def _validated(values: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(values)
     except ValidationError as error:
         faults = "; ".join(
-            f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
+            f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {fault_message(e)}" for e in error.errors()
         )
         raise ConfigError(f"The configuration is not understood: {faults}") from error
 

@@ -36,7 +36,8 @@ A message is one or two sentences for the person who can act on it: what was fou
 HTTP status codes are not known here; `service.app` has the one table.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class StackSegError(Exception):
@@ -234,3 +235,8 @@ class Cancelled(StackSegError):
     """The work was given up because nobody waits for its result."""
 
     slug = "cancelled"
+
+
+def fault_message(fault: Mapping[str, Any]) -> str:
+    """What one of the `errors()` of pydantic's ValidationError says, without the name of a Python exception."""
+    return str(fault["msg"]).removeprefix("Value error, ")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from service.errors import BrokenModel, UnknownModel
+from service.errors import BrokenModel, UnknownModel, fault_message
 
 FILE_NAME = "model.yaml"
 
@@ -264,7 +264,7 @@ def describe(error: ValidationError) -> str:
     faults = []
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
-        said = fault["msg"].removeprefix("Value error, ")
+        said = fault_message(fault)
         faults.append(f"{key}: {said}" if key else said)
     return "; ".join(faults)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from service.errors import BadParameter
+from service.errors import BadParameter, fault_message
 from service.hardware import CpuStatus, GpuStatus
 from service.planning import Estimate
 from service.repository import Input
@@ -192,7 +192,7 @@ def explain(faults: Iterable[Mapping[str, Any]]) -> str:
         if fault["type"] == "extra_forbidden":
             sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
         else:
-            sentences.append(f"{name}: {fault['msg'].removeprefix('Value error, ')}.")
+            sentences.append(f"{name}: {fault_message(fault)}.")
     return " ".join(sentences)
 
 
