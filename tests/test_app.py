@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import as_tiff
+from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -191,7 +192,7 @@ def test_dashboard_asks_for_metrics_and_labels_that_there_are(service: Service) 
         names = {f"{family.name}_total"} if family.type == "counter" else {family.name}
         for name in names | {sample.name for sample in family.samples}:
             shown[name] = {label for sample in family.samples if sample.name == name for label in sample.labels}
-    dashboard = json.loads((Path(__file__).parents[1] / "docker" / "grafana-dashboard.json").read_text())
+    dashboard = json.loads((ROOT / "docker" / "grafana-dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(queries) >= len(dashboard["panels"]) > 0
     for query in queries:

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import tifffile
 from live import Answer, Live, as_tiff, classes, eager, serve, until
+from paths import ROOT
+from paths import SHARED_DATA as DATA
 
 from service.access import hash_of
 from service.config import Settings
@@ -28,9 +30,6 @@ from service.parity import share_differing
 from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
 from service.schemas import Query
 from service.volume import Segmentation
-
-ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared" / "data"
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from paths import SHARED_DATA as DATA
 
 from service.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
 from service.formats import tiff
 from service.volume import Description, Selection, VoxelSize
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 LIMIT = 2**30
 MISSING = "the folder of public test files, ../shared/data, is not there"
 

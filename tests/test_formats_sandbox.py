@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import until
+from paths import SHARED_DATA
 
 from service.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
 from service.formats import child, tiff
 from service.formats.sandbox import Reader
 from service.volume import Selection, VoxelSize
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "hostile"
+DATA = SHARED_DATA / "hostile"
 LIMIT = 2**28
 
 

@@ -17,6 +17,7 @@ import pytest
 import tifffile
 from fakes import until
 from live import as_tiff
+from paths import ROOT
 
 from service.__main__ import is_public, main
 from service.access import Keys, hash_of
@@ -24,7 +25,6 @@ from service.config import read_settings
 from service.repository import ModelSpec
 
 HASHED = f"{{ada: {hash_of('secret')}}}"
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from paths import ROOT, SHARED_DATA
 from torch import nn
 
 from service.blending import Blending
@@ -26,8 +27,7 @@ from service.volume import Diameter, Options, Selection, Volume, parse_size
 from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
-RECORDED = ROOT.parent / "shared" / "data" / "real"
+RECORDED = SHARED_DATA / "real"
 LIMIT = 2**30
 
 # Nuclei 10 voxels wide.

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from torch import nn
 
 from service.ascent import ascent
@@ -231,7 +232,7 @@ def test_memory_of_a_stack_is_told_within_a_quarter(random_nuclei):
     """In a process of its own, whose peak nobody else has raised; the network's part is left out."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(random_nuclei.folder)],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,

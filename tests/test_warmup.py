@@ -2,10 +2,10 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from torch import nn
 
 from service import hardware
@@ -318,7 +318,7 @@ def test_without_a_compiler_the_model_still_runs(bands, tmp_path):
     environment = {
         "CXX": "/nowhere/g++",
         "PATH": "",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(ROOT),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "HOME": str(tmp_path),

@@ -3,15 +3,13 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import until
+from paths import ROOT
 
 from service.watchdog import EXIT_STATUS, Watchdog
-
-ROOT = Path(__file__).parents[1]
 
 
 class Device:
