@@ -6,10 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
-from service.config import overruled, read_settings
+from service.core.config import overruled, read_settings
+from service.core.volume import Options, Volume
 from service.repository import read_spec
 from service.segmenter import Result, Segmenter
-from service.volume import Options, Volume
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -42,11 +42,11 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.config import Settings
+from service.core.config import Settings
+from service.core.volume import Options, Volume
 from service.networks import build
 from service.repository import Architecture, read_repository
 from service.segmenter import Segmenter
-from service.volume import Options, Volume
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from service.ascent import Ascent, ascent
 from service.blending import Slab
-from service.config import read_settings
+from service.core.config import read_settings
+from service.core.volume import Options, Volume
 from service.postprocess import InstanceDecoder
 from service.repository import Instances, ModelSpec, read_spec
 from service.segmenter import Segmenter
 from service.training.synthesis import Scene, synthesise
-from service.volume import Options, Volume
 from service.windows import SlidingWindow
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,11 +39,11 @@ from crash import make_model
 from end_to_end import ROOT
 from torch import Tensor, nn
 
-from service import hardware
 from service.bench.networks import Maker, Row, Runner, Yardstick, build_and_race, calling, engines, label, race
 from service.bench.show import table
 from service.bench.timing import flop_of_window
-from service.config import Settings
+from service.core import hardware
+from service.core.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES

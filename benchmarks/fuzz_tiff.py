@@ -23,9 +23,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["service.formats", "tifffile"]):
-    from service.errors import RequestError
+    from service.core.errors import RequestError
+    from service.core.volume import Selection
     from service.formats import tiff
-    from service.volume import Selection
 
 LIMIT_BYTES = 2**34
 MEMORY_BYTES = 2 * 2**30

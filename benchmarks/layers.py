@@ -27,10 +27,10 @@ import torch
 from network import ROOT, least, matrix_peak, trusted
 from torch import Tensor, nn
 
-from service import hardware
+from service.core import hardware
+from service.core.cpp_extension import shelf
 from service.engine import compiled, norms, packed, patches, winograd
 from service.engine.prepare import prepare
-from service.kernels import shelf
 from service.networks import load
 from service.repository import ModelSpec, read_spec
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from service import hardware
+from service.core import hardware
 from service.engine import compiled, packed, precision, tape, winograd
 from service.engine.prepare import prepare
 from service.networks import Network, load

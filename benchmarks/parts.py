@@ -18,8 +18,9 @@ import torch
 from end_to_end import ROOT, synthetic_nuclei
 from share import as_tiff
 
-from service import hardware
 from service.ascent import ascent
+from service.core import hardware
+from service.core.volume import Segmentation, Selection
 from service.deflation import deflation
 from service.formats import tiff
 from service.formats.sandbox import Reader
@@ -28,7 +29,6 @@ from service.postprocess import make_decoder
 from service.preprocess import normalised
 from service.repository import ModelSpec, read_spec
 from service.stitching import stitching
-from service.volume import Segmentation, Selection
 
 
 def least(work: Callable[[], object], repeats: int) -> float:

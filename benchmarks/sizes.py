@@ -19,8 +19,8 @@ from alone import parser, timed, warm_segmenter
 from end_to_end import synthetic_nuclei
 from numpy.typing import NDArray
 
+from service.core.volume import Options, Volume
 from service.segmenter import Result, Segmenter
-from service.volume import Options, Volume
 
 
 def measure(segmenter: Segmenter, pixels: NDArray[Any], repeats: int) -> tuple[Result, list[float]]:

@@ -15,7 +15,7 @@ import numpy as np
 import tifffile
 from alone import parser, timed, warm_segmenter
 
-from service.volume import Options, Volume, parse_grey
+from service.core.volume import Options, Volume, parse_grey
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from service import preprocess
 from service.blending import Blending, Grid, blender
+from service.core.volume import Volume
 from service.preprocess import Image, Scaling
 from service.stitching import Stitching, stitching
-from service.volume import Volume
 
 CPU = torch.device("cpu")
 # As many scores as leave a processor's cache before they come again, as those of a network would.

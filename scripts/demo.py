@@ -22,8 +22,8 @@ from typing import Any
 
 from figure import draw
 
+from service.core.volume import Selection
 from service.formats import tiff
-from service.volume import Selection
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 600

@@ -21,8 +21,8 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from skimage.segmentation import find_boundaries
 
+from service.core.volume import Selection, VoxelSize
 from service.formats import tiff
-from service.volume import Selection, VoxelSize
 
 BACKGROUND = "#0b0e14"
 TEXT = "#c9d1d9"

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from service import access, logs
+from service import access
 from service.commands import bench as bench_command
 from service.commands import evaluate as evaluate_command
 from service.commands import models as models_command
 from service.commands import train as train_command
-from service.config import KEY_NAME, Settings, overruled, read_settings
-from service.errors import BadParameter, ConfigError, StackSegError
+from service.core import logs
+from service.core.config import KEY_NAME, Settings, overruled, read_settings
+from service.core.errors import BadParameter, ConfigError, StackSegError
 from service.repository import choose, read_repository
 
 log = logging.getLogger("service")

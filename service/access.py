@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from service.errors import RateLimited, Unauthorized
+from service.core.errors import RateLimited, Unauthorized
 
 ANONYMOUS = "anonymous"
 PREFIX = "stackseg_"

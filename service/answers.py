@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
-from service.errors import BadParameter, Cancelled
+from service.core.errors import BadParameter, Cancelled
+from service.core.volume import Segmentation, Volume
 from service.metrics import Stages
 from service.runtime import Runtime
 from service.schemas import Query, Saved
 from service.segmenter import Result
 from service.store import Outcome
-from service.volume import Segmentation, Volume
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"

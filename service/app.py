@@ -29,9 +29,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from service import errors
-from service.config import Settings
-from service.errors import ConfigError
+from service.core import errors
+from service.core.config import Settings
+from service.core.errors import ConfigError
 from service.routes import gpu, health, inspect, jobs, models, pages, segment
 from service.routes.connection import Connection
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts

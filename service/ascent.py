@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.kernels import Kernel
-from service.volume import label_dtype
+from service.core.cpp_extension import Kernel
+from service.core.volume import label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from service.errors import NonFiniteScores
+from service.core.errors import NonFiniteScores
 from service.stitching import Margins, Stitching
 
 Size = tuple[int, int, int]

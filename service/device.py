@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from service.blending import Slab
-from service.errors import Cancelled
+from service.core.errors import Cancelled
 from service.windows import Image, Part, SlidingWindow
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 from service.programs import ATEN
 
 SCHEMA = 8

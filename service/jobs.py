@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
-from service.errors import NotReady, QueueFull, StackSegError
+from service.core.errors import NotReady, QueueFull, StackSegError
 
 T = TypeVar("T")
 

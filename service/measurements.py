@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import BadParameter
-from service.volume import Array, Segmentation, Volume
+from service.core.errors import BadParameter
+from service.core.volume import Array, Segmentation, Volume
 
 Table = dict[str, NDArray[Any]]
 """One array per column, all of one length: an entry per object, in the order of their labels."""

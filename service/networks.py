@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 from service.exported import load_exported
 from service.onnxgraph import load_onnx
 from service.programs import load_torchscript

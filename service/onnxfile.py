@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 
 Array = NDArray[Any]
 Read = Callable[[str, int, int | None], bytes]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from service import onnxfile
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 from service.onnxfile import Call, Model, Place
 from service.onnxops import OPERATORS, Refused, Value, average_pool, max_pool, resize, softmax_flattened
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from service import hardware
 from service.blending import Slab
-from service.errors import NonFiniteScores
+from service.core import hardware
+from service.core.errors import NonFiniteScores
 from service.windows import SlidingWindow
 
 # Alone in its row a window is not blended with anything.

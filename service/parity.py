@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.errors import NonFiniteScores, StackSegError
+from service.core.errors import NonFiniteScores, StackSegError
+from service.core.volume import Array, OutputKind, Segmentation, Selection
 from service.formats import tiff
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, prepare
 from service.repository import ModelSpec
-from service.volume import Array, OutputKind, Segmentation, Selection
 from service.windows import SlidingWindow
 
 SAMPLE_BYTES = 2**30

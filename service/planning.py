@@ -14,14 +14,14 @@ from torch import nn
 
 from service.ascent import CPU
 from service.blending import Grid, kept_floats
-from service.config import Settings
-from service.errors import BadParameter, TooLarge
+from service.core.config import Settings
+from service.core.errors import BadParameter, TooLarge
+from service.core.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
 from service.networks import parts
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
 from service.repository import Instances, ModelSpec
 from service.stitching import Stitching, stitching
-from service.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2

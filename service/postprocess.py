@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.arrays import LARGE_BYTES, Allocate, release
 from service.ascent import BLOCK, CPU, Ascent, Terms, ascent
+from service.core.buffers import LARGE_BYTES, Allocate, release
+from service.core.volume import OutputKind, Segmentation, VoxelSize, label_dtype
 from service.holes import fill_holes
 from service.repository import Instances, ModelSpec
-from service.volume import OutputKind, Segmentation, VoxelSize, label_dtype
 from service.watershed import Basins, Watershed
 
 Size = tuple[int, int, int]

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.errors import BadFile, BadParameter
+from service.core.errors import BadFile, BadParameter
+from service.core.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, label_dtype
 from service.repository import (
     ModelSpec,
     Normalisation,
@@ -28,7 +29,6 @@ from service.repository import (
     ZScoreNormalisation,
 )
 from service.stitching import stitching
-from service.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, label_dtype
 
 Size = tuple[int, int, int]
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 
 # What networks compute with. Control flow, numbers, lists and tensors; nothing that names a file, a class or a process.
 PRIM = frozenset(

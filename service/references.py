@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from service import config
-from service.config import Root
-from service.errors import BadParameter, ConfigError, OutputExists
+from service.core import config
+from service.core.config import Root
+from service.core.errors import BadParameter, ConfigError, OutputExists
 from service.formats.sandbox import held
 
 COPY_BYTES = 2**26

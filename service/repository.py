@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from service.errors import BrokenModel, UnknownModel, fault_message
+from service.core.errors import BrokenModel, UnknownModel, fault_message
 
 FILE_NAME = "model.yaml"
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from service.errors import BrokenModel, Cancelled, CapacityError, StackSegError
+from service.core.errors import BrokenModel, Cancelled, CapacityError, StackSegError
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from service import hardware, measurements, repository
+from service import measurements, repository
 from service.cache import ResultCache
-from service.config import Settings
+from service.core import hardware
+from service.core.config import Settings
+from service.core.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
+from service.core.volume import Description, Extent, Options, Segmentation, Selection, Volume
 from service.deflation import deflation
 from service.engine import compiled
-from service.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
 from service.formats import tiff
 from service.formats.sandbox import Reader
 from service.jobs import Job
@@ -40,7 +42,6 @@ from service.segmenter import Result, Segmenter
 from service.station import Load, Seat, Station, station_settings
 from service.store import Outcome
 from service.trimming import Trimmer
-from service.volume import Description, Extent, Options, Segmentation, Selection, Volume
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from service.errors import BadParameter, fault_message
-from service.hardware import CpuStatus, GpuStatus
+from service.core.errors import BadParameter, fault_message
+from service.core.hardware import CpuStatus, GpuStatus
+from service.core.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
 from service.planning import Estimate
 from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
-from service.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
 
 PROBLEM_TYPE = "application/problem+json"
 

@@ -14,16 +14,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from service import hardware
-from service.arrays import allocator
 from service.ascent import ascent
 from service.blending import Grid, Slab
-from service.config import Settings
+from service.core import hardware
+from service.core.buffers import allocator
+from service.core.config import Settings
+from service.core.cpp_extension import shelf
+from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.deflation import deflation
 from service.engine import compiled, plans, select
 from service.engine.plans import Trial
-from service.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
-from service.kernels import shelf
 from service.metrics import Stages
 from service.networks import Network, load, weight_bytes
 from service.planning import Estimate, Outlook, Plan, watched
@@ -34,7 +35,6 @@ from service.repository import Instances, ModelSpec
 from service.sizing import Collector, Memory, Sizer, in_a_stack, stretch_of
 from service.skipping import Skipped, Skipper, Skipping
 from service.stitching import stitching
-from service.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.warmup import Warm, WarmUp
 from service.windows import Image, SlidingWindow
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.arrays import LARGE_BYTES
+from service.core.buffers import LARGE_BYTES
+from service.core.volume import Diameter, Extent, Volume
 from service.postprocess import InstanceDecoder
 from service.preprocess import Blocks
 from service.repository import Instances, ModelSpec
-from service.volume import Diameter, Extent, Volume
 from service.windows import Image
 
 Size = tuple[int, int, int]

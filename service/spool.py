@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from service.answers import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
-from service.config import Settings
-from service.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
+from service.core.config import Settings
+from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.jobs import Job, Needs, Progress
 from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from service import hardware, warmup
-from service.config import MOST_STREAMS, Settings
+from service import warmup
+from service.core import hardware
+from service.core.config import MOST_STREAMS, Settings
+from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
+from service.core.volume import Options, Volume
 from service.device import Device, Share
 from service.engine import compiled
-from service.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
 from service.planning import Estimate, Outlook
 from service.repository import ModelSpec
 from service.residents import Lease, Residents, too_large
 from service.segmenter import Result, Segmenter, exhausted
-from service.volume import Options, Volume
 from service.watchdog import Watchdog
 from service.worker import Worker
 

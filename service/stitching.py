@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.arrays import Pool, Spare
-from service.kernels import Kernel
+from service.core.buffers import Pool, Spare
+from service.core.cpp_extension import Kernel
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from service import errors
-from service.errors import ConfigError, Interrupted, OutOfStorage, StackSegError, UnknownJob
-from service.volume import OutputKind, VoxelSize
+from service.core import errors
+from service.core.errors import ConfigError, Interrupted, OutOfStorage, StackSegError, UnknownJob
+from service.core.volume import OutputKind, VoxelSize
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired"]
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service import hardware
+from service.core import hardware
 
 INTERVAL_SECONDS = 30.0
 # Processor time since the last time below which hardly anything can have been freed.

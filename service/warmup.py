@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from service import hardware
 from service.blending import Blending
-from service.config import MOST_STREAMS, Settings
+from service.core import hardware
+from service.core.config import MOST_STREAMS, Settings
 from service.engine import arithmetic, plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from service.blending import Blender, Blending, Grid, Size, Slab, blender, finite, triple
-from service.errors import Cancelled
+from service.core.errors import Cancelled
 from service.networks import Network
 from service.stitching import Stitching, stitching
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from service.errors import StackSegError
+from service.core.errors import StackSegError
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from service.errors import Cancelled
-from service.kernels import Kernel
+from service.core.cpp_extension import Kernel
+from service.core.errors import Cancelled
+from service.core.volume import Segmentation
 from service.planning import Estimate, Outlook, make_plan
 from service.segmenter import EngineReport, Result
-from service.volume import Segmentation
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100

@@ -17,7 +17,7 @@ import uvicorn
 from numpy.typing import NDArray
 
 from service.app import configured, create_app
-from service.config import Settings
+from service.core.config import Settings
 from service.repository import ModelSpec
 from service.runtime import Runtime
 from service.segmenter import Segmenter

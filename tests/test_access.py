@@ -5,7 +5,7 @@ import re
 import pytest
 
 from service.access import ANONYMOUS, Allowance, Keys, hash_of, new_key
-from service.errors import RateLimited, Unauthorized
+from service.core.errors import RateLimited, Unauthorized
 
 
 class Clock:

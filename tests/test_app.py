@@ -17,9 +17,9 @@ from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from service import errors
 from service.app import STATUS, address_of, create_app, listen, status_of
-from service.config import Settings
+from service.core import errors
+from service.core.config import Settings
 from service.runtime import Runtime
 from service.schemas import Query
 

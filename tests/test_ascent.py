@@ -13,7 +13,7 @@ from landscapes import CPU, Array, decode, hills
 from torch import Tensor
 
 from service.ascent import BLOCK, Ascent, Landscape, Terms
-from service.config import Settings
+from service.core.config import Settings
 from service.postprocess import InstanceDecoder
 from service.repository import Instances, ModelSpec
 from service.segmenter import Segmenter

@@ -6,7 +6,7 @@ from torch import nn
 
 from service.bench import networks, timing
 from service.bench.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
-from service.config import Settings
+from service.core.config import Settings
 from service.engine import select
 
 CPU = torch.device("cpu")

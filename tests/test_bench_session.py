@@ -8,8 +8,8 @@ import torch
 from service.bench import requests, show, timing
 from service.bench.networks import Row
 from service.bench.session import Wanted, run
-from service.config import Settings, overruled
-from service.errors import BadParameter
+from service.core.config import Settings, overruled
+from service.core.errors import BadParameter
 from service.segmenter import Segmenter
 from service.station import device_of
 

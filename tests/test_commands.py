@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from service.__main__ import main
+from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff
 from service.repository import ModelSpec, read_spec
 from service.training.synthesis import synthesise
-from service.volume import Segmentation, Selection, VoxelSize
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from fakes import until
 from torch import Tensor
 
 from service.blending import Blending, Slab
+from service.core.errors import Cancelled, NonFiniteScores
 from service.device import Device, Share
-from service.errors import Cancelled, NonFiniteScores
 from service.windows import Network, SlidingWindow
 
 ROI = (4, 4, 4)

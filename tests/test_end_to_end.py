@@ -25,11 +25,11 @@ from paths import ROOT
 from paths import SHARED_DATA as DATA
 
 from service.access import hash_of
-from service.config import Settings
+from service.core.config import Settings
+from service.core.volume import Segmentation
 from service.parity import share_differing
 from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
 from service.schemas import Query
-from service.volume import Segmentation
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
 

@@ -15,7 +15,7 @@ import pytest
 from live import Live, as_tiff, classes, eager, serve, until
 from torch import Tensor
 
-from service.errors import DeviceLost
+from service.core.errors import DeviceLost
 from service.networks import Network
 from service.segmenter import Segmenter
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from service import config
+from service.core import config
 from service.engine import arithmetic
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from service import hardware
+from service.core import hardware
+from service.core.errors import BadParameter
 from service.engine import compiled
-from service.errors import BadParameter
 from service.networks import Network
 
 X = torch.rand(2, 2, 8, 8, 8)

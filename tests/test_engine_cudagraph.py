@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from service.core.errors import BadParameter
 from service.engine import cudagraph
 from service.engine.cudagraph import GraphedNetwork
-from service.errors import BadParameter
 
 
 class FakeRecorder:

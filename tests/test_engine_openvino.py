@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from service.core.errors import BadParameter
 from service.engine import openvino
-from service.errors import BadParameter
 
 pytestmark = pytest.mark.skipif(openvino.missing() is not None, reason="openvino is not installed")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from service import config, hardware
+from service.core import config, hardware
 from service.engine import select
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES

@@ -10,7 +10,7 @@ import torch
 from fakes import untried
 from torch import nn
 
-from service.arrays import Pool
+from service.core.buffers import Pool
 from service.engine import packed, tape, winograd
 from service.engine.prepare import prepare
 from service.engine.tape import Taped

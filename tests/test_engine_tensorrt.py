@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from service import config
+from service.core import config
+from service.core.errors import BadParameter
 from service.engine import select, tensorrt
 from service.engine.plans import Choice
-from service.errors import BadParameter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -16,9 +16,9 @@ from monai.networks.nets.segresnet import SegResNet
 from monai.networks.nets.unet import UNet
 from torch import Tensor, nn
 
+from service.core.errors import BrokenModel
 from service.engine import winograd
 from service.engine.prepare import prepare
-from service.errors import BrokenModel
 from service.exported import load_exported
 from service.planning import activation_bytes
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import AmbiguousAxes, BadFile, BadParameter
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter
+from service.core.volume import Selection
 from service.formats import axes
 from service.formats.axes import Layout
-from service.volume import Selection
 
 NAMES = ("DAPI", "GFP", "gfp", "")
 

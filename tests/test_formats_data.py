@@ -16,9 +16,9 @@ import pytest
 from numpy.typing import NDArray
 from paths import SHARED_DATA as DATA
 
-from service.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
+from service.core.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
+from service.core.volume import Description, Selection, VoxelSize
 from service.formats import tiff
-from service.volume import Description, Selection, VoxelSize
 
 LIMIT = 2**30
 MISSING = "the folder of public test files, ../shared/data, is not there"

@@ -15,11 +15,11 @@ import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import AmbiguousAxes
+from service.core.errors import AmbiguousAxes
+from service.core.volume import Description, Selection, VoxelSize
 from service.formats import child
 from service.formats.evidence import MOST_BYTES, MOST_PARTS, Evidence, Part, Precedents, renumbered
 from service.formats.sandbox import Reader
-from service.volume import Description, Selection, VoxelSize
 
 LIMIT = 2**28
 HEADER = (Part(0, 8),)

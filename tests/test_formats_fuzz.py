@@ -16,9 +16,9 @@ import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.errors import BadFile, RequestError
+from service.core.errors import BadFile, RequestError
+from service.core.volume import Selection
 from service.formats import tiff
-from service.volume import Selection
 
 LIMIT = 2**24
 ENTRY = struct.Struct("<HHII")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.errors import BadFile
+from service.core.errors import BadFile
 from service.formats import ome
 from service.formats.ome import Unclear
 

@@ -23,10 +23,10 @@ import tifffile
 from fakes import until
 from paths import SHARED_DATA
 
-from service.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
+from service.core.volume import Selection, VoxelSize
 from service.formats import child, tiff
 from service.formats.sandbox import Reader
-from service.volume import Selection, VoxelSize
 
 DATA = SHARED_DATA / "hostile"
 LIMIT = 2**28

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from service.errors import BadFile, TooLarge, UnsupportedMedia
+from service.core.errors import BadFile, TooLarge, UnsupportedMedia
 from service.formats import structure
 
 

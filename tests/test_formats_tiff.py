@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from service.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
+from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff
-from service.volume import Segmentation, Selection, VoxelSize
 
 LIMIT = 2**28
 ALL = Selection()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.core.volume import VoxelSize
 from service.formats import voxelsize
 from service.formats.voxelsize import Resolution
-from service.volume import VoxelSize
 
 PLAIN = Resolution(((5, 1), (4, 1)), "")
 

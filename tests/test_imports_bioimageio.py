@@ -17,10 +17,10 @@ from live import eager
 from onnxes import exported
 from torch import nn
 
-from service.errors import BrokenModel, UnsupportedPackage
+from service.core.errors import BrokenModel, UnsupportedPackage
+from service.core.volume import Options, Volume
 from service.imports.folder import import_model
 from service.segmenter import Segmenter
-from service.volume import Options, Volume
 
 NETWORK = {
     "spatial_dims": 3,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from service.__main__ import main
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
 from service.imports.archives import unpacked
 from service.imports.folder import import_model, state_dict
 from service.networks import load

@@ -14,10 +14,10 @@ from live import eager
 from monai.bundle import init_bundle
 from torch import nn
 
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
+from service.core.volume import Options, Volume
 from service.imports.folder import import_model
 from service.segmenter import Segmenter
-from service.volume import Options, Volume
 
 METADATA: dict[str, Any] = {
     "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json",

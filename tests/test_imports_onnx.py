@@ -11,7 +11,7 @@ import torch
 from onnxes import exported
 from torch import nn
 
-from service.errors import BrokenModel, UnsupportedPackage
+from service.core.errors import BrokenModel, UnsupportedPackage
 from service.imports.folder import import_model
 from service.networks import load
 

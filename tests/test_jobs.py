@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import until
 
-from service.errors import BadFile, NotReady, QueueFull
+from service.core.errors import BadFile, NotReady, QueueFull
 from service.jobs import BATCHES_AHEAD, Free, Job, JobQueue, Needs, Progress
 
 

@@ -21,7 +21,7 @@ from paths import ROOT
 
 from service.__main__ import is_public, main
 from service.access import Keys, hash_of
-from service.config import read_settings
+from service.core.config import read_settings
 from service.repository import ModelSpec
 
 HASHED = f"{{ada: {hash_of('secret')}}}"

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from skimage.measure import regionprops_table
 
 from service import measurements
-from service.errors import BadParameter
+from service.core.errors import BadParameter
+from service.core.volume import Segmentation, Volume, VoxelSize
 from service.measurements import Table, measure, write_csv
-from service.volume import Segmentation, Volume, VoxelSize
 
 NAMES = (
     "label",

@@ -12,7 +12,8 @@ from paths import ROOT, SHARED_DATA
 from torch import nn
 
 from service.blending import Blending
-from service.config import read_settings
+from service.core.config import read_settings
+from service.core.volume import Diameter, Options, Selection, Volume, parse_size
 from service.engine.prepare import prepare
 from service.formats import tiff
 from service.networks import Network, load
@@ -23,7 +24,6 @@ from service.training.classes import classes_of, dice
 from service.training.evaluate import score
 from service.training.synthesis import Scene, synthesise
 from service.training.tissues import Tissue, synthesise_tissue
-from service.volume import Diameter, Options, Selection, Volume, parse_size
 from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")

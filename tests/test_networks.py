@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service import monai_networks
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, is_sequence, load, run, space_to_depth
 from service.planning import activation_bytes, watched
 from service.repository import Architecture, ModelSpec, Weights

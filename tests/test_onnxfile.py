@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from service import onnxfile
-from service.errors import BrokenModel
+from service.core.errors import BrokenModel
 
 ARRAYS = {
     "floats": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),

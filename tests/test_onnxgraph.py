@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxes import exported
 from torch import nn
 
+from service.core.errors import BrokenModel
 from service.engine import openvino
 from service.engine.prepare import prepare
-from service.errors import BrokenModel
 from service.networks import ShuffleUNet
 from service.onnxgraph import load_onnx
 

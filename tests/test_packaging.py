@@ -14,7 +14,7 @@ import pytest
 import yaml
 from paths import ROOT
 
-from service.config import Settings, read_settings
+from service.core.config import Settings, read_settings
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")])

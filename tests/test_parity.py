@@ -6,9 +6,9 @@ import torch
 from live import as_tiff
 
 from service.blending import Blending, Grid
+from service.core.volume import Segmentation
 from service.parity import OVERLAP, Parity, image_of, noise, share_differing
 from service.repository import Sample
-from service.volume import Segmentation
 from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ from torch import nn
 
 from service.ascent import ascent
 from service.blending import SKIPPED_BYTES, Grid
-from service.config import Limits, Settings, Windows
-from service.errors import BadParameter
+from service.core.config import Limits, Settings, Windows
+from service.core.errors import BadParameter
+from service.core.volume import Description, Options, Volume, VoxelSize
 from service.planning import Outlook, Plan, activation_bytes, estimate, make_plan
 from service.stitching import Stitching, stitching
-from service.volume import Description, Options, Volume, VoxelSize
 
 MEASURE = """
 import sys
@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.functional import avg_pool3d
-from service.config import Settings
+from service.core.config import Settings
 from service.repository import read_spec
 from service.segmenter import Segmenter
-from service.volume import Options, Volume
+from service.core.volume import Options, Volume
 
 def field(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -16,12 +16,12 @@ from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 from torch import Tensor
 
-from service.arrays import on_disk
 from service.ascent import ascent
+from service.core.buffers import on_disk
+from service.core.volume import OutputKind, Segmentation, VoxelSize
 from service.postprocess import CACHED, Relief, Smoother, decoding_bytes, in_parts, make_decoder
 from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
-from service.volume import OutputKind, Segmentation, VoxelSize
 
 Array = NDArray[Any]
 

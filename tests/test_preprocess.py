@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from service import preprocess
-from service.errors import BadFile, BadParameter
+from service.core.errors import BadFile, BadParameter
+from service.core.volume import Diameter, Segmentation, Volume, VoxelSize
 from service.preprocess import (
     FARTHEST,
     Image,
@@ -23,7 +24,6 @@ from service.preprocess import (
     working_size,
 )
 from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
-from service.volume import Diameter, Segmentation, Volume, VoxelSize
 
 PERCENTILE = PercentileNormalisation(kind="percentile")
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [

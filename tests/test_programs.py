@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from service.core.errors import BrokenModel
 from service.engine.prepare import prepare
-from service.errors import BrokenModel
 from service.planning import activation_bytes
 from service.programs import load_torchscript
 

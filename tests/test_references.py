@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from service import config
-from service.errors import BadParameter, ConfigError, OutputExists
+from service.core import config
+from service.core.errors import BadParameter, ConfigError, OutputExists
 from service.references import References
 
 

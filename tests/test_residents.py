@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from fakes import until
 
-from service.errors import BrokenModel, Cancelled, OutOfMemory
+from service.core.errors import BrokenModel, Cancelled, OutOfMemory
 from service.residents import Lease, Residents
 
 

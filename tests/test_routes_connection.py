@@ -25,7 +25,7 @@ from live import until
 from starlette.types import Receive, Scope, Send
 
 from service.app import Server, configured
-from service.config import Settings
+from service.core.config import Settings
 from service.routes.connection import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
 from service.routes.middleware import RequestLog
 from service.schemas import Problem

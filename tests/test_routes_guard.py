@@ -16,10 +16,10 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service import logs
 from service.access import hash_of
 from service.app import create_app
-from service.config import Settings
+from service.core import logs
+from service.core.config import Settings
 from service.routes.guard import host_of, matches, shown_key
 from service.runtime import Runtime
 

@@ -19,8 +19,8 @@ from starlette.testclient import TestClient
 
 from service import spool
 from service.app import create_app
-from service.config import Settings
-from service.errors import OutOfMemory, OutOfStorage
+from service.core.config import Settings
+from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS
 from service.repository import ModelSpec
 from service.runtime import Runtime

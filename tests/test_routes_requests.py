@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from service.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
+from service.core.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
 from service.routes.requests import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
 from service.routes.threads import FILES, followed, in_thread
 from service.schemas import Query

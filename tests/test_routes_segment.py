@@ -21,7 +21,8 @@ from starlette.testclient import TestClient
 
 from service.answers import answer_name, fingerprint
 from service.app import create_app
-from service.config import Settings
+from service.core.config import Settings
+from service.core.volume import VoxelSize
 from service.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.routes.threads import NAMED_FILES
@@ -29,7 +30,6 @@ from service.routes.uploads import BLOCK_BYTES
 from service.runtime import WAITING_READERS, Runtime
 from service.schemas import Query
 from service.store import Outcome
-from service.volume import VoxelSize
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from service.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
+from service.core.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
 from service.routes import uploads
 from service.routes.forms import FIELD_BYTES, FIELDS
 from service.routes.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive

@@ -15,10 +15,10 @@ import pytest
 import torch
 from fakes import FakeSegmenter, until
 
-from service import hardware
 from service.blending import Blending
-from service.config import Settings
-from service.errors import (
+from service.core import hardware
+from service.core.config import Settings
+from service.core.errors import (
     BrokenModel,
     Cancelled,
     ConfigError,
@@ -28,11 +28,11 @@ from service.errors import (
     QueueFull,
     UnknownModel,
 )
+from service.core.volume import Options, Volume
 from service.jobs import Job
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 from service.segmenter import Result, Segmenter
 from service.station import station_settings
-from service.volume import Options, Volume
 from service.windows import SlidingWindow
 
 

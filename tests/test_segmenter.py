@@ -10,13 +10,13 @@ from fakes import until
 from torch import Tensor
 
 from service import device as device_module
-from service.config import Device, Engine, Limits, Settings, Windows
+from service.core.config import Device, Engine, Limits, Settings, Windows
+from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.volume import Options, Volume, VoxelSize
 from service.engine.compiled import graphs
-from service.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.planning import Estimate, Outlook
 from service.repository import Instances, RangeNormalisation
 from service.segmenter import Segmenter, check_memory, exhausted, translated
-from service.volume import Options, Volume, VoxelSize
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 

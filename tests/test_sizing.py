@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.volume import Volume, VoxelSize
 from service.preprocess import Image, Scaling
 from service.repository import Instances, ModelSpec
 from service.sizing import ROUND, Collector, Sizer, Sizing, in_a_stack, signals, stretch_of
-from service.volume import Volume, VoxelSize
 
 ROI = (32, 32, 32)
 

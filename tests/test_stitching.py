@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from service.blending import Blending, Grid, Slab, blender
-from service.config import Settings
-from service.errors import NonFiniteScores
+from service.core.config import Settings
+from service.core.errors import NonFiniteScores
 from service.preprocess import Scaling
 from service.repository import ModelSpec
 from service.segmenter import Segmenter

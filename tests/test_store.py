@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.errors import (
+from service.core.errors import (
     BadFile,
     ConfigError,
     InternalError,
@@ -18,8 +18,8 @@ from service.errors import (
     OutOfStorage,
     UnknownJob,
 )
+from service.core.volume import VoxelSize
 from service.store import INPUT, JobStore, Order, Outcome
-from service.volume import VoxelSize
 
 ORDER = Order("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
 OUTCOME = Outcome(

@@ -13,7 +13,7 @@ from monai.networks.nets.dynunet import DynUNet
 from safetensors.torch import load_file
 from torch import nn
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 from service.networks import ShuffleUNet
 from service.training import finetune
 from service.training.examples import Pair, Percentiles

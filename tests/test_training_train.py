@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
+from service.core.volume import Segmentation
 from service.formats import tiff
 from service.networks import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
@@ -24,7 +25,6 @@ from service.training.train import (
     save,
     train,
 )
-from service.volume import Segmentation
 
 
 def network() -> ShuffleUNet:

@@ -8,8 +8,8 @@ import torch
 from paths import ROOT
 from torch import nn
 
-from service import hardware
-from service.config import Settings
+from service.core import hardware
+from service.core.config import Settings
 from service.engine import select
 from service.engine.plans import Choice
 from service.networks import load
@@ -301,7 +301,7 @@ NO_COMPILER = """
 import sys
 from pathlib import Path
 import torch
-from service.config import Settings
+from service.core.config import Settings
 from service.networks import load
 from service.repository import read_spec
 from service.warmup import WarmUp

@@ -6,7 +6,7 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from service.blending import SKIPPED_BYTES, Blending, Grid, importance_map
-from service.errors import Cancelled, NonFiniteScores
+from service.core.errors import Cancelled, NonFiniteScores
 from service.stitching import Stitching, stitching
 from service.windows import SlidingWindow, Sparse
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from service.errors import BadFile
+from service.core.errors import BadFile
 from service.worker import Worker
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service import hardware
 from service.bench.timing import Spread, in_turn, matrix_peak, synchronised
-from service.config import Settings
+from service.core import hardware
+from service.core.config import Settings
 from service.engine import compiled, cudagraph, precision, select, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES

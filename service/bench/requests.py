@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service import hardware
 from service.bench.timing import synchronise
 from service.blending import Slab
+from service.core import hardware
+from service.core.errors import BadParameter
+from service.core.volume import Array, Options, Segmentation, Selection
 from service.device import Device
-from service.errors import BadParameter
 from service.formats import tiff
 from service.metrics import Stages
 from service.parity import image_of
 from service.repository import ModelSpec
 from service.segmenter import Segmenter
-from service.volume import Array, Options, Segmentation, Selection
 from service.windows import Image, SlidingWindow
 
 LIMIT_BYTES = 2**40

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from service import hardware
 from service.bench import requests
 from service.bench.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
 from service.bench.requests import Requests, Size
 from service.bench.timing import Spread, flop_of_window, peak_bytes
-from service.config import Settings, overruled
+from service.core import hardware
+from service.core.config import Settings, overruled
+from service.core.errors import BadParameter
 from service.engine.plans import Choice
-from service.errors import BadParameter
 from service.networks import load
 from service.repository import ModelSpec
 from service.segmenter import EngineReport, Segmenter

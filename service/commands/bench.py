@@ -7,8 +7,8 @@ import math
 import sys
 from pathlib import Path
 
-from service.config import Settings, overruled
-from service.errors import BadParameter
+from service.core.config import Settings, overruled
+from service.core.errors import BadParameter
 from service.repository import choose, read_repository
 
 

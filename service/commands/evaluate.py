@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.config import Settings
-from service.errors import BadParameter
+from service.core.config import Settings
+from service.core.errors import BadParameter
 from service.repository import FILE_NAME, ModelSpec, choose, read_repository, read_spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from service.volume import Volume
+    from service.core.volume import Volume
 
 
 def add_arguments(evaluate: argparse.ArgumentParser) -> None:
@@ -78,8 +78,8 @@ def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """One channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
+    from service.core.volume import Selection  # noqa: PLC0415
     from service.formats import tiff  # noqa: PLC0415
-    from service.volume import Selection  # noqa: PLC0415
 
     number = int(channel) if channel and channel.isdecimal() else channel
     limit = settings.limits.decoded_bytes

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from service.config import Settings
-from service.errors import ConfigError
+from service.core.config import Settings
+from service.core.errors import ConfigError
 from service.repository import read_repository
 
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from service.config import Settings, Training, overruled
-from service.errors import BadParameter
+from service.core.config import Settings, Training, overruled
+from service.core.errors import BadParameter
 from service.repository import ModelSpec, read_spec
 
 Pairs = tuple[list[Path], list[Path]]

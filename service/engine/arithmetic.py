@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from service import config
+from service.core import config
 from service.networks import Network
 
 # The switches are those of the process: whoever came second would take the first one's for the operator's.

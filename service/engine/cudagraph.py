@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 from service.networks import Network
 
 WARM_UP_CALLS = 3

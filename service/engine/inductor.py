@@ -18,7 +18,7 @@ from torch._inductor import list_mode_options
 from torch.fx import GraphModule
 from torch.nn import functional
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 from service.networks import Network
 
 # All modules are entered through the same forward, of which torch would compile eight variants and no more.

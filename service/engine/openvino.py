@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 from service.networks import Network
 
 # On import openvino would report to its vendor unless the user has opted out; it does without where the reporter is

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service import config, hardware
+from service.core import config, hardware
 from service.engine import compiled, cudagraph, eager, openvino, packed, tape, tensorrt, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES

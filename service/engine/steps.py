@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.kernels import Kernel
+from service.core.cpp_extension import Kernel
 
 NO_MEMORY = "no memory for what a kernel works in"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from service.arrays import ALIGNMENT, Pool
+from service.core.buffers import ALIGNMENT, Pool
 from service.engine import patches
 from service.engine.steps import NO_MEMORY, Call, Steps, overheard
 from service.networks import Network

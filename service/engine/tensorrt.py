@@ -10,7 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 from service.networks import Network
 
 UNTESTED = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.errors import AmbiguousAxes, BadFile, BadParameter
-from service.volume import Selection
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter
+from service.core.volume import Selection
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # how tifffile names a dimension that a file does not name

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from service.errors import RequestError, TooLarge
+from service.core.errors import RequestError, TooLarge
+from service.core.volume import Selection, VoxelSize
 from service.formats import tiff
 from service.formats.evidence import Evidence
-from service.volume import Selection, VoxelSize
 
 
 def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:

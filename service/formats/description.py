@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import BinaryIO
 
+from service.core.volume import Segmentation
 from service.formats import structure
-from service.volume import Segmentation
 
 IMAGE_DESCRIPTION = 270
 _ASCII = 2

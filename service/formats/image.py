@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from tifffile import TIFF, TiffFile, TiffFrame, TiffPage
 
-from service.errors import BadFile, TooLarge
+from service.core.errors import BadFile, TooLarge
 from service.formats import metadata, ome, voxelsize
 from service.formats.structure import Structure
 from service.formats.voxelsize import Calibration

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element, ParseError
 from defusedxml import DefusedXmlException  # type: ignore[import-untyped]
 from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
 
-from service.errors import BadFile
+from service.core.errors import BadFile
 
 
 class Unclear(Exception):

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
-from service.errors import BadFile, BadParameter, TooLarge
+from service.core.errors import BadFile, BadParameter, TooLarge
+from service.core.volume import Array, Volume, VoxelSize
 from service.formats.axes import Layout, Part
 from service.formats.image import Page, StoredImage, translated
 from service.formats.structure import Structure
-from service.volume import Array, Volume, VoxelSize
 
 # Volumes up to so many bytes are decoded by one thread.
 _ALONE_BYTES = 2**20

@@ -27,8 +27,8 @@ from typing import IO, Any, NamedTuple, Self, cast
 import numpy as np
 
 import service
-from service.arrays import LARGE_BYTES
-from service.errors import (
+from service.core.buffers import LARGE_BYTES
+from service.core.errors import (
     AmbiguousAxes,
     BadFile,
     BadParameter,
@@ -37,10 +37,10 @@ from service.errors import (
     TooLarge,
     UnsupportedMedia,
 )
+from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import child
 from service.formats.evidence import Part, Precedents
 from service.formats.pixels import Placement, mapped
-from service.volume import Description, Selection, Volume, VoxelSize
 
 STARTUP_SECONDS = 60.0
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from service.errors import BadFile, TooLarge, UnsupportedMedia
+from service.core.errors import BadFile, TooLarge, UnsupportedMedia
 
 MAX_PAGES = 1_000_000
 MAX_TAGS = 4096

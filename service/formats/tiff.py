@@ -26,15 +26,15 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 from tifffile import TiffFile, TiffWriter
 
-from service.arrays import release
-from service.errors import BadParameter
+from service.core.buffers import release
+from service.core.errors import BadParameter
+from service.core.volume import Array, Description, OutputKind, Segmentation, Selection, Volume, VoxelSize
 from service.formats import axes, description, image, metadata, pixels, stencil, structure
 from service.formats.axes import Layout, Part
 from service.formats.evidence import Evidence
 from service.formats.image import StoredImage
 from service.formats.pixels import Placement
 from service.formats.stencil import Stencil, Streams
-from service.volume import Array, Description, OutputKind, Segmentation, Selection, Volume, VoxelSize
 
 Compress = Callable[[Array], Streams | None]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
 
 ENTRIES = 10_000
 CHUNK = 2**20

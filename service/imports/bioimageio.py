@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
+from service.core.volume import Array
 from service.imports import onnx
 from service.imports.draft import Draft, Fields, Kind, Proof, member, read_mapping
 from service.networks import ARCHITECTURES
-from service.volume import Array
 
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED: tuple[tuple[str, Kind], ...] = (

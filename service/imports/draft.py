@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from service.errors import UnsupportedPackage
-from service.volume import Array
+from service.core.errors import UnsupportedPackage
+from service.core.volume import Array
 
 Kind = Literal["state dict", "torchscript", "exported", "onnx"]
 

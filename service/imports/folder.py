@@ -18,14 +18,14 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from service.errors import BrokenModel, UnsupportedPackage
+from service.core.errors import BrokenModel, UnsupportedPackage
+from service.core.volume import Volume
 from service.imports import bioimageio, monai_bundle, onnx, program
 from service.imports.archives import unpacked
 from service.imports.draft import Draft, Proof
 from service.networks import load
 from service.preprocess import prepare
 from service.repository import FILE_NAME, ModelSpec, read_spec
-from service.volume import Volume
 
 PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3

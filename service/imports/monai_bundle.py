@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
 from service.imports.draft import Draft, Fields, Kind, read_mapping
 from service.networks import ARCHITECTURES
 

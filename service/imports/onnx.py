@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from service import onnxfile
-from service.errors import UnsupportedPackage
+from service.core.errors import UnsupportedPackage
 from service.imports.draft import member
 from service.onnxgraph import image_of
 

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, NamedTuple, Self
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from service.core.volume import VoxelSize
 from service.schemas import Saved
 from service.store import Outcome
-from service.volume import VoxelSize
 
 NOTE_LETTERS = 2000
 

@@ -18,8 +18,8 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service import logs
-from service.errors import NotReady, RequestError
+from service.core import logs
+from service.core.errors import NotReady, RequestError
 from service.routes.headers import stated
 from service.routes.middleware import SAFE, number_of
 from service.schemas import PROBLEM_TYPE, problem_members

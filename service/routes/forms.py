@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from service import hardware
+from service.core import hardware
 from service.metrics import CONTENT_TYPE
 from service.routes.requests import RuntimeDependency
 from service.schemas import DeviceReport, GpuReport

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.access import ANONYMOUS, Allowance, Keys
-from service.config import Access
-from service.errors import Misdirected, RateLimited, Unauthorized
+from service.core.config import Access
+from service.core.errors import Misdirected, RateLimited, Unauthorized
 from service.routes.headers import Raw, found, stated
 
 # Open without a key and under any name: what probes ask for, which know neither.

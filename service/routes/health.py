@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 
-from service.errors import NotReady
+from service.core.errors import NotReady
 from service.routes.requests import RuntimeDependency
 from service.schemas import Health, Liveness
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from service.errors import RequestError
+from service.core.errors import RequestError
+from service.core.volume import Description
 from service.metrics import Stages
 from service.planning import Outlook
 from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection
-from service.volume import Description
 
 router = APIRouter(tags=["segmentation"])
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
-from service.errors import StackSegError, UnknownJob
+from service.core.errors import StackSegError, UnknownJob
 from service.metrics import Stages
 from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.requests import (

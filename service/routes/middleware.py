@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service import logs
+from service.core import logs
 from service.routes.headers import Raw, found, stated
 
 log = logging.getLogger("service.access")

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.answers import Arrival, check_places
-from service.errors import BadParameter, Cancelled, TimedOut
+from service.core.errors import BadParameter, Cancelled, TimedOut
 from service.metrics import Stages
 from service.planning import Outlook
 from service.repository import ModelSpec

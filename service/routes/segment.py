@@ -25,7 +25,7 @@ from service.answers import (
     write_answer,
 )
 from service.cache import Kept
-from service.errors import Cancelled, NotReady
+from service.core.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
 from service.repository import ModelSpec

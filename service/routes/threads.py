@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from service.errors import Cancelled
+from service.core.errors import Cancelled
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.routes.forms import FORM_BYTES, Form
 from service.routes.headers import stated
 from service.routes.threads import in_thread

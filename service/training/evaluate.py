@@ -12,9 +12,9 @@ from skimage.feature import peak_local_max
 from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
+from service.core.volume import Diameter, ObjectSize, Options, Volume, parse_size
 from service.segmenter import Segmenter
 from service.training.examples import object_widths
-from service.volume import Diameter, ObjectSize, Options, Volume, parse_size
 
 Labels = NDArray[Any]
 

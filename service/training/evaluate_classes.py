@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from skimage.filters import threshold_multiotsu
 
-from service.config import read_settings
+from service.core.config import read_settings
+from service.core.volume import Diameter, Options, Volume
 from service.repository import read_spec
 from service.segmenter import Segmenter
 from service.training.classes import CLASSES, classes_of, dice
 from service.training.evaluate import stack_name
 from service.training.train import read_pairs
-from service.volume import Diameter, Options, Volume
 
 
 def classical(image: NDArray[Any]) -> NDArray[np.uint8]:

@@ -21,8 +21,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from service.config import Training
-from service.errors import BadParameter
+from service.core.config import Training
+from service.core.errors import BadParameter
 from service.training.examples import Normalise, Pair, Pool, Recorded, batch
 from service.training.recompute import recompute
 from service.training.targets import distance_target

@@ -14,10 +14,11 @@ import yaml
 from numpy.typing import NDArray
 from torch import nn
 
-from service import hardware
-from service.config import Settings, overruled
+from service.core import hardware
+from service.core.config import Settings, overruled
+from service.core.errors import BadParameter
+from service.core.volume import Options, Segmentation, Volume
 from service.engine import precision
-from service.errors import BadParameter
 from service.formats import tiff
 from service.networks import build, load
 from service.preprocess import normalise
@@ -27,7 +28,6 @@ from service.training import throughput
 from service.training.examples import Pair
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
 from service.training.train import read_pairs, save
-from service.volume import Options, Segmentation, Volume
 
 FRESH: dict[str, Any] = {
     "licence": "Not stated.",

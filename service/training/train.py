@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
+from service.core.volume import Selection
 from service.formats import tiff
 from service.networks import ShuffleUNet
 from service.training.classes import CLASSES, class_loss, class_targets
@@ -42,7 +43,6 @@ from service.training.examples import (
 from service.training.synthesis import synthesise
 from service.training.targets import instance_targets
 from service.training.tissues import synthesise_tissue
-from service.volume import Selection
 
 log = logging.getLogger("stackseg.train")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from service.errors import OutOfStorage
+from service.core.errors import OutOfStorage
 
 Array = NDArray[Any]
 Allocate = Callable[[tuple[int, ...], DTypeLike], Array]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import BadParameter
-from service.volume import (
+from service.core.errors import BadParameter
+from service.core.volume import (
     PLAUSIBLE,
     Description,
     Diameter,

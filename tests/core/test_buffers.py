@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service import arrays
-from service.arrays import ALIGNMENT, Pool, Spare, allocator, on_disk, release
-from service.errors import OutOfStorage
+from service.core import buffers
+from service.core.buffers import ALIGNMENT, Pool, Spare, allocator, on_disk, release
+from service.core.errors import OutOfStorage
 
 
 def test_large_array_is_zeros_on_disk_in_a_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "LARGE_BYTES", 4000)
+    monkeypatch.setattr(buffers, "LARGE_BYTES", 4000)
     allocate = allocator(tmp_path)
     small, large = allocate((999,), np.float32), allocate((10, 100), np.float32)
     assert small.base is None
@@ -76,9 +76,9 @@ def test_memory_of_a_pool_serves_again_once_no_view_of_it_is_left() -> None:
 
 def test_arrays_of_a_pool_begin_where_lines_of_the_cache_do() -> None:
     pool = Pool(100, idle=0)
-    arrays = [pool.take() for _ in range(20)]
-    assert all(made.nbytes == 100 and made.ctypes.data % ALIGNMENT == 0 for made in arrays)
-    assert len({made.ctypes.data for made in arrays}) == 20
+    buffers = [pool.take() for _ in range(20)]
+    assert all(made.nbytes == 100 and made.ctypes.data % ALIGNMENT == 0 for made in buffers)
+    assert len({made.ctypes.data for made in buffers}) == 20
 
 
 def test_no_more_memory_waits_in_a_pool_than_it_may_keep() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 import torch
 
-from service.errors import ConfigError
+from service.core.errors import ConfigError
 
 # Limits of the container that this process runs in (control groups, version 2); the files are missing outside of one.
 CGROUP = Path("/sys/fs/cgroup")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from service import hardware
+from service.core import hardware
 
 COMPILER_SECONDS = 120
 WRITABLE_BY_OTHERS = 0o002

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.errors import ConfigError, fault_message
+from service.core.errors import ConfigError, fault_message
 
 PREFIX = "STACKSEG_"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from service import errors
-from service.errors import NotReady, OutOfMemory, QueueFull, StackSegError
+from service.core import errors
+from service.core.errors import NotReady, OutOfMemory, QueueFull, StackSegError
 
 DRAWN = re.compile(r"(?P<indent>(?:\|   |    )*)(?:[|`]-- )?(?P<name>[A-Z]\w+)(?: {2,}(?P<meaning>\S.*))?")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import until
 
-from service.kernels import Shelf
+from service.core.cpp_extension import Shelf
 
 FLAGS = ("-shared", "-fPIC")
 

@@ -12,8 +12,8 @@ import pynvml
 import pytest
 import torch
 
-from service import hardware
-from service.errors import ConfigError
+from service.core import hardware
+from service.core.errors import ConfigError
 
 NO_GPU = not torch.cuda.is_available()
 

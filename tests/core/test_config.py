@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.config import PREFIX, Settings, overruled, read_settings
-from service.errors import ConfigError
+from service.core.config import PREFIX, Settings, overruled, read_settings
+from service.core.errors import ConfigError
 
 HASH = "sha256:" + 64 * "0"
 KEYS = [(section, key) for section, keys in Settings().model_dump().items() for key in keys]

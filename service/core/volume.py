@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import BadParameter
+from service.core.errors import BadParameter
 
 Array = NDArray[Any]
 OutputKind = Literal["labels", "classes", "probabilities"]

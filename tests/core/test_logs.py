@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service import logs
+from service.core import logs
 
 
 @pytest.fixture
