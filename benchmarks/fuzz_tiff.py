@@ -25,7 +25,7 @@ import atheris
 with atheris.instrument_imports(include=["service.formats", "tifffile"]):
     from service.core.errors import RequestError
     from service.core.volume import Selection
-    from service.formats import tiff
+    from service.formats import tiff_reader
 
 LIMIT_BYTES = 2**34
 MEMORY_BYTES = 2 * 2**30
@@ -59,8 +59,8 @@ class Fuzzer:
             path.unlink()
 
     def _read(self, selection: Selection) -> None:
-        described = tiff.inspect(self._path, selection, LIMIT_BYTES)
-        volume = tiff.extract(self._path, selection, LIMIT_BYTES, self._scratch).volume()
+        described = tiff_reader.inspect(self._path, selection, LIMIT_BYTES)
+        volume = tiff_reader.extract(self._path, selection, LIMIT_BYTES, self._scratch).volume()
         if volume.shape != described.shape:
             raise AssertionError(f"described as {described.shape}, read as {volume.shape}")
 

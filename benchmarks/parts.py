@@ -21,8 +21,8 @@ from share import as_tiff
 from service.ascent import ascent
 from service.core import hardware
 from service.core.volume import Segmentation, Selection
-from service.deflation import deflation
-from service.formats import tiff
+from service.formats import tiff_reader
+from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.networks import load
 from service.postprocess import make_decoder
@@ -46,7 +46,7 @@ def parts(spec: ModelSpec, folder: Path, reader: Reader) -> dict[str, Callable[[
     content = as_tiff(synthetic_nuclei(spec.input.roi_size))
     file, limit = folder / "stack.tif", 2**30
     file.write_bytes(content)
-    extract = tiff.extract(file, Selection(), limit, folder)
+    extract = tiff_reader.extract(file, Selection(), limit, folder)
     volume = extract.volume()
     image, _ = normalised(volume, spec)
     scores = load(spec)(image.tensor())
@@ -61,12 +61,12 @@ def parts(spec: ModelSpec, folder: Path, reader: Reader) -> dict[str, Callable[[
 
     segmentation = decode()
     return {
-        "understand the file": lambda: tiff.extract(file, Selection(), limit, folder),
+        "understand the file": lambda: tiff_reader.extract(file, Selection(), limit, folder),
         "map it": extract.volume,
         "both for one like an earlier one": lambda: reader.read(file, Selection(), folder),
         "normalise": lambda: normalised(volume, spec),
         "decode": decode,
-        "write": lambda: tiff.encoded(segmentation, deflation.compress),
+        "write": lambda: tiff_reader.encoded(segmentation, deflation.compress),
         "look how much memory is free": hardware.available_memory,
     }
 

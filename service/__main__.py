@@ -133,7 +133,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
 
 def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
-    from service.formats import tiff  # noqa: PLC0415
+    from service.formats import tiff_reader  # noqa: PLC0415
     from service.measurements import measure, write_csv  # noqa: PLC0415
     from service.metrics import Stages  # noqa: PLC0415
     from service.schemas import Query, explain  # noqa: PLC0415
@@ -151,7 +151,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     stages = Stages()
     with tempfile.TemporaryDirectory(prefix="segment-") as scratch, device_of(settings) as device:
         with stages.measure("read"):
-            volume = tiff.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
+            volume = tiff_reader.read(options.input, query.selection, settings.limits.decoded_bytes, Path(scratch))
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
             if options.measurements is not None and (kind := segmenter.output(query.options)) != "labels":
@@ -160,11 +160,11 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         result = segmenter.segment(volume, query.options, run=device.run)
         stages.update(result.seconds)
         with stages.measure("write"):
-            tiff.write(result.segmentation, options.result)
+            tiff_reader.write(result.segmentation, options.result)
         if options.measurements is not None:
             with stages.measure("measure"):
                 every = replace(query.selection, channel=None)
-                volume = tiff.read(options.input, every, settings.limits.decoded_bytes, Path(scratch))
+                volume = tiff_reader.read(options.input, every, settings.limits.decoded_bytes, Path(scratch))
                 write_csv(measure(result.segmentation, volume), options.measurements)
     found = "" if result.segmentation.count is None else f"{result.segmentation.count} objects, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
 from service.core.volume import Array, OutputKind, Segmentation, Selection
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, prepare
 from service.repository import ModelSpec
@@ -103,7 +103,7 @@ def noise(shape: tuple[int, ...]) -> Tensor:
 def _sample(spec: ModelSpec) -> Tensor | None:
     if spec.sample is None:
         return None
-    volume = tiff.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
+    volume = tiff_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
     if volume.shape[0] != spec.input.channels:
         return None
     image = prepare(volume, spec).image

@@ -28,9 +28,9 @@ from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
 from service.core.volume import Description, Extent, Options, Segmentation, Selection, Volume
-from service.deflation import deflation
 from service.engine import compiled
-from service.formats import tiff
+from service.formats import tiff_reader
+from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.jobs import Job
 from service.metrics import Metrics
@@ -356,12 +356,12 @@ class Runtime:
         return job
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
-        """Write the result as OME-TIFF; see `service.formats.tiff.write`."""
-        tiff.write(segmentation, path, compress=deflation.compress)
+        """Write the result as OME-TIFF; see `service.formats.tiff_reader.write`."""
+        tiff_reader.write(segmentation, path, compress=deflation.compress)
 
     def encode(self, segmentation: Segmentation) -> bytes | None:
-        """The file that `write` would write, where it is small; see `service.formats.tiff.encoded`."""
-        return tiff.encoded(segmentation, deflation.compress)
+        """The file that `write` would write, where it is small; see `service.formats.tiff_reader.encoded`."""
+        return tiff_reader.encoded(segmentation, deflation.compress)
 
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
         """Write a table of the objects as CSV; see `service.measurements.measure`."""

@@ -22,9 +22,9 @@ from service.core.config import Settings
 from service.core.cpp_extension import shelf
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
-from service.deflation import deflation
 from service.engine import compiled, plans, select
 from service.engine.plans import Trial
+from service.formats.deflate import deflation
 from service.metrics import Stages
 from service.networks import Network, load, weight_bytes
 from service.planning import Estimate, Outlook, Plan, watched

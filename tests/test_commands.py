@@ -12,7 +12,7 @@ import pytest
 
 from service.__main__ import main
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.repository import ModelSpec, read_spec
 from service.training.synthesis import synthesise
 
@@ -22,7 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stack")
     image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
     for name, pixels in (("image", image), ("mask", labels)):
-        tiff.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
+        tiff_reader.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
     return folder
 
 
@@ -57,7 +57,7 @@ def test_a_model_is_scored_beside_the_classical_method(
     model, classical = json.loads(capsys.readouterr().out)
     assert (model["method"], classical["method"]) == (random_nuclei.identifier, "classical")
     assert model["stack"] == stack.name
-    truth = tiff.read(stack / "mask.tif", Selection(), 2**30).array()
+    truth = tiff_reader.read(stack / "mask.tif", Selection(), 2**30).array()
     assert model["true"] == classical["true"] == len(np.unique(truth)) - 1
     assert main(["evaluate", *annotated(stack), "--no-floor", *config]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -116,7 +116,7 @@ def test_a_trained_model_is_served_at_once(
     again = ["segment", str(out / "sample.tif"), str(tmp_path / "again.tif"), "--model", "mine", *config]
     assert main(again) == 0
     found, expected = (
-        tiff.read(path, Selection(), 2**30).array() for path in (tmp_path / "again.tif", out / "expected.tif")
+        tiff_reader.read(path, Selection(), 2**30).array() for path in (tmp_path / "again.tif", out / "expected.tif")
     )
     assert np.array_equal(found, expected)
     assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "mine", *config]) == 0

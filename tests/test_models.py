@@ -15,7 +15,7 @@ from service.blending import Blending
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_size
 from service.engine.prepare import prepare
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.networks import Network, load
 from service.parity import Parity
 from service.repository import ModelSpec, choose, read_repository
@@ -120,7 +120,7 @@ def eager_of(spec: ModelSpec) -> Segmenter:
 
 
 def read(path: Path) -> Volume:
-    return tiff.read(path, Selection(), LIMIT)
+    return tiff_reader.read(path, Selection(), LIMIT)
 
 
 def labels_of(made: Segmenter, volume: Volume) -> NDArray[np.unsignedinteger]:

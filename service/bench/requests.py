@@ -22,7 +22,7 @@ from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.volume import Array, Options, Segmentation, Selection
 from service.device import Device
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.metrics import Stages
 from service.parity import image_of
 from service.repository import ModelSpec
@@ -61,13 +61,13 @@ class Requests:
         """
         stages = Stages()
         with stages.measure("read"):
-            volume = tiff.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
+            volume = tiff_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         result = self._segmenter.segment(volume, AS_SAMPLED, run=self._run, progress=self._count)
         stages.add("normalise", result.seconds["prepare"])
         stages.add("windows", result.seconds["windows"])
         stages.add("postprocess", result.seconds["decode"])
         with stages.measure("write"):
-            tiff.write(result.segmentation, self._folder / "labels.tif")
+            tiff_reader.write(result.segmentation, self._folder / "labels.tif")
         return stages.seconds | {"total": stages.total}
 
     def stitched(self) -> None:
@@ -175,7 +175,7 @@ class Requests:
 
     def profile(self, trace: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
-        volume = tiff.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
+        volume = tiff_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
             self._segmenter.segment(volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))
@@ -201,4 +201,4 @@ def tiled(spec: ModelSpec, shape: Size) -> Array:
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:
     """`tiled` as a file."""
-    tiff.write(Segmentation(tiled(spec, shape), "labels"), path)
+    tiff_reader.write(Segmentation(tiled(spec, shape), "labels"), path)

@@ -9,8 +9,8 @@ from typing import Any
 from tifffile import TiffFile, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
-from service.formats import voxelsize
-from service.formats.voxelsize import Calibration, Resolution
+from service.formats import voxel_size
+from service.formats.voxel_size import Calibration, Resolution
 
 CONTAINERS = {
     "shaped": "TIFF written by tifffile",
@@ -53,16 +53,16 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
 
 
 def _imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
-    return voxelsize.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+    return voxel_size.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
 
 
 def _shaped(_tiff: TiffFile, page: TiffPage) -> Calibration:
-    return voxelsize.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
+    return voxel_size.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
 
 
 def _zeiss(tiff: TiffFile, _page: TiffPage) -> Calibration:
     header = tiff.lsm_metadata or {}
-    return voxelsize.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+    return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
 def _metamorph(tiff: TiffFile, _page: TiffPage) -> Calibration:
@@ -70,13 +70,13 @@ def _metamorph(tiff: TiffFile, _page: TiffPage) -> Calibration:
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return voxelsize.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+    return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
 def _micromanager(tiff: TiffFile, _page: TiffPage) -> Calibration:
     summary = (tiff.micromanager_metadata or {}).get("Summary", {})
     sizes = [summary.get(key) for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return voxelsize.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
+    return voxel_size.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
 
 
 _CALIBRATIONS: dict[str, Callable[[TiffFile, TiffPage], Calibration]] = {

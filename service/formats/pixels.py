@@ -24,8 +24,8 @@ from tifffile import TiffFile, TiffPage
 from service.core.errors import BadFile, BadParameter, TooLarge
 from service.core.volume import Array, Volume, VoxelSize
 from service.formats.axes import Layout, Part
-from service.formats.image import Page, StoredImage, translated
-from service.formats.structure import Structure
+from service.formats.ifd import Structure
+from service.formats.series import Page, StoredImage, translated
 
 # Volumes up to so many bytes are decoded by one thread.
 _ALONE_BYTES = 2**20

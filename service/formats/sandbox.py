@@ -38,8 +38,8 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.volume import Description, Selection, Volume, VoxelSize
-from service.formats import child
-from service.formats.evidence import Part, Precedents
+from service.formats import sandbox_child
+from service.formats.parse_cache import Part, Precedents
 from service.formats.pixels import Placement, mapped
 
 STARTUP_SECONDS = 60.0
@@ -103,7 +103,7 @@ class Reader:
     def inspect(
         self, source: Source, selection: Selection, *, shared: bool = False, owner: str | None = None
     ) -> Description:
-        """As `service.formats.tiff.inspect`, with its errors; a crash is BadFile, running out of time TooLarge."""
+        """Inspect a file as `tiff_reader.inspect` does, with its errors; a crash is BadFile, out of time TooLarge."""
         content, limit = self._content(source, shared=shared), self._limit(shared=shared)
 
         def ask() -> tuple[Description, Sequence[Part] | None]:
@@ -116,7 +116,7 @@ class Reader:
     def read(
         self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
     ) -> Volume:
-        """As `service.formats.tiff.read`, with its errors; a crash is BadFile, running out of time TooLarge.
+        """As `service.formats.tiff_reader.read`, with its errors; a crash is BadFile, running out of time TooLarge.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
         The volume maps that file, or the uploaded one, or shares its memory. A `shared` file may be changed by others
@@ -258,7 +258,13 @@ class _Child:
         }
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-            [sys.executable, "-m", child.__name__, *self._arguments, os.fspath(held(self._complaints.fileno()))],
+            [
+                sys.executable,
+                "-m",
+                sandbox_child.__name__,
+                *self._arguments,
+                os.fspath(held(self._complaints.fileno())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -351,7 +357,7 @@ def _extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
     if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
         raise BadFile("The file is damaged: what was read of it makes no sense.")
     file = None if reply["file"] is None else Path(reply["file"]).name
-    return _Extract(file, placement, child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+    return _Extract(file, placement, sandbox_child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
 
 
 def _volume(found: _Extract, source: Source, content: mmap.mmap | bytearray | None, scratch: Path) -> Volume:
@@ -376,4 +382,4 @@ def _four(values: list[Any]) -> tuple[int, int, int, int]:
 
 def _description(reply: dict[str, Any]) -> Description:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in reply.items()}
-    return Description(**{**fields, "voxel_size": child.voxel_size(reply["voxel_size"])})
+    return Description(**{**fields, "voxel_size": sandbox_child.voxel_size(reply["voxel_size"])})

@@ -19,7 +19,7 @@ from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.engine import precision
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.networks import build, load
 from service.preprocess import normalise
 from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
@@ -91,8 +91,8 @@ def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> N
     segmenter = Segmenter(spec, overruled(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     segmenter.warm_up()
     found = segmenter.segment(Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
-    tiff.write(Segmentation(middle, "labels"), spec.folder / sample.input)
-    tiff.write(found, spec.folder / sample.expected)
+    tiff_reader.write(Segmentation(middle, "labels"), spec.folder / sample.input)
+    tiff_reader.write(found, spec.folder / sample.expected)
 
 
 @dataclass(frozen=True)

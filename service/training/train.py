@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from service.core.errors import BadParameter
 from service.core.volume import Selection
-from service.formats import tiff
+from service.formats import tiff_reader
 from service.networks import ShuffleUNet
 from service.training.classes import CLASSES, class_loss, class_targets
 from service.training.examples import (
@@ -239,7 +239,7 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
         raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
     pairs = []
     for image, truth in zip(images, labels, strict=True):
-        pixels, numbers = (tiff.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth))
+        pixels, numbers = (tiff_reader.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth))
         if pixels.shape != numbers.shape:
             raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
         pairs.append((pixels, numbers))

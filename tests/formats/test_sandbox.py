@@ -25,7 +25,7 @@ from paths import SHARED_DATA
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
 from service.core.volume import Selection, VoxelSize
-from service.formats import child, tiff
+from service.formats import sandbox_child, tiff_reader
 from service.formats.sandbox import Reader
 
 DATA = SHARED_DATA / "hostile"
@@ -96,8 +96,8 @@ def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarra
     path = write(tmp_path / "stack.ome.tif", stack, **options)
 
     for selection in (Selection(), Selection(channel=1, voxel_size=VoxelSize(3, 2, 1)), Selection(axes="ZCYX")):
-        here, there = tiff.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
-        assert reader.inspect(path, selection) == tiff.inspect(path, selection, LIMIT)
+        here, there = tiff_reader.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
+        assert reader.inspect(path, selection) == tiff_reader.inspect(path, selection, LIMIT)
         shared = reader.read(path, selection, tmp_path, shared=True)
         for volume in (there, shared):
             for field in ("shape", "dtype", "voxel_size", "channels"):
@@ -120,7 +120,7 @@ def test_a_file_in_memory_is_read_like_one_on_disk(
         volumes = [reader.read(content, Selection(), tmp_path) for _ in range(2)]
         with pytest.raises(UnsupportedMedia):
             reader.read(bytearray(), Selection(), tmp_path)
-    assert described == tiff.inspect(path, Selection(), LIMIT)
+    assert described == tiff_reader.inspect(path, Selection(), LIMIT)
     for volume in volumes:
         np.testing.assert_array_equal(volume.array(), stack)
         assert volume.voxel_size == described.voxel_size
@@ -142,7 +142,7 @@ def test_colour_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None
     for channel in (None, 1):
         selection = Selection(channel=channel, axes="ZYXS")
         volume = reader.read(path, selection, tmp_path, shared=True)
-        np.testing.assert_array_equal(volume.array(), tiff.read(path, selection, LIMIT).array())
+        np.testing.assert_array_equal(volume.array(), tiff_reader.read(path, selection, LIMIT).array())
 
 
 def test_shared_file_that_becomes_shorter_is_an_error_and_not_the_end(
@@ -255,7 +255,7 @@ def test_memory_is_limited(tmp_path: Path, stack: np.ndarray) -> None:
             reader.read(bomb, Selection(), tmp_path)
         np.testing.assert_array_equal(reader.read(modest, Selection(), tmp_path).array(), stack)
         with pytest.raises(TooLarge, match=r"decodes to 0\.26 GB"):
-            tiff.read(bomb, Selection(), 2**27)
+            tiff_reader.read(bomb, Selection(), 2**27)
 
 
 def test_a_strip_that_unpacks_to_more_than_it_should_is_stopped(tmp_path: Path) -> None:
@@ -334,10 +334,10 @@ def test_a_child_that_cannot_start_is_not_the_files_fault(
 
 
 def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
-    code = "import sys, service.formats.child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    code = "import sys, service.formats.sandbox_child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
-    lonely = [sys.executable, "-m", child.__name__, str(2**29), str(LIMIT), "10", "/dev/null"]
+    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10", "/dev/null"]
     ended = subprocess.run(lonely, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, b'{"opens": true}\n')
 
@@ -350,7 +350,7 @@ def test_whether_files_without_a_name_are_read_is_known_once_a_process_has_start
         assert not reader.opens
         reader.inspect(path, Selection())
         assert reader.opens
-    assert not child.opens(Path(f"/proc/{os.getpid()}/fd/99999"))
+    assert not sandbox_child.opens(Path(f"/proc/{os.getpid()}/fd/99999"))
 
 
 def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
@@ -362,7 +362,7 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
         "limit_bytes": LIMIT,
     }
-    good = child.answer(request)["result"]
+    good = sandbox_child.answer(request)["result"]
 
     class Lying(Reader):
         def _ask(self, *_: object) -> tuple[dict[str, Any], None]:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from service.core.errors import AmbiguousAxes
 from service.core.volume import Description, Selection, VoxelSize
-from service.formats import child
-from service.formats.evidence import MOST_BYTES, MOST_PARTS, Evidence, Part, Precedents, renumbered
+from service.formats import sandbox_child
+from service.formats.parse_cache import MOST_BYTES, MOST_PARTS, Evidence, Part, Precedents, renumbered
 from service.formats.sandbox import Reader
 
 LIMIT = 2**28
@@ -65,7 +65,7 @@ def answer(path: Path, call: str = "extract") -> dict[str, Any]:
     """What a process says that knows nothing of earlier files."""
     selection = {"channel": None, "time": None, "axes": None, "voxel_size": None}
     request = {"call": call, "path": str(path), "selection": selection, "limit_bytes": LIMIT}
-    return child.answer(request | {"scratch": str(path.parent)})
+    return sandbox_child.answer(request | {"scratch": str(path.parent)})
 
 
 @pytest.mark.parametrize("call", ["extract", "inspect"])

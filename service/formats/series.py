@@ -18,9 +18,9 @@ import numpy as np
 from tifffile import TIFF, TiffFile, TiffFrame, TiffPage
 
 from service.core.errors import BadFile, TooLarge
-from service.formats import metadata, ome, voxelsize
-from service.formats.structure import Structure
-from service.formats.voxelsize import Calibration
+from service.formats import metadata, ome, voxel_size
+from service.formats.ifd import Structure
+from service.formats.voxel_size import Calibration
 
 T = TypeVar("T")
 Page = TiffPage | TiffFrame
@@ -61,7 +61,7 @@ class StoredImage:
     whole: bool = False
     doubt: str = ""
     channels: tuple[str, ...] = ()
-    calibration: Calibration = voxelsize.NOTHING
+    calibration: Calibration = voxel_size.NOTHING
     notes: tuple[str, ...] = ()
 
     @property
@@ -145,7 +145,7 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         shape=image.shape + page.shape,
         pages=pages,
         channels=image.channels,
-        calibration=voxelsize.from_ome(image),
+        calibration=voxel_size.from_ome(image),
         notes=_choice(len(images), image.name),
     )
 

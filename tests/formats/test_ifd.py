@@ -10,7 +10,7 @@ import pytest
 import tifffile
 
 from service.core.errors import BadFile, TooLarge, UnsupportedMedia
-from service.formats import structure
+from service.formats import ifd
 
 
 def written(pages: list[np.ndarray], **options: object) -> io.BytesIO:
@@ -28,7 +28,7 @@ def written(pages: list[np.ndarray], **options: object) -> io.BytesIO:
 def test_finds_every_page(bigtiff: bool, byteorder: str) -> None:
     stream = written([np.zeros((4, 5), np.uint16)] * 3, bigtiff=bigtiff, byteorder=byteorder)
 
-    found = structure.scan(stream)
+    found = ifd.scan(stream)
 
     assert len(found.offsets) == 3
     assert found.size == len(stream.getvalue())
@@ -51,7 +51,7 @@ def test_tells_pages_of_another_kind_apart(other: tuple[np.ndarray, dict[str, ob
         writer.write(np.zeros((4, 5), np.uint16), photometric="minisblack", metadata=None)
         writer.write(other[0], photometric="minisblack", metadata=None, **other[1])
 
-    first, second = structure.scan(stream).layouts.values()
+    first, second = ifd.scan(stream).layouts.values()
 
     assert first != second
 
@@ -62,7 +62,7 @@ def test_sample_depths_stored_apart_from_the_entry_are_compared() -> None:
         for dtype in (np.uint8, np.uint16):
             writer.write(np.zeros((4, 5, 3), dtype), photometric="rgb", metadata=None)
 
-    first, second = structure.scan(stream).layouts.values()
+    first, second = ifd.scan(stream).layouts.values()
 
     assert first != second
 
@@ -72,13 +72,13 @@ def test_a_chain_that_leaves_the_file_is_refused(share: float) -> None:
     data = written([np.arange(200, dtype=np.uint16).reshape(10, 20)] * 5).getvalue()
 
     with pytest.raises(BadFile, match="cut short"):
-        structure.scan(io.BytesIO(data[: int(len(data) * share)]))
+        ifd.scan(io.BytesIO(data[: int(len(data) * share)]))
 
 
 @pytest.mark.parametrize("data", [b"", b"I", b"\x89PNG\r\n\x1a\n", b"<?xml version='1.0'?>", b"II\x2c\x00" + bytes(20)])
 def test_what_is_no_tiff_is_unsupported(data: bytes) -> None:
     with pytest.raises(UnsupportedMedia, match="Send a TIFF"):
-        structure.scan(io.BytesIO(data))
+        ifd.scan(io.BytesIO(data))
 
 
 @pytest.mark.parametrize(
@@ -86,26 +86,26 @@ def test_what_is_no_tiff_is_unsupported(data: bytes) -> None:
 )
 def test_a_header_alone_is_a_bad_file(data: bytes) -> None:
     with pytest.raises(BadFile):
-        structure.scan(io.BytesIO(data))
+        ifd.scan(io.BytesIO(data))
 
 
 def test_a_chain_that_bites_its_tail_ends() -> None:
     page = struct.pack("<HI", 0, 8)
     with pytest.raises(BadFile, match="circle"):
-        structure.scan(io.BytesIO(b"II*\x00" + struct.pack("<I", 8) + page))
+        ifd.scan(io.BytesIO(b"II*\x00" + struct.pack("<I", 8) + page))
 
 
 def test_too_many_pages_are_too_large() -> None:
     stream = written([np.zeros((1, 1), np.uint8)] * 4)
 
-    assert len(structure.scan(stream, max_pages=4).offsets) == 4
+    assert len(ifd.scan(stream, max_pages=4).offsets) == 4
     with pytest.raises(TooLarge, match="more than 3 pages"):
-        structure.scan(stream, max_pages=3)
+        ifd.scan(stream, max_pages=3)
 
 
 def test_an_absurd_number_of_tags_is_refused() -> None:
     with pytest.raises(BadFile, match="entries"):
-        structure.scan(io.BytesIO(b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100)))
+        ifd.scan(io.BytesIO(b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100)))
 
 
 @pytest.mark.parametrize("bigtiff", [False, True])
@@ -120,7 +120,7 @@ def test_a_page_among_many_that_differs_in_one_entry_has_another_layout(
     content = bytearray(stream.getvalue())
     content[place if byteorder == "<" else place + 1] += 1
 
-    layouts = list(structure.scan(io.BytesIO(content)).layouts.values())
+    layouts = list(ifd.scan(io.BytesIO(content)).layouts.values())
 
     assert [layout == layouts[0] for layout in layouts] == [True, True, False, True, True]
 
@@ -133,4 +133,4 @@ def test_values_of_every_page_must_lie_within_the_file() -> None:
     content[entry + 8 : entry + 12] = struct.pack("<I", len(content) - 4)
 
     with pytest.raises(BadFile, match="tag 283 of page 3 lies beyond its end"):
-        structure.scan(io.BytesIO(content))
+        ifd.scan(io.BytesIO(content))

@@ -16,8 +16,8 @@ from typing import Any
 
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Selection, VoxelSize
-from service.formats import tiff
-from service.formats.evidence import Evidence
+from service.formats import tiff_reader
+from service.formats.parse_cache import Evidence
 
 
 def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -35,9 +35,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     path, limit_bytes, evidence = Path(request["path"]), request["limit_bytes"], Evidence()
     try:
         if request["call"] == "inspect":
-            described = tiff.inspect(path, selection, limit_bytes, evidence)
+            described = tiff_reader.inspect(path, selection, limit_bytes, evidence)
             return {"result": asdict(described), "evidence": evidence.parts}
-        extract = tiff.extract(path, selection, limit_bytes, Path(request["scratch"]), evidence)
+        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]), evidence)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:

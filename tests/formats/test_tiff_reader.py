@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff
+from service.formats import tiff_reader
 
 LIMIT = 2**28
 ALL = Selection()
@@ -50,7 +50,7 @@ def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArra
 
 
 def pixels(path: Path, selection: Selection = ALL, scratch: Path | None = None) -> NDArray[Any]:
-    return tiff.read(path, selection, LIMIT, scratch).array()
+    return tiff_reader.read(path, selection, LIMIT, scratch).array()
 
 
 @pytest.mark.parametrize("byteorder", ["<", ">"])
@@ -59,7 +59,7 @@ def test_every_type_in_either_byte_order(make: Make, dtype: str, byteorder: str)
     stack = noise(3, 9, 11, dtype=dtype)
     path = make(stack, byteorder=byteorder, metadata={"axes": "ZYX"})
 
-    volume = tiff.read(path, ALL, LIMIT)
+    volume = tiff_reader.read(path, ALL, LIMIT)
 
     assert volume.dtype == np.dtype(dtype)
     assert volume.array().dtype.isnative
@@ -98,14 +98,14 @@ def test_one_bit_pixels_become_zero_and_one(make: Make) -> None:
     stack = noise(3, 9, 11) > 60
     path = make(stack, metadata={"axes": "ZYX"})
 
-    assert tiff.inspect(path, ALL, LIMIT).dtype == "bool"
+    assert tiff_reader.inspect(path, ALL, LIMIT).dtype == "bool"
     assert pixels(path).dtype == np.uint8
     np.testing.assert_array_equal(pixels(path)[0], stack)
 
 
 def test_complex_pixels_are_refused(make: Make) -> None:
     with pytest.raises(BadFile, match="complex64"):
-        tiff.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
+        tiff_reader.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
 
 
 @pytest.mark.parametrize("edge", [40, 300])
@@ -133,7 +133,7 @@ def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(
         metadata={"axes": "TZCYX", "spacing": 0.5, "unit": "um"},
     )
 
-    found = tiff.inspect(path, Selection(time=0), LIMIT)
+    found = tiff_reader.inspect(path, Selection(time=0), LIMIT)
 
     assert (found.container, found.axes, found.times, len(found.channels)) == ("ImageJ TIFF", "TZCYX", 2, 3)
     assert found.shape == (3, 4, 9, 11)
@@ -148,13 +148,13 @@ def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(
 def test_several_time_points_are_described_but_read_only_by_choice(make: Make) -> None:
     path = make(noise(5, 9, 11), metadata={"axes": "TYX"}, ome=True)
 
-    found = tiff.inspect(path, ALL, LIMIT)
+    found = tiff_reader.inspect(path, ALL, LIMIT)
 
     assert (found.shape, found.times) == ((1, 1, 9, 11), 5)
     assert any("time=0 to time=4" in note and "axes=ZYX" in note for note in found.notes)
     with pytest.raises(BadParameter, match=r"time=0 to time=4.*axes=ZYX"):
-        tiff.read(path, ALL, LIMIT)
-    assert tiff.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
+        tiff_reader.read(path, ALL, LIMIT)
+    assert tiff_reader.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
 
 
 @pytest.mark.parametrize("axes", ["ZYX", "CZYX", "ZCYX", "TCZYX", "TZCYX", "ZTCYX", "CTZYX"])
@@ -166,7 +166,7 @@ def test_ome_in_every_order(make: Make, axes: str, compression: str | None) -> N
     here = "".join(axis for axis in "TCZYX" if axis in axes)
     ordered = np.moveaxis(stack, [axes.index(axis) for axis in here], range(len(here)))
 
-    assert tiff.inspect(path, ALL, LIMIT).axes == axes
+    assert tiff_reader.inspect(path, ALL, LIMIT).axes == axes
     for time in range(2 if "T" in axes else 1):
         expected = ordered[time] if "T" in axes else ordered
         np.testing.assert_array_equal(pixels(path, Selection(time=time)), expected.reshape(-1, 4, 9, 11))
@@ -176,13 +176,13 @@ def test_channels_by_name(make: Make) -> None:
     stack = noise(2, 4, 9, 11)
     path = make(stack, ome=True, metadata={"axes": "CZYX", "Channel": {"Name": ["DAPI", "GFP"]}})
 
-    volume = tiff.read(path, Selection(channel="gfp"), LIMIT)
+    volume = tiff_reader.read(path, Selection(channel="gfp"), LIMIT)
 
     assert volume.channels == ("GFP",)
     np.testing.assert_array_equal(volume.array()[0], stack[1])
-    assert tiff.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
+    assert tiff_reader.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
     with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\)"):
-        tiff.inspect(path, Selection(channel="RFP"), LIMIT)
+        tiff_reader.inspect(path, Selection(channel="RFP"), LIMIT)
 
 
 @pytest.mark.parametrize("planar", ["contig", "separate"])
@@ -193,7 +193,7 @@ def test_colours_are_channels(make: Make, planar: str, compression: str | None) 
     path = make(stack, photometric="rgb", planarconfig=planar, compression=compression, metadata={"axes": axes})
     channels = np.moveaxis(stack, axes.index("S"), 0)
 
-    assert tiff.inspect(path, ALL, LIMIT).channels == ("red", "green", "blue")
+    assert tiff_reader.inspect(path, ALL, LIMIT).channels == ("red", "green", "blue")
     np.testing.assert_array_equal(pixels(path), channels)
     np.testing.assert_array_equal(pixels(path, Selection(channel="green")), channels[1:2])
 
@@ -215,7 +215,7 @@ def test_a_plain_stack_of_grey_pages_is_z_and_says_so(make: Make, options: dict[
     stack = noise(5, 9, 11)
     path = make(stack, **options)
 
-    found = tiff.inspect(path, ALL, LIMIT)
+    found = tiff_reader.inspect(path, ALL, LIMIT)
 
     assert (found.axes, found.shape) == ("ZYX", (1, 5, 9, 11))
     assert any("taken for z" in note and "axes=" in note for note in found.notes)
@@ -227,7 +227,7 @@ def test_four_unnamed_dimensions_are_not_guessed(make: Make) -> None:
     path = make(stack)
 
     with pytest.raises(AmbiguousAxes, match=r"2 x 5 x 9 x 11.*axes=CZYX"):
-        tiff.inspect(path, ALL, LIMIT)
+        tiff_reader.inspect(path, ALL, LIMIT)
     np.testing.assert_array_equal(pixels(path, Selection(axes="CZYX")), stack)
     np.testing.assert_array_equal(pixels(path, Selection(axes="ZCYX")), stack.swapaxes(0, 1))
 
@@ -246,7 +246,7 @@ def test_of_several_images_the_largest_is_read(tmp_path: Path) -> None:
         writer.write(stack.max(axis=0), photometric="minisblack", metadata={"axes": "YX", "Name": "projection"})
         writer.write(stack, photometric="minisblack", metadata={"axes": "ZYX", "Name": "volume"})
 
-    assert any("2 images" in note and "'volume'" in note for note in tiff.inspect(path, ALL, LIMIT).notes)
+    assert any("2 images" in note and "'volume'" in note for note in tiff_reader.inspect(path, ALL, LIMIT).notes)
     np.testing.assert_array_equal(pixels(path)[0], stack)
 
 
@@ -274,10 +274,10 @@ def test_the_callers_voxel_size_wins(make: Make) -> None:
     path = make(noise(5, 9, 11), imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 1, "unit": "um"})
     wanted = Selection(voxel_size=VoxelSize(3, 2, 1))
 
-    assert tiff.inspect(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    assert tiff.inspect(path, wanted, LIMIT).voxel_size_from == "the request"
-    assert tiff.read(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    assert tiff.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
+    assert tiff_reader.inspect(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert tiff_reader.inspect(path, wanted, LIMIT).voxel_size_from == "the request"
+    assert tiff_reader.read(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert tiff_reader.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_ome_units(make: Make, unit: str, factor: float | None) -> None:
     units = {f"PhysicalSize{axis}Unit": unit for axis in "ZYX"}
     path = make(noise(5, 9, 11), ome=True, metadata={"axes": "ZYX", **sizes, **units})
 
-    found = tiff.inspect(path, ALL, LIMIT)
+    found = tiff_reader.inspect(path, ALL, LIMIT)
 
     if factor is None:
         assert found.voxel_size is None
@@ -301,10 +301,10 @@ def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, 
     scratch = tmp_path / "scratch"
     scratch.mkdir()
 
-    tiff.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
+    tiff_reader.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
     assert not list(scratch.iterdir())
 
-    volume = tiff.read(make(noise(5, 9, 11), "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
+    volume = tiff_reader.read(make(noise(5, 9, 11), "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
     (raw,) = scratch.iterdir()
     assert raw.stat().st_size == volume.nbytes
 
@@ -312,7 +312,7 @@ def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, 
 def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
     path = make(np.zeros((5, 9, 11), np.uint16))
 
-    tiff.read(path, ALL, LIMIT).array()[:] = 7
+    tiff_reader.read(path, ALL, LIMIT).array()[:] = 7
 
     assert not pixels(path).any()
 
@@ -322,16 +322,16 @@ def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
 def test_more_than_the_limit_is_refused_before_decoding(make: Make, limit: int, compression: str | None) -> None:
     path = make(noise(5, 9, 11), compression=compression)
 
-    for use in (tiff.inspect, tiff.read):
+    for use in (tiff_reader.inspect, tiff_reader.read):
         with pytest.raises(TooLarge, match="990 bytes"):
             use(path, ALL, limit)
-    assert tiff.read(path, ALL, 990).nbytes == 990
+    assert tiff_reader.read(path, ALL, 990).nbytes == 990
 
 
 def test_only_the_selection_counts_against_the_limit(make: Make) -> None:
     path = make(noise(2, 5, 9, 11), metadata={"axes": "CZYX"})
 
-    assert tiff.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
+    assert tiff_reader.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -354,7 +354,7 @@ def test_a_stack_cut_anywhere_is_refused_and_never_read_as_less(make: Make, opti
     for end in sorted({*range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}):
         path.write_bytes(whole[:end])
         try:
-            found = tiff.read(path, ALL, LIMIT).array()
+            found = tiff_reader.read(path, ALL, LIMIT).array()
         except RequestError:
             continue
         np.testing.assert_array_equal(found, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
@@ -365,7 +365,7 @@ def test_half_an_imagej_stack_is_not_a_plane(make: Make) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
     with pytest.raises(BadFile, match="cut short"):
-        tiff.inspect(path, ALL, LIMIT)
+        tiff_reader.inspect(path, ALL, LIMIT)
 
 
 @pytest.mark.parametrize("slices", [2, 9])
@@ -375,10 +375,10 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
 
     if slices > 6:
         with pytest.raises(BadFile, match="promise 9 planes, but the file holds 6"):
-            tiff.inspect(path, Selection(axes="ZYX"), LIMIT)
+            tiff_reader.inspect(path, Selection(axes="ZYX"), LIMIT)
     else:
         with pytest.raises(AmbiguousAxes, match=r"contradict.*axes="):
-            tiff.inspect(path, ALL, LIMIT)
+            tiff_reader.inspect(path, ALL, LIMIT)
         np.testing.assert_array_equal(pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
 
 
@@ -386,9 +386,9 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
 def test_planes_must_lie_in_pages_that_are_decoded(make: Make, axes: str) -> None:
     packed = make(noise(3, 9, 11), "packed.tif", compression="zlib", metadata=None)
     with pytest.raises(BadParameter, match=f"axes={axes}.*each must hold Y and X"):
-        tiff.inspect(packed, Selection(axes=axes), LIMIT)
+        tiff_reader.inspect(packed, Selection(axes=axes), LIMIT)
     plain = make(noise(3, 9, 11), metadata=None)
-    assert sorted(tiff.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
+    assert sorted(tiff_reader.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_strip_must_take_as_many_bytes_as_the_file_can_hold(
         written.pages.first.tags["StripByteCounts"].overwrite(count)
 
     with pytest.raises(BadFile, match=complaint):
-        tiff.inspect(path, Selection(), LIMIT)
+        tiff_reader.inspect(path, Selection(), LIMIT)
 
 
 def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
         writer.write(noise(8, 16), photometric="minisblack", metadata=None)
 
     with pytest.raises(BadFile, match="Plane 1 is not of the size"):
-        tiff.inspect(path, ALL, LIMIT)
+        tiff_reader.inspect(path, ALL, LIMIT)
 
 
 def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -
     path.write_bytes(data)
 
     with pytest.raises(BadFile, match="decoding its pixels failed"):
-        tiff.read(path, ALL, LIMIT, scratch)
+        tiff_reader.read(path, ALL, LIMIT, scratch)
     assert not list(scratch.iterdir())
 
 
@@ -486,7 +486,7 @@ def test_a_file_that_the_xml_names_is_never_opened(tmp_path: Path, opened: list[
     opened.clear()
 
     with pytest.raises(AmbiguousAxes, match=r"several files.*axes="):
-        tiff.inspect(path, ALL, LIMIT)
+        tiff_reader.inspect(path, ALL, LIMIT)
     stack = pixels(path, Selection(axes="ZYX"))
 
     np.testing.assert_array_equal(stack[0], noise(3, 9, 11))
@@ -500,9 +500,9 @@ def test_labels_come_back_as_they_were(tmp_path: Path, kind: Any, dtype: str) ->
     labels = noise(5, 70, 90, dtype=dtype)
     path = tmp_path / "labels.ome.tif"
 
-    tiff.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
+    tiff_reader.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
 
-    found = tiff.inspect(path, ALL, LIMIT)
+    found = tiff_reader.inspect(path, ALL, LIMIT)
     assert (found.container, found.axes, found.stored_shape) == ("OME-TIFF", "ZYX", (5, 70, 90))
     assert (found.dtype, found.channels, found.notes) == (dtype, (kind,), ())
     assert found.voxel_size == VoxelSize(0.5, 0.2, 0.1)
@@ -514,9 +514,9 @@ def test_probabilities_keep_the_names_of_their_classes(tmp_path: Path) -> None:
     scores = noise(3, 5, 70, 90, dtype="float32")
     path, names = tmp_path / "scores.ome.tif", ("background", 'nuclei <&> "µ"', "edge\0s")
 
-    tiff.write(Segmentation(scores, "probabilities", None, names=names), path)
+    tiff_reader.write(Segmentation(scores, "probabilities", None, names=names), path)
 
-    found = tiff.inspect(path, ALL, LIMIT)
+    found = tiff_reader.inspect(path, ALL, LIMIT)
     assert (found.axes, found.dtype, found.voxel_size) == ("CZYX", "float32", None)
     assert found.channels == ("background", 'nuclei <&> "µ"', "edges")
     np.testing.assert_array_equal(pixels(path), scores)
@@ -527,7 +527,7 @@ def test_other_readers_see_the_same(tmp_path: Path, bigtiff: bool) -> None:
     scores, path = noise(2, 5, 70, 90, dtype="float32"), tmp_path / "scores.ome.tif"
     segmentation = Segmentation(scores, "probabilities", VoxelSize(0.5, 0.2, 0.1), names=("a", "b"))
 
-    tiff.write(segmentation, path, bigtiff=bigtiff)
+    tiff_reader.write(segmentation, path, bigtiff=bigtiff)
 
     with tifffile.TiffFile(path) as file:
         assert file.is_bigtiff == bigtiff
@@ -549,7 +549,7 @@ def test_labels_are_compressed(tmp_path: Path) -> None:
     labels = np.repeat(np.arange(8, dtype=np.uint16), 64 * 64 * 4).reshape(-1, 64, 64)
     path = tmp_path / "labels.ome.tif"
 
-    tiff.write(Segmentation(labels, "labels"), path)
+    tiff_reader.write(Segmentation(labels, "labels"), path)
 
     assert path.stat().st_size < labels.nbytes / 4
 
@@ -559,7 +559,7 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_bytes(b"old")
 
     with pytest.raises(tifffile.OmeXmlError):
-        tiff.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
+        tiff_reader.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
 
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("labels.ome.tif", b"old")]
 
@@ -589,8 +589,8 @@ def test_whatever_is_written_is_read_the_same(
         array = noise(len(channels), *shape, dtype="float32")
         segmentation = Segmentation(array, "probabilities", voxel_size, names=tuple(channels))
 
-    tiff.write(segmentation, path)
-    volume = tiff.read(path, ALL, LIMIT)
+    tiff_reader.write(segmentation, path)
+    volume = tiff_reader.read(path, ALL, LIMIT)
 
     assert volume.shape == (array.shape if array.ndim == 4 else (1, *array.shape))
     assert volume.dtype == array.dtype
@@ -610,7 +610,10 @@ def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.D
     path.write_bytes(content)
 
     with contextlib.suppress(RequestError):
-        assert tiff.inspect(path, ALL, LIMIT).shape == tiff.read(path, Selection(time=0), LIMIT).array().shape
+        assert (
+            tiff_reader.inspect(path, ALL, LIMIT).shape
+            == tiff_reader.read(path, Selection(time=0), LIMIT).array().shape
+        )
 
 
 @pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000), (1100, 40, 30)])
@@ -621,7 +624,7 @@ def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
     labels = np.zeros(shape, np.uint16)
     labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
     path = tmp_path / "labels.ome.tif"
-    tiff.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
+    tiff_reader.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
     assert path.stat().st_size < labels.nbytes / 10
     with tifffile.TiffFile(path) as file:
         assert {page.compression for page in file.pages} == {8}
@@ -635,7 +638,7 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
     identifiers = set()
     for count, labels in zip((1, 2**32 - 1, 70), made, strict=True):
         path = tmp_path / f"{count}.ome.tif"
-        tiff.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
+        tiff_reader.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
         with tifffile.TiffFile(path) as file:
             np.testing.assert_array_equal(file.asarray(), labels)
             assert (file.imagej_metadata or {})["max"] == count
@@ -658,7 +661,7 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
         """How many planes were compressed at once, and that they are those of the file."""
         asked.clear()
         path = tmp_path / "labels.tif"
-        tiff.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
+        tiff_reader.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
         with tifffile.TiffFile(path) as file:
             np.testing.assert_array_equal(file.asarray(), pixels)
             assert len(file.pages) == len(pixels)
@@ -670,10 +673,10 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
     assert written(labels.astype(np.uint16)) == []
     # One to see whether it does, then blocks of as many as may be in memory.
     assert written(labels, bigtiff=True) == [1, 4]
-    monkeypatch.setattr(tiff, "_SMALL_BYTES", 10)
-    monkeypatch.setattr(tiff, "_BLOCK_BYTES", 3 * labels[0].nbytes)
+    monkeypatch.setattr(tiff_reader, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(tiff_reader, "_BLOCK_BYTES", 3 * labels[0].nbytes)
     assert written(labels) == [1, 3, 1]
-    monkeypatch.setattr(tiff, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(tiff_reader, "_BLOCK_BYTES", 1)
     assert written(labels) == [1, 1, 1, 1, 1]
     assert written(labels.astype(np.uint16)) == []
 
@@ -681,6 +684,6 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("byteorder", "<>")
 def test_small_files_hold_pixels_of_either_byte_order(byteorder: str) -> None:
     stack = noise(3, 9, 11).astype(f"{byteorder}u2")
-    content = tiff.encoded(Segmentation(stack, "labels", None, 7))
+    content = tiff_reader.encoded(Segmentation(stack, "labels", None, 7))
     assert content is not None
     np.testing.assert_array_equal(tifffile.imread(io.BytesIO(content)), stack)

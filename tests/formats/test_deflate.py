@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from service.deflation import LONGEST_LINE, Deflation
+from service.formats.deflate import LONGEST_LINE, Deflation
 
 
 @pytest.fixture(scope="module")

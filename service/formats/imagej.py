@@ -10,7 +10,7 @@ import os
 from typing import BinaryIO
 
 from service.core.volume import Segmentation
-from service.formats import structure
+from service.formats import ifd
 
 IMAGE_DESCRIPTION = 270
 _ASCII = 2
@@ -35,7 +35,7 @@ def append(stream: BinaryIO, text: str) -> int:
     Returns where the text is.
     """
     data = text.encode("ascii") + b"\0"
-    flavour, offset = structure.header(stream)
+    flavour, offset = ifd.header(stream)
     stream.seek(offset)
     count = flavour.count.unpack(stream.read(flavour.count.size))[0]
     entries = [stream.read(flavour.entry.size) for _ in range(count)]

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from service.formats import description, structure
+from service.formats import ifd, imagej
 
 STRIP_OFFSETS, STRIP_BYTE_COUNTS = 273, 279
 # What each file has of its own instead.
@@ -44,8 +44,8 @@ class Stencil:
         """From what `write` writes, with any pixels of one strip per page, and a description as long as can be."""
         stream = io.BytesIO()
         write(stream)
-        place = description.append(stream, remark)
-        entries = [_entries(stream, offset) for offset in structure.scan(stream).offsets]
+        place = imagej.append(stream, remark)
+        entries = [_entries(stream, offset) for offset in ifd.scan(stream).offsets]
         offsets, counts = (
             np.array([entry[tag] for entry in entries], np.intp) for tag in (STRIP_OFFSETS, STRIP_BYTE_COUNTS)
         )
@@ -67,7 +67,7 @@ class Stencil:
 
 def _entries(stream: BinaryIO, offset: int) -> dict[int, int]:
     """By tag where the values in a page directory are, which are short enough to be there."""
-    flavour, _ = structure.header(stream)
+    flavour, _ = ifd.header(stream)
     stream.seek(offset)
     count = flavour.count.unpack(stream.read(flavour.count.size))[0]
     first = offset + flavour.count.size

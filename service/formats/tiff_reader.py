@@ -29,12 +29,12 @@ from tifffile import TiffFile, TiffWriter
 from service.core.buffers import release
 from service.core.errors import BadParameter
 from service.core.volume import Array, Description, OutputKind, Segmentation, Selection, Volume, VoxelSize
-from service.formats import axes, description, image, metadata, pixels, stencil, structure
+from service.formats import axes, ifd, imagej, metadata, pixels, series, tiff_template
 from service.formats.axes import Layout, Part
-from service.formats.evidence import Evidence
-from service.formats.image import StoredImage
+from service.formats.parse_cache import Evidence
 from service.formats.pixels import Placement
-from service.formats.stencil import Stencil, Streams
+from service.formats.series import StoredImage
+from service.formats.tiff_template import Stencil, Streams
 
 Compress = Callable[[Array], Streams | None]
 
@@ -195,11 +195,11 @@ class _Stack:
 def _opened(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Iterator[_Stack]:
     with path.open("rb") as file:
         stream = file if evidence is None else evidence.watch(file)
-        skeleton = structure.scan(stream)
+        skeleton = ifd.scan(stream)
         stream.seek(0)
-        with image.translated("reading its tags"):
-            tiff = image.open_pages(stream)
-            found = image.find(tiff, skeleton, trust=selection.axes is None)
+        with series.translated("reading its tags"):
+            tiff = series.open_pages(stream)
+            found = series.find(tiff, skeleton, trust=selection.axes is None)
             layout = axes.understand(found.axes, found.shape, selection.axes, found.doubt)
             names = _names(found, layout)
             part = axes.select(layout, names, selection)
@@ -261,7 +261,7 @@ def write(
             else:
                 pixels = segmentation.pixels
                 _write(file, form, _streams(pixels, compress) or pixels, _number(), bigtiff=bigtiff)
-                description.append(file, description.for_imagej(segmentation))
+                imagej.append(file, imagej.for_imagej(segmentation))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -276,7 +276,7 @@ def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: Non
     if not form.is_small:
         return None
     streams = compress(segmentation.pixels) or _compressed(segmentation.pixels)
-    return _stencil(form).filled(streams, _number(), description.for_imagej(segmentation))
+    return _stencil(form).filled(streams, _number(), imagej.for_imagej(segmentation))
 
 
 def _number() -> str:
@@ -296,9 +296,9 @@ def _stencil(form: _Form) -> Stencil:
     )
 
     def write(stream: BinaryIO) -> None:
-        _write(stream, form, itertools.repeat(b"\0", form.pages), stencil.NUMBER, bigtiff=False)
+        _write(stream, form, itertools.repeat(b"\0", form.pages), tiff_template.NUMBER, bigtiff=False)
 
-    return Stencil.cut(write, description.for_imagej(made))
+    return Stencil.cut(write, imagej.for_imagej(made))
 
 
 def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
