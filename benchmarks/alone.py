@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.core.config import overruled, read_settings
 from service.core.volume import Options, Volume
-from service.repository import read_spec
+from service.models.repository import read_spec
 from service.segmenter import Result, Segmenter
 
 ROOT = Path(__file__).resolve().parent.parent

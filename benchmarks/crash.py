@@ -44,8 +44,8 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.volume import Options, Volume
-from service.networks import build
-from service.repository import Architecture, read_repository
+from service.models.loader import build
+from service.models.repository import Architecture, read_repository
 from service.segmenter import Segmenter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,8 +25,8 @@ from service.ascent import Ascent, ascent
 from service.blending import Slab
 from service.core.config import read_settings
 from service.core.volume import Options, Volume
+from service.models.repository import Instances, ModelSpec, read_spec
 from service.postprocess import InstanceDecoder
-from service.repository import Instances, ModelSpec, read_spec
 from service.segmenter import Segmenter
 from service.training.synthesis import Scene, synthesise
 from service.windows import SlidingWindow

@@ -47,9 +47,9 @@ from service.core.config import Settings
 from service.engine import compiled, select
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
-from service.networks import Network, load
+from service.models.loader import Network, load
+from service.models.repository import ModelSpec, read_spec
 from service.planning import activation_bytes
-from service.repository import ModelSpec, read_spec
 from service.warmup import Warm, WarmUp
 
 COMMON = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}

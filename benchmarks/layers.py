@@ -31,8 +31,8 @@ from service.core import hardware
 from service.core.cpp_extension import shelf
 from service.engine import compiled, norms, packed, patches, winograd
 from service.engine.prepare import prepare
-from service.networks import load
-from service.repository import ModelSpec, read_spec
+from service.models.loader import load
+from service.models.repository import ModelSpec, read_spec
 
 LAST = torch.channels_last_3d
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

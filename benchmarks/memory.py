@@ -27,8 +27,8 @@ from end_to_end import ROOT, server
 from monai.inferers.utils import sliding_window_inference
 from processes import memory
 
-from service.networks import load
-from service.repository import read_spec
+from service.models.loader import load
+from service.models.repository import read_spec
 
 MODEL: dict[str, Any] = {
     "format": 1,

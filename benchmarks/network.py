@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from service.core import hardware
 from service.engine import compiled, packed, precision, tape, winograd
 from service.engine.prepare import prepare
-from service.networks import Network, load
-from service.repository import read_spec
+from service.models.loader import Network, load
+from service.models.repository import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = 2048

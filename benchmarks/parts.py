@@ -24,10 +24,10 @@ from service.core.volume import Segmentation, Selection
 from service.formats import tiff_reader
 from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
-from service.networks import load
+from service.models.loader import load
+from service.models.repository import ModelSpec, read_spec
 from service.postprocess import make_decoder
 from service.preprocess import normalised
-from service.repository import ModelSpec, read_spec
 from service.stitching import stitching
 
 

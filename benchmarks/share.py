@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from processes import cpu_seconds
 
 from service.blending import Grid
-from service.repository import read_spec
+from service.models.repository import read_spec
 
 # Different from each other, so that no client's labels could be mistaken for another's.
 STACKS = 8

@@ -28,7 +28,7 @@ from service.commands import train as train_command
 from service.core import logs
 from service.core.config import KEY_NAME, Settings, overruled, read_settings
 from service.core.errors import BadParameter, ConfigError, StackSegError
-from service.repository import choose, read_repository
+from service.models.repository import choose, read_repository
 
 log = logging.getLogger("service")
 

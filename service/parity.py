@@ -14,9 +14,9 @@ from torch.nn import functional
 from service.core.errors import NonFiniteScores, StackSegError
 from service.core.volume import Array, OutputKind, Segmentation, Selection
 from service.formats import tiff_reader
+from service.models.repository import ModelSpec
 from service.postprocess import Decoder, make_decoder
 from service.preprocess import Size, prepare
-from service.repository import ModelSpec
 from service.windows import SlidingWindow
 
 SAMPLE_BYTES = 2**30

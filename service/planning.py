@@ -17,10 +17,10 @@ from service.blending import Grid, kept_floats
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
-from service.networks import parts
+from service.models.loader import parts
+from service.models.repository import Instances, ModelSpec
 from service.postprocess import decoding_bytes
 from service.preprocess import Size, working_size
-from service.repository import Instances, ModelSpec
 from service.stitching import Stitching, stitching
 
 # Windows per call where the operator leaves that open and nothing was tuned.

@@ -19,7 +19,7 @@ from service.ascent import BLOCK, CPU, Ascent, Terms, ascent
 from service.core.buffers import LARGE_BYTES, Allocate, release
 from service.core.volume import OutputKind, Segmentation, VoxelSize, label_dtype
 from service.holes import fill_holes
-from service.repository import Instances, ModelSpec
+from service.models.repository import Instances, ModelSpec
 from service.watershed import Basins, Watershed
 
 Size = tuple[int, int, int]

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Extent, Segmentation, Volume, VoxelSize, label_dtype
-from service.repository import (
+from service.models.repository import (
     ModelSpec,
     Normalisation,
     PercentileNormalisation,
@@ -217,6 +217,12 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
     image, notes = normalised(volume, spec)
     resampled, more = resample(image, volume, spec, diameter)
     return Prepared(resampled, notes + more)
+
+
+def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
+    """Prepare a volume as `prepare` does -> the whole image at once, float32 [1, C, z, y, x]. Raises what it raises."""
+    image = prepare(volume, spec).image
+    return image if isinstance(image, Tensor) else image.tensor()
 
 
 def normalised(volume: Volume, spec: ModelSpec) -> tuple[Image, tuple[str, ...]]:

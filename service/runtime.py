@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from service import measurements, repository
+from service import measurements
 from service.cache import ResultCache
 from service.core import hardware
 from service.core.config import Settings
@@ -34,9 +34,10 @@ from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.jobs import Job
 from service.metrics import Metrics
+from service.models import repository
+from service.models.repository import ModelSpec
 from service.planning import Estimate
 from service.references import References
-from service.repository import ModelSpec
 from service.residents import Standing
 from service.segmenter import Result, Segmenter
 from service.station import Load, Seat, Station, station_settings

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from service.core.errors import BadParameter, fault_message
 from service.core.hardware import CpuStatus, GpuStatus
 from service.core.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
+from service.models.repository import Input
 from service.planning import Estimate
-from service.repository import Input
 from service.segmenter import EngineReport
 from service.store import JobState
 

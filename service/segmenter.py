@@ -26,12 +26,12 @@ from service.engine import compiled, plans, select
 from service.engine.plans import Trial
 from service.formats.deflate import deflation
 from service.metrics import Stages
-from service.networks import Network, load, weight_bytes
+from service.models.loader import Network, load, weight_bytes
+from service.models.repository import Instances, ModelSpec
 from service.planning import Estimate, Outlook, Plan, watched
 from service.postprocess import make_decoder
 from service.preprocess import Image as Normalised
 from service.preprocess import Size, normalised, on_grid, resample, working_size
-from service.repository import Instances, ModelSpec
 from service.sizing import Collector, Memory, Sizer, in_a_stack, stretch_of
 from service.skipping import Skipped, Skipper, Skipping
 from service.stitching import stitching

@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from service.core.buffers import LARGE_BYTES
 from service.core.volume import Diameter, Extent, Volume
+from service.models.repository import Instances, ModelSpec
 from service.postprocess import InstanceDecoder
 from service.preprocess import Blocks
-from service.repository import Instances, ModelSpec
 from service.windows import Image
 
 Size = tuple[int, int, int]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from service.blending import Blending, Grid
 from service.core.volume import Volume
+from service.models.repository import Instances, ModelSpec
 from service.postprocess import make_decoder
 from service.preprocess import Blocks
-from service.repository import Instances, ModelSpec
 from service.windows import Image, Passage, Slot, Sparse
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].

@@ -21,8 +21,8 @@ from service.device import Device, Share
 from service.engine import compiled
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
+from service.models.repository import ModelSpec
 from service.planning import Estimate, Outlook
-from service.repository import ModelSpec
 from service.residents import Lease, Residents, too_large
 from service.segmenter import Result, Segmenter, exhausted
 from service.watchdog import Watchdog

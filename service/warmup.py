@@ -19,10 +19,10 @@ from service.core.config import MOST_STREAMS, Settings
 from service.engine import arithmetic, plans, precision, select, tune
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
-from service.networks import Network, weight_bytes
+from service.models.loader import Network, weight_bytes
+from service.models.repository import ModelSpec
 from service.pace import Crews, Pace
 from service.parity import OVERLAP, Parity
-from service.repository import ModelSpec
 from service.windows import SlidingWindow
 
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,

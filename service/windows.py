@@ -20,7 +20,7 @@ from torch import Tensor
 
 from service.blending import Blender, Blending, Grid, Size, Slab, blender, finite, triple
 from service.core.errors import Cancelled
-from service.networks import Network
+from service.models.loader import Network
 from service.stitching import Stitching, stitching
 
 Box = tuple[int, slice, slice, slice, slice]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.networks import build
-from service.repository import Architecture, ModelSpec, read_spec
+from service.models.loader import build
+from service.models.repository import Architecture, ModelSpec, read_spec
 
 torch.set_num_threads(1)
 # How long an example takes, or is drawn, is a matter of what else the machine does. The same ones are tried in every

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from service.app import configured, create_app
 from service.core.config import Settings
-from service.repository import ModelSpec
+from service.models.repository import ModelSpec
 from service.runtime import Runtime
 from service.segmenter import Segmenter
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from service.ascent import BLOCK, Ascent, Landscape, Terms
 from service.core.config import Settings
+from service.models.repository import Instances, ModelSpec
 from service.postprocess import InstanceDecoder
-from service.repository import Instances, ModelSpec
 from service.segmenter import Segmenter
 
 TERMS = Terms(0.0, 0.1, squashed=False)

@@ -13,7 +13,7 @@ import pytest
 from service.__main__ import main
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff_reader
-from service.repository import ModelSpec, read_spec
+from service.models.repository import ModelSpec, read_spec
 from service.training.synthesis import synthesise
 
 

@@ -15,7 +15,7 @@ import pytest
 from live import Live, as_tiff, classes, eager, serve, until
 from torch import Tensor
 
-from service.networks import Network
+from service.models.loader import Network
 from service.segmenter import Segmenter
 
 ROOM = 4

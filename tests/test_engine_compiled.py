@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.engine import compiled
-from service.networks import Network
+from service.models.loader import Network
 
 X = torch.rand(2, 2, 8, 8, 8)
 

@@ -11,7 +11,7 @@ from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.select import KINDS, build, choices
-from service.networks import ShuffleUNet
+from service.models.loader import ShuffleUNet
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,7 +9,7 @@ from torch import nn
 from service.engine import packed, winograd
 from service.engine.prepare import prepare
 from service.engine.sequences import neighbours
-from service.networks import observed
+from service.models.loader import observed
 
 FORMAT = torch.channels_last_3d
 

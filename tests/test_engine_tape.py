@@ -14,7 +14,7 @@ from service.core.buffers import Pool
 from service.engine import packed, tape, winograd
 from service.engine.prepare import prepare
 from service.engine.tape import Taped
-from service.networks import ShuffleUNet
+from service.models.loader import ShuffleUNet
 
 FORMAT = torch.channels_last_3d
 DTYPES = [torch.bfloat16, torch.float32]

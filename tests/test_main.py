@@ -22,7 +22,7 @@ from paths import ROOT
 from service.__main__ import is_public, main
 from service.access import Keys, hash_of
 from service.core.config import read_settings
-from service.repository import ModelSpec
+from service.models.repository import ModelSpec
 
 HASHED = f"{{ada: {hash_of('secret')}}}"
 
@@ -265,7 +265,7 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> No
 def test_service_that_compiles_nothing_waits_neither_for_the_compiler_nor_for_what_networks_of_monai_do_without() -> (
     None
 ):
-    modules = "import service.app, service.monai_networks, sys; print(*sys.modules)"
+    modules = "import service.app, service.models.monai_architectures, sys; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
     names = set(imported.stdout.split())
     assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names

@@ -16,9 +16,9 @@ from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_size
 from service.engine.prepare import prepare
 from service.formats import tiff_reader
-from service.networks import Network, load
+from service.models.loader import Network, load
+from service.models.repository import ModelSpec, choose, read_repository
 from service.parity import Parity
-from service.repository import ModelSpec, choose, read_repository
 from service.segmenter import Segmenter
 from service.training.classes import classes_of, dice
 from service.training.evaluate import score

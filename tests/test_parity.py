@@ -7,8 +7,8 @@ from live import as_tiff
 
 from service.blending import Blending, Grid
 from service.core.volume import Segmentation
+from service.models.repository import Sample
 from service.parity import OVERLAP, Parity, image_of, noise, share_differing
-from service.repository import Sample
 from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")

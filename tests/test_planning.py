@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import avg_pool3d
 from service.core.config import Settings
-from service.repository import read_spec
+from service.models.repository import read_spec
 from service.segmenter import Segmenter
 from service.core.volume import Options, Volume
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from service.ascent import ascent
 from service.core.buffers import on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
+from service.models.repository import Instances, ModelSpec
 from service.postprocess import CACHED, Relief, Smoother, decoding_bytes, in_parts, make_decoder
-from service.repository import Instances, ModelSpec
 from service.training.evaluate import score
 
 Array = NDArray[Any]

@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import arrays
 from service import preprocess
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Segmentation, Volume, VoxelSize
+from service.models.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 from service.preprocess import (
     FARTHEST,
     Image,
@@ -23,7 +24,6 @@ from service.preprocess import (
     resampled_size,
     working_size,
 )
-from service.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 
 PERCENTILE = PercentileNormalisation(kind="percentile")
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [

@@ -22,7 +22,7 @@ from service.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS
-from service.repository import ModelSpec
+from service.models.repository import ModelSpec
 from service.runtime import Runtime
 from service.store import JobStore
 

@@ -23,7 +23,7 @@ from service.answers import answer_name, fingerprint
 from service.app import create_app
 from service.core.config import Settings
 from service.core.volume import VoxelSize
-from service.repository import ModelSpec
+from service.models.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.routes.threads import NAMED_FILES
 from service.routes.uploads import BLOCK_BYTES

@@ -14,8 +14,8 @@ from service.core.config import Device, Engine, Limits, Settings, Windows
 from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.compiled import graphs
+from service.models.repository import Instances, RangeNormalisation
 from service.planning import Estimate, Outlook
-from service.repository import Instances, RangeNormalisation
 from service.segmenter import Segmenter, check_memory, exhausted, translated
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)

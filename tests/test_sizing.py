@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Volume, VoxelSize
+from service.models.repository import Instances, ModelSpec
 from service.preprocess import Image, Scaling
-from service.repository import Instances, ModelSpec
 from service.sizing import ROUND, Collector, Sizer, Sizing, in_a_stack, signals, stretch_of
 
 ROI = (32, 32, 32)

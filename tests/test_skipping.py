@@ -16,8 +16,8 @@ from torch.nn import functional
 from service.blending import Grid
 from service.core.config import Device, Engine, Settings, Windows
 from service.core.volume import Diameter, Options, Volume
+from service.models.repository import Instances, ModelSpec
 from service.preprocess import Image, Scaling
-from service.repository import Instances, ModelSpec
 from service.segmenter import Segmenter
 from service.skipping import DIMMEST, NOISE, Skipped, Skipper, background, surveyed, usual_scores
 from service.windows import Sparse

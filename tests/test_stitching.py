@@ -14,8 +14,8 @@ from torch import Tensor
 from service.blending import Blending, Grid, Slab, blender
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
+from service.models.repository import ModelSpec
 from service.preprocess import Scaling
-from service.repository import ModelSpec
 from service.segmenter import Segmenter
 from service.stitching import PIXELS, Margins, Stitching, stitching
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from service.core.errors import BadParameter
-from service.networks import ShuffleUNet
+from service.models.loader import ShuffleUNet
 from service.training import finetune
 from service.training.examples import Pair, Percentiles
 from service.training.finetune import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split

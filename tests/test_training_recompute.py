@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from service.networks import build
-from service.repository import Architecture
+from service.models.loader import build
+from service.models.repository import Architecture
 from service.training.recompute import blocks, recompute
 
 TINY: dict[str, dict[str, Any]] = {

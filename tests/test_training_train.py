@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from service.core.errors import BadParameter
 from service.core.volume import Segmentation
 from service.formats import tiff_reader
-from service.networks import ShuffleUNet
+from service.models.loader import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.synthesis import synthesise
 from service.training.train import (

@@ -12,7 +12,7 @@ from service.core import hardware
 from service.core.config import Settings
 from service.engine import select
 from service.engine.plans import Choice
-from service.networks import load
+from service.models.loader import load
 from service.warmup import WarmUp, batch_size
 
 CPU = torch.device("cpu")
@@ -302,8 +302,8 @@ import sys
 from pathlib import Path
 import torch
 from service.core.config import Settings
-from service.networks import load
-from service.repository import read_spec
+from service.models.loader import load
+from service.models.repository import read_spec
 from service.warmup import WarmUp
 
 torch.set_num_threads(1)

@@ -20,9 +20,9 @@ from service.engine import compiled, cudagraph, precision, select, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
-from service.networks import Network, load
+from service.models.loader import Network, load
+from service.models.repository import ModelSpec
 from service.planning import activation_bytes
-from service.repository import ModelSpec
 from service.warmup import FAILURES, WarmUp
 
 ROUNDS, SECONDS = 12, 60.0

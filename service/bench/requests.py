@@ -24,8 +24,8 @@ from service.core.volume import Array, Options, Segmentation, Selection
 from service.device import Device
 from service.formats import tiff_reader
 from service.metrics import Stages
+from service.models.repository import ModelSpec
 from service.parity import image_of
-from service.repository import ModelSpec
 from service.segmenter import Segmenter
 from service.windows import Image, SlidingWindow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
-from service.repository import choose, read_repository
+from service.models.repository import choose, read_repository
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from service.core.config import Settings
 from service.core.errors import ConfigError
-from service.repository import read_repository
+from service.models.repository import read_repository
 
 
 def add_arguments(models: argparse.ArgumentParser) -> None:
@@ -61,10 +61,11 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
     """Import one package; prints what an operator should know. torch is imported only here."""
-    from service.imports.folder import import_model  # noqa: PLC0415
+    from service.models.importers.model_folder import import_model  # noqa: PLC0415
+    from service.preprocess import prepare_tensor  # noqa: PLC0415
 
     stated = {} if options.stated is None else _stated(options.stated)
-    spec, notes = import_model(options.package, settings.models.folder, stated, options.name)
+    spec, notes = import_model(options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor)
     sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
     for note in notes:
         sys.stdout.write(f"note: {note}\n")

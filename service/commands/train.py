@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.core.config import Settings, Training, overruled
 from service.core.errors import BadParameter
-from service.repository import ModelSpec, read_spec
+from service.models.repository import ModelSpec, read_spec
 
 Pairs = tuple[list[Path], list[Path]]
 

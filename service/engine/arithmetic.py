@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from service.core import config
-from service.networks import Network
+from service.models.loader import Network
 
 # The switches are those of the process: whoever came second would take the first one's for the operator's.
 _exact = threading.RLock()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from service.networks import Network
+from service.models.loader import Network
 
 
 def make(module: nn.Module, mode: str, *, freeze: bool) -> Network:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from service.core.errors import BadParameter
-from service.networks import Network
+from service.models.loader import Network
 
 WARM_UP_CALLS = 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from service.networks import Network
+from service.models.loader import Network
 
 
 def make(module: nn.Module) -> Network:

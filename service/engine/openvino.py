@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import BadParameter
-from service.networks import Network
+from service.models.loader import Network
 
 # On import openvino would report to its vendor unless the user has opted out; it does without where the reporter is
 # missing. A service for other people's images has nothing to report.

@@ -17,7 +17,7 @@ from service.engine import compiled, cudagraph, eager, openvino, packed, tape, t
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import Float32Scores
-from service.networks import Network, weight_bytes
+from service.models.loader import Network, weight_bytes
 
 # Seconds that torch.compile takes on a slow machine.
 SLOW_COMPILATION = 30.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service import networks
 from service.engine.sequences import ordinary
 from service.engine.steps import Call, Steps
+from service.models import loader
 
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
@@ -65,6 +65,6 @@ class DepthToSpace(nn.Module):
 
 def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same faster, None where that is nothing of this file."""
-    if ordinary(module, networks.SpaceToDepth):
+    if ordinary(module, loader.SpaceToDepth):
         return SpaceToDepth(module.block)
-    return DepthToSpace(module.block) if ordinary(module, networks.DepthToSpace) else None
+    return DepthToSpace(module.block) if ordinary(module, loader.DepthToSpace) else None

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from service.core.buffers import ALIGNMENT, Pool
 from service.engine import patches
 from service.engine.steps import NO_MEMORY, Call, Steps, overheard
-from service.networks import Network
+from service.models.loader import Network
 
 # Of memory for scores that waits to be used again.
 IDLE_BYTES = 2**24

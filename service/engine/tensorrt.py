@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import BadParameter
-from service.networks import Network
+from service.models.loader import Network
 
 UNTESTED = (
     "The tensorrt engine was never run on a GPU before it was released; compare its labels with another engine's."

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter
 
-from service.repository import usual
+from service.models.repository import usual
 from service.routes.requests import RuntimeDependency
 from service.runtime import ModelState
 from service.schemas import Loaded, ModelInfo, ModelList

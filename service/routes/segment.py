@@ -28,7 +28,7 @@ from service.cache import Kept
 from service.core.errors import Cancelled, NotReady
 from service.jobs import Job
 from service.metrics import Stages
-from service.repository import ModelSpec
+from service.models.repository import ModelSpec
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
 from service.routes.requests import (

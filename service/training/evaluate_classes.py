@@ -18,7 +18,7 @@ from skimage.filters import threshold_multiotsu
 
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Volume
-from service.repository import read_spec
+from service.models.repository import read_spec
 from service.segmenter import Segmenter
 from service.training.classes import CLASSES, classes_of, dice
 from service.training.evaluate import stack_name

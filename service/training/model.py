@@ -20,9 +20,9 @@ from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.engine import precision
 from service.formats import tiff_reader
-from service.networks import build, load
+from service.models.loader import build, load
+from service.models.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
 from service.preprocess import normalise
-from service.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
 from service.segmenter import Segmenter
 from service.training import throughput
 from service.training.examples import Pair

@@ -27,7 +27,7 @@ class _Frozen(BaseModel):
 
 
 class Architecture(_Frozen):
-    """A network that `service.networks` knows by name, and its keyword arguments."""
+    """A network that `service.models.loader` knows by name, and its keyword arguments."""
 
     name: str
     arguments: dict[str, Any] = {}

@@ -19,11 +19,20 @@ from monai.networks.nets.basic_unet import BasicUNet
 from safetensors.torch import save_file
 from torch import nn
 
-from service import monai_networks
 from service.core.errors import BrokenModel
-from service.networks import ARCHITECTURES, ShuffleUNet, build, depth_to_space, is_sequence, load, run, space_to_depth
+from service.models import monai_architectures
+from service.models.loader import (
+    ARCHITECTURES,
+    ShuffleUNet,
+    build,
+    depth_to_space,
+    is_sequence,
+    load,
+    run,
+    space_to_depth,
+)
+from service.models.repository import Architecture, ModelSpec, Weights
 from service.planning import activation_bytes, watched
-from service.repository import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
 
@@ -219,7 +228,7 @@ def test_basic_unet_is_monais_and_becomes_one_graph(edges):
 def test_what_monai_does_without_is_hidden_from_its_own_import_alone(tmp_path, monkeypatch):
     (tmp_path / "plotter_of_nothing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with monai_networks.sparing(frozenset(["plotter_of_nothing"])):
+    with monai_architectures.sparing(frozenset(["plotter_of_nothing"])):
         with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
             import_module("plotter_of_nothing.colours")
         with ThreadPoolExecutor(1) as other:

@@ -2,8 +2,8 @@
 
 That function evaluates text of the file as Python expressions and unpickles what it holds. But what makes the network
 is JSON, a list of calls of operators, and plain bytes, its weights. Those two are read here and nothing else, and every
-operator must be on the list of `service.programs`. Format: schema version 8 of `torch._export.serde.schema`, in the PT2
-archive that `torch.export.save` writes since torch 2.8.
+operator must be on the list of `service.models.torchscript`. Format: schema version 8 of
+`torch._export.serde.schema`, in the PT2 archive that `torch.export.save` writes since torch 2.8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
-from service.programs import ATEN
+from service.models.torchscript import ATEN
 
 SCHEMA = 8
 GRAPH_BYTES = 2**26

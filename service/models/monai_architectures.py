@@ -1,4 +1,4 @@
-"""MONAI's networks, where they are needed; `service.networks` imports this module with the first of them.
+"""MONAI's networks, where they are needed; `service.models.loader` imports this module with the first of them.
 
 `import monai` imports every part of it, and with that what plots, filters and reads files: seconds of each start, and a
 hundred MiB. Networks need none of it, MONAI does without what is not installed, and so it is told that nothing is.

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from importing import import_model
 from live import eager
 from monai.bundle import init_bundle
 from torch import nn
 
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Options, Volume
-from service.imports.folder import import_model
 from service.segmenter import Segmenter
 
 METADATA: dict[str, Any] = {

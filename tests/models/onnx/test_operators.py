@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from service.onnxgraph import load_onnx
+from service.models.onnx.network import load_onnx
 
 SHAPE = (2, 4, 6, 6, 8)
 INTS, FLOATS = np.int64, np.float32

@@ -1,7 +1,7 @@
 """Networks that come as ONNX files: their graph as a torch module, which every engine runs like any other.
 
 No runtime of ONNX is involved, and nothing of a file is run but the operators that are listed here and in
-`service.onnxops`, whatever a file calls itself or brings along.
+`service.models.onnx.operators`, whatever a file calls itself or brings along.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from service import onnxfile
 from service.core.errors import BrokenModel
-from service.onnxfile import Call, Model, Place
-from service.onnxops import OPERATORS, Refused, Value, average_pool, max_pool, resize, softmax_flattened
+from service.models.onnx import file
+from service.models.onnx.file import Call, Model, Place
+from service.models.onnx.operators import OPERATORS, Refused, Value, average_pool, max_pool, resize, softmax_flattened
 
 STANDARD = {"", "ai.onnx"}
 AXES = 5
@@ -42,7 +42,7 @@ def load_onnx(path: Path) -> nn.Module:
 
     A file whose batch axis is fixed to one is run window by window. Raises BrokenModel, naming what is refused.
     """
-    model = onnxfile.read(path)
+    model = file.read(path)
     try:
         network = _Builder(model).network(image_of(model))
     except BrokenModel as error:
@@ -61,7 +61,7 @@ def image_of(model: Model) -> Place:
         raise BrokenModel(
             f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x can be honoured."
         )
-    if image.dtype not in onnxfile.NAMES:
+    if image.dtype not in file.NAMES:
         raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point can be honoured.")
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
@@ -348,7 +348,7 @@ def _window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, A
     return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
 
 
-def _constant(attributes: Mapping[str, Any]) -> onnxfile.Array:
+def _constant(attributes: Mapping[str, Any]) -> file.Array:
     for key, kind in (
         ("value_int", np.int64),
         ("value_ints", np.int64),
@@ -359,11 +359,11 @@ def _constant(attributes: Mapping[str, Any]) -> onnxfile.Array:
             return np.array(attributes[key], kind)
     if not isinstance(attributes.get("value"), np.ndarray):
         raise Refused("value: of a kind that cannot be honoured.")
-    array: onnxfile.Array = attributes["value"]
+    array: file.Array = attributes["value"]
     return array
 
 
-def _tensor(array: onnxfile.Array) -> Tensor:
+def _tensor(array: file.Array) -> Tensor:
     """A copy of its own; floating point as float32."""
     tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from service import onnxfile
 from service.core.errors import UnsupportedPackage
-from service.imports.draft import member
-from service.onnxgraph import image_of
+from service.models.importers.package import member
+from service.models.onnx import file as onnxfile
+from service.models.onnx.network import image_of
 
 
 def whole(path: Path) -> bytes:

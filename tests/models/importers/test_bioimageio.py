@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 from bioimageio.spec import InvalidDescr, ValidationContext, build_description
+from importing import import_model
 from live import eager
 from onnxes import exported
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Options, Volume
-from service.imports.folder import import_model
 from service.segmenter import Segmenter
 
 NETWORK = {

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
-from service.exported import load_exported
-from service.onnxgraph import load_onnx
-from service.programs import load_torchscript
-from service.repository import Architecture, ModelSpec
+from service.models.onnx.network import load_onnx
+from service.models.repository import Architecture, ModelSpec
+from service.models.torch_export import load_exported
+from service.models.torchscript import load_torchscript
 
 Network = Callable[[Tensor], Tensor]
 """What an engine makes of a module and windows are run through: [B, C, z, y, x] -> [B, K, z, y, x], one fixed shape."""
@@ -137,7 +137,9 @@ def _from_monai(name: str) -> Callable[..., nn.Module]:
     """Makes MONAI's network of that name. Importing MONAI takes longer than all that a model of ours needs to start."""
 
     def make(**arguments: Any) -> nn.Module:
-        constructors: dict[str, Callable[..., nn.Module]] = import_module("service.monai_networks").CONSTRUCTORS
+        constructors: dict[str, Callable[..., nn.Module]] = import_module(
+            "service.models.monai_architectures"
+        ).CONSTRUCTORS
         return constructors[name](**arguments)
 
     return make

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.engine import winograd
 from service.engine.prepare import prepare
-from service.exported import load_exported
+from service.models.torch_export import load_exported
 from service.planning import activation_bytes
 
 SHAPE = (2, 1, 32, 32, 32)

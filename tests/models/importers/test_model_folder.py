@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from importing import import_model
 from torch import nn
 
 from service.__main__ import main
 from service.core.errors import UnsupportedPackage
-from service.imports.archives import unpacked
-from service.imports.folder import import_model, state_dict
-from service.networks import load
+from service.models.importers.archives import unpacked
+from service.models.importers.model_folder import state_dict
+from service.models.loader import load
 
 STATED: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},

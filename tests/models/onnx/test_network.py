@@ -20,8 +20,8 @@ from torch import nn
 from service.core.errors import BrokenModel
 from service.engine import openvino
 from service.engine.prepare import prepare
-from service.networks import ShuffleUNet
-from service.onnxgraph import load_onnx
+from service.models.loader import ShuffleUNet
+from service.models.onnx.network import load_onnx
 
 SHAPE = (2, 1, 32, 32, 32)
 CPU = torch.device("cpu")

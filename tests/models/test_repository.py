@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, UnknownModel
-from service.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec, usual
+from service.models.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec, usual
 
 WEIGHTS = b"any bytes: the repository compares them with their hash and never parses them"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from service.imports import onnx
-from service.imports.draft import Draft, Kind
+from service.models.importers import onnx_package
+from service.models.importers.package import Draft, Kind
 
 SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".pt2", ".onnx")
 KINDS: dict[str, tuple[Kind, str]] = {".pt2": ("exported", "torch.export"), ".onnx": ("onnx", "ONNX")}
@@ -25,7 +25,7 @@ def read(path: Path) -> Draft:
         "summary": f"The {what} file {path.name}.",
         "licence": "Not stated.",
         "training_data": "Not stated.",
-        "input": {"channels": 1} | (onnx.stated(path) if kind == "onnx" else {}),
+        "input": {"channels": 1} | (onnx_package.stated(path) if kind == "onnx" else {}),
     }
     nothing = f"{what} files do not say it"
     keys = ["input.normalisation", "input.roi_size", "outputs", "activation", "decoding"]

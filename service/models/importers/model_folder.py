@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Volume
-from service.imports import bioimageio, monai_bundle, onnx, program
-from service.imports.archives import unpacked
-from service.imports.draft import Draft, Proof
-from service.networks import load
-from service.preprocess import prepare
-from service.repository import FILE_NAME, ModelSpec, read_spec
+from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
+from service.models.importers.archives import unpacked
+from service.models.importers.package import Draft, Proof
+from service.models.loader import load
+from service.models.repository import FILE_NAME, ModelSpec, read_spec
 
 PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
 SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
+
+PrepareImage = Callable[[Volume, ModelSpec], Tensor]
+"""Volume [C, Z, Y, X] -> float32 [1, C, z, y, x], normalised and resampled as the model's file says."""
 
 
 class Imported(NamedTuple):
@@ -39,29 +41,37 @@ class Imported(NamedTuple):
     notes: tuple[str, ...]
 
 
-def import_model(path: Path, models: Path, stated: Mapping[str, Any], name: str | None = None) -> Imported:
+def import_model(
+    path: Path,
+    models: Path,
+    stated: Mapping[str, Any],
+    name: str | None = None,
+    *,
+    prepare: PrepareImage,
+) -> Imported:
     """Make `models/<name>` of a package, a folder or a file.
 
-    `stated` has keys of a model file that go before what the package says. Nothing is downloaded and nothing is run but
+    `stated` has keys of a model file that go before what the package says. `prepare` makes the input of the network for
+    the package's own tests. Nothing is downloaded and nothing is run but
     networks: architectures known by name, and those of TorchScript, torch.export and ONNX within the limits of
-    `service.programs`, `service.exported` and `service.onnxgraph`.
+    `service.models.torchscript`, `service.models.torch_export` and `service.models.onnx.network`.
     Raises UnsupportedPackage, naming the field, and BrokenModel where the result does not fit together.
     """
     if not path.exists():
         raise UnsupportedPackage(f"{path}: there is no such file or folder.")
-    if program.recognises(path):
-        return _write(program.read(path), models, stated, name)
+    if single_file.recognises(path):
+        return _write(single_file.read(path), models, stated, name, prepare)
     with unpacked(path, PACKAGE_BYTES) as root:
         for kind in (bioimageio, monai_bundle):
             if kind.recognises(root):
-                return _write(kind.read(root), models, stated, name)
+                return _write(kind.read(root), models, stated, name, prepare)
         raise UnsupportedPackage(
             f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
             "(configs/metadata.json); a TorchScript program, a file of torch.export or ONNX are single files."
         )
 
 
-def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None) -> Imported:
+def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None, prepare: PrepareImage) -> Imported:
     content = _merged(draft.content, stated)
     content["name"] = name or stated.get("name") or _slug(str(content["name"]))
     content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
@@ -83,7 +93,10 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
         spec = read_spec(folder)
         network = load(spec)
-        checks = tuple(_check(spec, network, proof) for proof in draft.proofs)
+        checks = tuple(
+            _check(network, prepare(Volume.from_array(proof.image[0]), spec), spec.activation, proof)
+            for proof in draft.proofs
+        )
         notes = draft.notes + (
             checks or ("The package has no test of its own; only the shape of its scores was checked.",)
         )
@@ -121,7 +134,7 @@ def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
     else:
         kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
         if kind == "onnx":
-            file.write_bytes(onnx.whole(draft.weights))
+            file.write_bytes(onnx_package.whole(draft.weights))
         else:
             shutil.copyfile(draft.weights, file)
     return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
@@ -146,16 +159,15 @@ def state_dict(path: Path) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def _check(spec: ModelSpec, network: torch.nn.Module, proof: Proof) -> str:
-    """Run the package's own test through our preparation, the network and the activation. Raises BrokenModel."""
-    image = prepare(Volume.from_array(proof.image[0]), spec).image
+def _check(network: torch.nn.Module, image: Tensor, activation: str | None, proof: Proof) -> str:
+    """Run the package's own test, prepared as `image`, through network and activation. Raises BrokenModel."""
     try:
-        scores = network(image if isinstance(image, Tensor) else image.tensor())
+        scores = network(image)
     except (RuntimeError, ValueError) as error:
         raise BrokenModel(f"{proof.name}: the network does not take the package's test input: {error}") from error
-    if spec.activation == "sigmoid":
+    if activation == "sigmoid":
         scores = torch.sigmoid(scores)
-    elif spec.activation == "softmax":
+    elif activation == "softmax":
         scores = torch.softmax(scores, 1)
     if tuple(scores.shape) != proof.expected.shape:
         raise BrokenModel(f"{proof.name}: gives {tuple(scores.shape)}, the package expects {proof.expected.shape}.")

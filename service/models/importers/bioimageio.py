@@ -16,9 +16,9 @@ import numpy as np
 
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
-from service.imports import onnx
-from service.imports.draft import Draft, Fields, Kind, Proof, member, read_mapping
-from service.networks import ARCHITECTURES
+from service.models.importers import onnx_package
+from service.models.importers.package import Draft, Fields, Kind, Proof, member, read_mapping
+from service.models.loader import ARCHITECTURES
 
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED: tuple[tuple[str, Kind], ...] = (
@@ -91,7 +91,7 @@ def _of_onnx(root: Path, weights: Fields, file: Path) -> dict[str, Any]:
     """What an ONNX file says of its input; weights beside it are checked as well."""
     if "external_data" in weights:
         _file(root, weights.inner("external_data"))
-    return onnx.stated(file)
+    return onnx_package.stated(file)
 
 
 def _description(root: Path) -> Path | None:

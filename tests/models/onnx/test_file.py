@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from service import onnxfile
 from service.core.errors import BrokenModel
+from service.models.onnx import file
 
 ARRAYS = {
     "floats": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
@@ -42,7 +42,7 @@ def test_tensors_are_read_however_they_are_stored(tmp_path: Path) -> None:
     listed = [
         helper.make_tensor(f"{n}!", kind, ARRAYS[n].shape, ARRAYS[n].ravel().tolist()) for n, kind in KINDS.items()
     ]
-    model = onnxfile.read(written(tmp_path / "m.onnx", raw + listed))
+    model = file.read(written(tmp_path / "m.onnx", raw + listed))
     for name, expected in (ARRAYS | {f"{name}!": ARRAYS[name] for name in KINDS}).items():
         assert np.array_equal(model.tensors[name], expected)
         assert model.tensors[name].dtype == expected.dtype
@@ -50,11 +50,11 @@ def test_tensors_are_read_however_they_are_stored(tmp_path: Path) -> None:
 
 def test_calls_have_their_attributes(tmp_path: Path) -> None:
     attributes = {"whole": -3, "real": 0.25, "text": "reflect", "wholes": [1, -2], "reals": [0.5, -1.0]}
-    model = onnxfile.read(written(tmp_path / "m.onnx", [], **attributes))
+    model = file.read(written(tmp_path / "m.onnx", [], **attributes))
     (call,) = model.calls
     assert (model.opset, call.operator, call.domain, call.inputs, call.outputs) == (17, "Relu", "", ("x", ""), ("y",))
     assert call.attributes == attributes | {"wholes": (1, -2), "reals": (0.5, -1.0)}
-    assert model.inputs == (onnxfile.Place("x", 1, (None, 1, 8, None, 8)),)
+    assert model.inputs == (file.Place("x", 1, (None, 1, 8, None, 8)),)
 
 
 def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -> None:
@@ -62,16 +62,16 @@ def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -
     path = written(tmp_path / "m.onnx", [numpy_helper.from_array(array, "w")])
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.data", size_threshold=0)
     with pytest.raises(BrokenModel, match="'w' lies in another file"):
-        onnxfile.read(path)
+        file.read(path)
     asked = []
 
     def beside(name: str, offset: int, length: int | None) -> bytes:
         asked.append(name)
         return (tmp_path / name).read_bytes()[offset:][:length]
 
-    whole = onnxfile.embedded(path.read_bytes(), beside)
+    whole = file.embedded(path.read_bytes(), beside)
     assert asked == ["m.data"]
-    assert np.array_equal(onnxfile.parse(whole, path).tensors["w"], array)
+    assert np.array_equal(file.parse(whole, path).tensors["w"], array)
     (tensor,) = onnx.load_from_string(whole).graph.initializer
     assert np.array_equal(numpy_helper.to_array(tensor), array)
 
@@ -86,12 +86,12 @@ def test_files_that_are_damaged_are_refused(tmp_path: Path) -> None:
         damaged.append(data[:place] + bytes([rng.integers(256)]) + data[place + 1 :])
     for other in damaged:
         try:
-            onnxfile.parse(other, path)
+            file.parse(other, path)
         except BrokenModel:
             refused += 1
     assert refused > len(damaged) / 2
     for other in (b"\xff" * 40, b"# not a model", b""):
         with pytest.raises(BrokenModel):
-            onnxfile.parse(other, path)
+            file.parse(other, path)
     with pytest.raises(BrokenModel, match="cannot be read"):
-        onnxfile.read(tmp_path / "missing.onnx")
+        file.read(tmp_path / "missing.onnx")

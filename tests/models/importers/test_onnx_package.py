@@ -8,12 +8,12 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from importing import import_model
 from onnxes import exported
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.imports.folder import import_model
-from service.networks import load
+from service.models.loader import load
 
 SHAPE = (1, 1, 16, 32, 32)
 STATED: dict[str, Any] = {

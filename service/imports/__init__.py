@@ -1,1 +1,0 @@
-"""Models from elsewhere: each module reads one kind of package into a Draft, which `folder` makes a model folder of."""

@@ -1,0 +1,1 @@
+"""Model folder -> spec and torch module; packages from elsewhere -> model folder."""

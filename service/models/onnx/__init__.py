@@ -1,0 +1,1 @@
+"""ONNX file -> torch module, without onnx or a runtime of it."""
