@@ -44,7 +44,7 @@ from service.bench.show import table
 from service.bench.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import compiled, select
+from service.engine import backends, torch_compile
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.models.loader import Network, load
@@ -167,10 +167,10 @@ def bare_loops(
             for name, kind in itertools.product(names, precisions):
                 try:
                     run = BARE[name](network, batch, kind)
-                    for _ in range(select.WARM_UP_CALLS):
+                    for _ in range(backends.WARM_UP_CALLS):
                         run(batch)
                 except (ImportError, RuntimeError) as error:
-                    print(f"bare {name} {kind}: {select.first_line(error)}")
+                    print(f"bare {name} {kind}: {backends.first_line(error)}")
                 else:
                     yield Runner(f"bare {name} {kind}", size, kind, calling(run, batch, device))
 
@@ -265,7 +265,7 @@ def main() -> None:
             how, rows = measure(name, options, Path(folder))
         # What torch keeps of one network would take the next one's memory.
         torch.compiler.reset()
-        compiled.forget()
+        torch_compile.forget()
         print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
         print("\n".join(table("engine", rows)), flush=True)
         found[name] = {"rows": [asdict(row) for row in rows], "standing": standing(rows)}

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from service.core import hardware
-from service.engine import compiled, packed, precision, tape, winograd
+from service.engine import precision, torch_compile
+from service.engine.cpu import cpu_graph, onednn, winograd
 from service.engine.prepare import prepare
 from service.models.loader import Network, load
 from service.models.repository import read_spec
@@ -87,7 +88,7 @@ def variants(
     x = x.to(dtype).to(memory_format=torch.channels_last_3d)
     yield Row(f"eager {dtype}, channels-last, folded", laid_out, x)
     torch.compiler.reset()
-    run = compiled.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
+    run = torch_compile.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
     yield Row(f"compiled {dtype}, channels-last, folded", run, x)
     if on_cpu:
         yield from winograds(laid_out, x)
@@ -97,10 +98,10 @@ def winograds(laid_out: nn.Module, x: Tensor) -> Iterator[Row]:
     """With Winograd convolutions, without compilation and with it; nothing where there are none."""
     if winograd.candidates(laid_out):
         x = x.to(memory_format=torch.channels_last_3d)
-        fast = packed.pack(winograd.accelerate(laid_out).get_submodule("network"), scores=True)
+        fast = onednn.pack(winograd.accelerate(laid_out).get_submodule("network"), scores=True)
         yield Row(f"Winograd convolutions {x.dtype}, others packed", fast, x)
-        yield Row(f"Winograd convolutions {x.dtype}, others packed, one call", tape.make(fast, x), x)
-        run = compiled.make(winograd.accelerate(laid_out), "default", freeze=True)
+        yield Row(f"Winograd convolutions {x.dtype}, others packed, one call", cpu_graph.make(fast, x), x)
+        run = torch_compile.make(winograd.accelerate(laid_out), "default", freeze=True)
         yield Row(f"Winograd convolutions {x.dtype}, compiled and frozen", run, x)
 
 

@@ -28,7 +28,7 @@ from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
 from service.core.volume import Description, Extent, Options, Segmentation, Selection, Volume
-from service.engine import compiled
+from service.engine import torch_compile
 from service.formats import tiff_reader
 from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
@@ -117,7 +117,7 @@ class Runtime:
         self.settings = settings
         self.references = References(settings.references)
         self.metrics = Metrics()
-        self._turn = compiled.Turn()
+        self._turn = torch_compile.Turn()
         self.stations = tuple(
             Station(name, own, load, self.metrics, self._turn) for name, own in station_settings(settings)
         )
@@ -378,7 +378,9 @@ class Runtime:
             "1 once the models that are loaded at start are warm.",
             lambda: float(not self.obstacles()),
         )
-        watch("stackseg_compiled_graphs", "Graphs compiled so far; only loading a model adds some.", compiled.graphs)
+        watch(
+            "stackseg_compiled_graphs", "Graphs compiled so far; only loading a model adds some.", torch_compile.graphs
+        )
         watch(
             "stackseg_recompilations",
             "Graphs that were compiled while no model was loaded; there should be none.",

@@ -22,7 +22,7 @@ from service.core.config import Settings
 from service.core.cpp_extension import shelf
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
-from service.engine import compiled, plans, select
+from service.engine import backends, plans, torch_compile
 from service.engine.plans import Trial
 from service.formats.deflate import deflation
 from service.metrics import Stages
@@ -153,7 +153,7 @@ class Segmenter:
         if self._device.type == "cpu":
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
-            compiled.use_cache(settings.engine.cache_folder)
+            torch_compile.use_cache(settings.engine.cache_folder)
         shelf.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
         network = load(spec, self._watched)
         self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
@@ -297,7 +297,7 @@ class Segmenter:
 
     def _looked_ahead(self) -> Outlook:
         """What can be said of requests, with what is known of the model by now."""
-        window_bytes = self._window_bytes * select.batch_dtype(self._choice).itemsize // 4
+        window_bytes = self._window_bytes * backends.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"
         choice = self._choice
         scores = None if self._warm is None else self._warm.score_bytes

@@ -18,7 +18,7 @@ from service.core.config import MOST_STREAMS, Settings
 from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.core.volume import Options, Volume
 from service.device import Device, Share
-from service.engine import compiled
+from service.engine import torch_compile
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
 from service.models.repository import ModelSpec
@@ -53,7 +53,9 @@ class Station:
     Raises ConfigError for a device that is not there.
     """
 
-    def __init__(self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: compiled.Turn) -> None:
+    def __init__(
+        self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: torch_compile.Turn
+    ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
         at_once = min(limits.at_once, limits.waiting + 1)
@@ -226,7 +228,7 @@ class Station:
     def _unloaded(self, name: str) -> None:
         """Free what refers to itself, and what torch keeps for later."""
         self._metrics.count_unload(name)
-        compiled.forget()
+        torch_compile.forget()
         gc.collect()
         hardware.return_freed(self._torch_device)
 

@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#include "engine/vectors.hpp"
+#include "engine/cpu/simd.hpp"
 
 namespace {
 

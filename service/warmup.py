@@ -16,7 +16,7 @@ from torch import nn
 from service.blending import Blending
 from service.core import hardware
 from service.core.config import MOST_STREAMS, Settings
-from service.engine import arithmetic, plans, precision, select, tune
+from service.engine import autotune, backends, plans, precision, tf32
 from service.engine.plans import Choice, EnginePlan
 from service.engine.prepare import prepare
 from service.models.loader import Network, weight_bytes
@@ -40,6 +40,11 @@ UNTUNED = (
 )
 # Seconds that making an engine may take, on a slow machine, where somebody waits for a model that is loaded on demand.
 QUICK_BUILD = 5.0
+# What is measured besides engines, and so decides which of them is best.
+MEASURED_WITH = tuple(
+    Path(__file__).with_name(name)
+    for name in ("blending.py", "pace.py", "parity.py", "stitching.cpp", "stitching.py", "windows.py")
+)
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
 
 log = logging.getLogger(__name__)
@@ -89,7 +94,7 @@ class WarmUp:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes = network, window_bytes
         self._native = hardware.native_precisions(device) if native is None else native
-        arithmetic.use(settings.engine, device)
+        tf32.use(settings.engine, device)
 
     def preliminary(self) -> Choice:
         """What can run before anything was tried: eager, with whatever else is fixed."""
@@ -114,7 +119,7 @@ class WarmUp:
                 warm = self.build(plan.choice)
                 return replace(warm, plan=plan, cached=True, warnings=(*warm.warnings, *_failures(plan)))
             except FAILURES as error:
-                reason = select.first_line(error)
+                reason = backends.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
         if not tune:
             return self._at_once()
@@ -132,8 +137,8 @@ class WarmUp:
         """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
         module = self.module(choice)
         window = self.sliding_window(module, choice, choice.sw_batch_size)
-        built = select.build(module, window.batch, choice, self._settings.engine)
-        caution = select.KINDS[choice.engine].caution
+        built = backends.build(module, window.batch, choice, self._settings.engine)
+        caution = backends.KINDS[choice.engine].caution
         warnings = (caution,) if caution else ()
         network = window.with_network(built.network, elastic=built.elastic, lasting=built.lasting)
         warm = Warm(network, module, choice, built.seconds, warnings)
@@ -141,14 +146,14 @@ class WarmUp:
 
     def module(self, choice: Choice) -> nn.Module:
         """The prepared module that a choice is built from."""
-        memory_format = select.FORMATS[choice.memory_format]
-        return prepare(self._network, self._device, select.batch_dtype(choice), memory_format)
+        memory_format = backends.FORMATS[choice.memory_format]
+        return prepare(self._network, self._device, backends.batch_dtype(choice), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
         """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
-            network = arithmetic.exactly(network)
+            network = tf32.exactly(network)
         return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:
@@ -161,8 +166,8 @@ class WarmUp:
             batch_size,
             blending=Blending(windows.blending, windows.sigma),
             device=self._device,
-            dtype=select.batch_dtype(choice),
-            memory_format=select.FORMATS[choice.memory_format],
+            dtype=backends.batch_dtype(choice),
+            memory_format=backends.FORMATS[choice.memory_format],
             streams=choice.streams if batch_size >= choice.sw_batch_size else 1,
         )
 
@@ -177,7 +182,7 @@ class WarmUp:
             "device": hardware.device_name(self._device),
             "python": platform.python_version(),
             "engine": settings.engine.model_dump_json(exclude={"cache_folder"}),
-            "engines": plans.engines(),
+            "engines": plans.digest_sources(MEASURED_WITH),
             "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
         }
         facts |= {name: _version(name) for name in LIBRARIES}
@@ -191,9 +196,9 @@ class WarmUp:
         settings = self._settings.engine
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
-        kind = select.KINDS[settings.kind]
+        kind = backends.KINDS[settings.kind]
         names = precision.candidates(settings.precision, self._native)
-        unfit = {name: select.unfit(kind, name, self._device, self._network) for name in names}
+        unfit = {name: backends.unfit(kind, name, self._device, self._network) for name in names}
         choices = [self._own(name) for name in names if unfit[name] is None]
         if not choices:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
@@ -206,18 +211,18 @@ class WarmUp:
                     raise
                 log.warning("%s does not run in %s: %s", self._spec.identifier, choice, error)
                 instead = "in another precision" if choice is not choices[-1] else "eagerly"
-                reason = select.first_line(error)
+                reason = backends.first_line(error)
                 warnings.append(f"The {choice.engine} engine failed, so the model runs {instead}: {reason}")
         return self._warned(self._eager(self._sure), *warnings)
 
     def _own(self, name: str) -> Choice:
         """The engine that was asked for, in the precision of that name."""
         settings = self._settings.engine
-        kind = select.KINDS[settings.kind]
-        memory_format = select.memory_formats(settings, kind, self._device)[0]
-        mode = select.compile_modes(settings, kind, self._device)[0]
+        kind = backends.KINDS[settings.kind]
+        memory_format = backends.memory_formats(settings, kind, self._device)[0]
+        mode = backends.compile_modes(settings, kind, self._device)[0]
         choice = Choice(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
-        return replace(choice, streams=1) if select.one_at_a_time(choice, settings) else choice
+        return replace(choice, streams=1) if backends.one_at_a_time(choice, settings) else choice
 
     @property
     def _sure(self) -> str:
@@ -229,14 +234,14 @@ class WarmUp:
         """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
         parity = self._parity()
         for choice in self._candidates(self._streams):
-            quick = choice.engine != "eager" and select.slow_build(choice) <= QUICK_BUILD
+            quick = choice.engine != "eager" and backends.slow_build(choice) <= QUICK_BUILD
             if not quick or self._fits(choice) is not None:
                 continue
             try:
                 warm = self.build(choice)
                 right = parity.difference(warm.window) <= self._tolerance
             except FAILURES as error:
-                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, select.first_line(error))
+                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, backends.first_line(error))
                 continue
             if right:
                 return replace(warm, warnings=(*warm.warnings, UNTUNED))
@@ -256,38 +261,38 @@ class WarmUp:
         settings = self._settings.engine
         names = precision.candidates(settings.precision, self._native)
         return [
-            replace(choice, streams=1 if select.one_at_a_time(choice, settings) else streams)
-            for choice in select.choices(settings, self._device, names, self._batch_size)
+            replace(choice, streams=1 if backends.one_at_a_time(choice, settings) else streams)
+            for choice in backends.choices(settings, self._device, names, self._batch_size)
         ]
 
     def _tuned(self, circumstances: dict[str, str]) -> Warm:
         settings = self._settings.engine
         parity = self._parity()
-        rules = tune.Rules(settings.tune_seconds, self._tolerance)
+        rules = autotune.Rules(settings.tune_seconds, self._tolerance)
 
         # Those in the race are held by it, and what has left it gives its memory back.
         alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
         crews = Crews()
 
-        def enter(choice: Choice) -> tune.Entrant[Warm]:
+        def enter(choice: Choice) -> autotune.Entrant[Warm]:
             found = alone.get(replace(choice, streams=1))
-            if found is None or select.KINDS[choice.engine].divides:
+            if found is None or backends.KINDS[choice.engine].divides:
                 warm = alone[choice] = self.build(choice)
             else:
                 window = found.window.with_streams(choice.streams)
                 # With fewer cores for each call other algorithms may be chosen.
-                elastic = window.elastic and select.is_elastic(window.network, window.batch, choice.streams)
+                elastic = window.elastic and backends.is_elastic(window.network, window.batch, choice.streams)
                 window = window.with_network(window.network, elastic=elastic, lasting=window.lasting)
                 warm = replace(found, choice=choice, window=window)
             pace = Pace(warm.window, parity.row, OVERLAP, parity.decoder, crews)
-            return tune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
+            return autotune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
 
-        tuner = tune.Tuner(enter, rules, fits=self._fits)
+        tuner = autotune.Tuner(enter, rules, fits=self._fits)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
             candidates = self._candidates(1 if self._more_streams else self._streams)
             won = tuner.run(candidates, self._batch_sizes, self._more_streams)
-        except tune.NothingRuns as nothing:
+        except autotune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)
             return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
         finally:
@@ -298,15 +303,15 @@ class WarmUp:
 
     def _fits(self, choice: Choice) -> str | None:
         """Why a choice must not be tried, None if it may."""
-        kind = select.KINDS[choice.engine]
+        kind = backends.KINDS[choice.engine]
         if (missing := kind.missing()) is not None:
             return missing
-        if (unfit := select.unfit(kind, choice.precision, self._device, self._network)) is not None:
+        if (unfit := backends.unfit(kind, choice.precision, self._device, self._network)) is not None:
             return f"it {unfit}"
-        if choice.streams > 1 and select.one_at_a_time(choice, self._settings.engine):
+        if choice.streams > 1 and backends.one_at_a_time(choice, self._settings.engine):
             return "a graph that is not frozen is made for one number of threads"
         windows = choice.sw_batch_size * choice.streams
-        needed = self._window_bytes * select.batch_dtype(choice).itemsize // 4 * windows
+        needed = self._window_bytes * backends.batch_dtype(choice).itemsize // 4 * windows
         free = hardware.free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
@@ -322,7 +327,7 @@ class WarmUp:
         if self._settings.windows.sw_batch_size != "auto":
             return (self._batch_size,)
         most = self._settings.limits.sw_batch_size
-        return tune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
+        return autotune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
 
     @property
     def _streams(self) -> int:
@@ -334,10 +339,10 @@ class WarmUp:
         """What to try besides a single one; nothing where the number is fixed."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return ()
-        return tune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
+        return autotune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
 
     def _eager(self, name: str) -> Choice:
-        memory_format = select.memory_formats(self._settings.engine, select.KINDS["eager"], self._device)[0]
+        memory_format = backends.memory_formats(self._settings.engine, backends.KINDS["eager"], self._device)[0]
         return Choice("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def _warned(self, choice: Choice, *warnings: str) -> Warm:
@@ -364,7 +369,7 @@ def _failures(plan: EnginePlan) -> tuple[str, ...]:
     """What an operator may want to repair, so that more can be tried."""
     failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
     warnings = [f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed]
-    if any(trial.verdict.startswith(tune.OUT_OF_TIME) for trial in plan.trials):
+    if any(trial.verdict.startswith(autotune.OUT_OF_TIME) for trial in plan.trials):
         warnings.append(
             "Time ran out before every way to run the model was tried; a larger engine.tune_seconds tries them again."
         )

@@ -7,7 +7,7 @@ from torch import nn
 from service.bench import networks, timing
 from service.bench.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
 from service.core.config import Settings
-from service.engine import select
+from service.engine import backends
 
 CPU = torch.device("cpu")
 IN_USE = Runner("in use", 1, "fp32", lambda: None)
@@ -54,8 +54,8 @@ def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yar
 
 def test_an_engine_that_fails_has_a_row_that_says_why(bands, yardstick, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
-    absent = dataclasses.replace(select.KINDS["openvino"], missing=lambda: "not installed")
-    monkeypatch.setitem(select.KINDS, "openvino", absent)
+    absent = dataclasses.replace(backends.KINDS["openvino"], missing=lambda: "not installed")
+    monkeypatch.setitem(backends.KINDS, "openvino", absent)
     row, other = build_and_race("engines", [IN_USE], networks.engines(bands, settings, CPU, (3,)), yardstick)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None

@@ -13,7 +13,7 @@ from service import device as device_module
 from service.core.config import Device, Engine, Limits, Settings, Windows
 from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
-from service.engine.compiled import graphs
+from service.engine.torch_compile import graphs
 from service.models.repository import Instances, RangeNormalisation
 from service.planning import Estimate, Outlook
 from service.segmenter import Segmenter, check_memory, exhausted, translated

@@ -8,9 +8,10 @@ import torch
 from paths import ROOT
 from torch import nn
 
+from service import warmup
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import select
+from service.engine import backends
 from service.engine.plans import Choice
 from service.models.loader import load
 from service.warmup import WarmUp, batch_size
@@ -39,16 +40,16 @@ def settings(tmp_path):
 @pytest.fixture
 def only():
     """only(*names, **kinds): no other engines exist, besides `kinds`."""
-    saved = dict(select.KINDS)
+    saved = dict(backends.KINDS)
 
     def leave(*names, **kinds):
-        chosen = {name: select.KINDS[name] for name in names} | kinds
-        select.KINDS.clear()
-        select.KINDS.update(chosen)
+        chosen = {name: backends.KINDS[name] for name in names} | kinds
+        backends.KINDS.clear()
+        backends.KINDS.update(chosen)
 
     yield leave
-    select.KINDS.clear()
-    select.KINDS.update(saved)
+    backends.KINDS.clear()
+    backends.KINDS.update(saved)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
 
 
 def kind_of(make):
-    return select.Kind(lambda module, *_: make(module), {"cpu": ("contiguous",)})
+    return backends.Kind(lambda module, *_: make(module), {"cpu": ("contiguous",)})
 
 
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
@@ -175,7 +176,7 @@ def test_other_weights_are_tuned_anew(bands, settings):
 
 def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settings, only):
     only("eager", other=replace(kind_of(lambda module: module), caution="nobody has tried it"))
-    select.KINDS["eager"] = replace(select.KINDS["eager"], formats={})
+    backends.KINDS["eager"] = replace(backends.KINDS["eager"], formats={})
     tuned, cached = (warm_up(bands, settings()).run() for _ in range(2))
     assert cached.cached
     assert tuned.warnings == cached.warnings == ("nobody has tried it",)
@@ -216,11 +217,11 @@ def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
             raise OSError("gone")
         return module
 
-    kind = select.KINDS["eager"]
+    kind = backends.KINDS["eager"]
     only(other=kind_of(moody), eager=replace(kind, precisions=()))
     assert warm_up(bands, settings()).run().choice.engine == "other"
     runs = False
-    select.KINDS["eager"] = kind
+    backends.KINDS["eager"] = kind
     warm = warm_up(bands, settings()).run()
     assert warm.choice.engine == "eager"
     assert not warm.cached
@@ -237,8 +238,8 @@ def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings,
     only("eager", other=kind_of(lambda module: lambda x: module(x).flip(1)))
     warming = warm_up(bands, settings(channels_last=True))
     # Eager is not among the candidates, but what remains when none of them will do.
-    eager = select.KINDS["eager"]
-    only("eager", other=select.KINDS["other"], eager=replace(eager, precisions=()))
+    eager = backends.KINDS["eager"]
+    only("eager", other=backends.KINDS["other"], eager=replace(eager, precisions=()))
     warm = warming.run()
     assert (warm.choice.engine, warm.choice.precision) == ("eager", "fp32")
     assert "runs eagerly in fp32" in warm.warnings[0]
@@ -276,7 +277,7 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 
 
 def test_a_plan_for_want_of_time_says_so(bands, settings, only):
-    only("eager", other=replace(select.KINDS["eager"], slow_build=60.0))
+    only("eager", other=replace(backends.KINDS["eager"], slow_build=60.0))
     warm = warm_up(bands, settings(tune_seconds=1.0)).run()
     assert warm.choice.engine == "eager"
     assert "engine.tune_seconds" in warm.warnings[-1]
@@ -379,7 +380,7 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
 
         return call
 
-    eager = replace(select.KINDS["eager"], precisions=())
+    eager = replace(backends.KINDS["eager"], precisions=())
     only(eager=eager, other=replace(kind_of(moody), any_batch=True))
     warming = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
     alone = Choice("other", "fp32", "contiguous", 2)
@@ -388,3 +389,7 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
     tuned = warming.run()
     assert tuned.choice.streams == 2, "who sleeps needs no core"
     assert not tuned.window.elastic
+
+
+def test_plans_depend_on_what_measures_engines() -> None:
+    assert all(file.is_file() for file in warmup.MEASURED_WITH)

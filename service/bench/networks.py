@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from service.bench.timing import Spread, in_turn, matrix_peak, synchronised
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import compiled, cudagraph, precision, select, winograd
+from service.engine import backends, cuda_graph, precision, torch_compile
+from service.engine.cpu import winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
@@ -122,7 +123,7 @@ def build_and_race(
         try:
             runners.append(maker.make())
         except FAILURES as error:
-            yield Row(group, maker.name, maker.windows, select.first_line(error))
+            yield Row(group, maker.name, maker.windows, backends.first_line(error))
     yield from race(group, runners, yardstick)
 
 
@@ -140,8 +141,8 @@ def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_siz
         )
 
     for size in batch_sizes:
-        for choice in select.choices(settings.engine, device, names, size):
-            if select.KINDS[choice.engine].suits(network):
+        for choice in backends.choices(settings.engine, device, names, size):
+            if backends.KINDS[choice.engine].suits(network):
                 yield Maker(label(choice), size, partial(build, choice))
 
 
@@ -177,10 +178,10 @@ class Recipe:
         run: Network = winograd.accelerate(module) if self.winograd else module
         with torch.inference_mode():
             if self.compiled and isinstance(run, nn.Module):
-                run = compiled.make(run, "default", freeze=self.frozen)
+                run = torch_compile.make(run, "default", freeze=self.frozen)
             if self.cudagraph:
-                run = cudagraph.make(run, batch)
-            for _ in range(select.WARM_UP_CALLS):
+                run = cuda_graph.make(run, batch)
+            for _ in range(backends.WARM_UP_CALLS):
                 run(batch)
         return Runner(name, self.windows, self.precision, calling(run, batch, device))
 

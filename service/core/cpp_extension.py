@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import signal
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ COMPILER_SECONDS = 120
 WRITABLE_BY_OTHERS = 0o002
 WRITABLE_BY_GROUP = 0o020
 STICKY = 0o1000
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 log = logging.getLogger(__name__)
 
@@ -193,16 +196,23 @@ def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
         [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
     ).stdout
     processor = f"{platform.machine()} {hardware.processor()}"
-    headers = b"".join(header.read_bytes() for header in sorted(source.parent.rglob("*.hpp")))
     parts = (
-        source.read_bytes(),
-        headers,
+        *(file.read_bytes() for file in _with_headers(source)),
         " ".join(flags).encode(),
         " ".join(compiler).encode(),
         said,
         processor.encode(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """List a source and, after it, the headers of ours that it includes, directly or through each other."""
+    found = [source.resolve()]
+    for file in found:
+        included = ((file.parent / name).resolve() for name in _INCLUDE.findall(file.read_text(encoding="utf-8")))
+        found += [header for header in dict.fromkeys(included) if header not in found]
+    return found
 
 
 def _compile(command: Sequence[str], seconds: float) -> None:

@@ -27,7 +27,7 @@ dynamo.accumulated_recompile_limit = 1024
 
 
 def make(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """See `service.engine.compiled.make`."""
+    """See `service.engine.torch_compile.make`."""
     options = dict(list_mode_options(mode))
     if freeze:
         return _Frozen(module, options)

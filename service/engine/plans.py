@@ -95,21 +95,19 @@ def home(configured: Path | None) -> Path:
     return Path(caches) / "stackseg" / FOLDER
 
 
-# What is measured besides engines, and so decides which of them is best.
-AROUND = ("blending.py", "pace.py", "parity.py", "stitching.cpp", "stitching.py", "windows.py")
-
-
-def sources() -> list[Path]:
-    """The files that the engines are made of, and those that decide which of them is best."""
-    here = Path(__file__).parent
-    own = (path for path in here.iterdir() if path.suffix in {".py", ".cpp", ".hpp"})
-    return sorted((*own, *(here.parent / name for name in AROUND)))
+def engine_sources() -> tuple[Path, ...]:
+    """List the source files that engines are made of, in a fixed order."""
+    files = Path(__file__).parent.rglob("*")
+    return tuple(sorted(file for file in files if file.suffix in {".py", ".cpp", ".hpp"}))
 
 
 @cache
-def engines() -> str:
-    """Those files as a number: after an update in place another plan may be better."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
+def digest_sources(others: tuple[Path, ...]) -> str:
+    """Hash the sources of engines, and those `others` that decide which engine is best.
+
+    After an update in place another plan may be better, so a plan holds only for the digest that it was made with.
+    """
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*engine_sources(), *others))).hexdigest()[:16]
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from service.engine import norms
-from service.engine.sequences import neighbours, ordinary
+from service.engine.cpu import norm
+from service.engine.fusion import neighbours, ordinary
 
 
 class Float32Scores(nn.Module):
@@ -41,7 +41,7 @@ def prepare(
     """
     own = copy.deepcopy(network).eval()
     folded = fold_batch_norms(own) if fold else own
-    laid_out = norms.lay_out(folded) if memory_format == torch.channels_last_3d else folded
+    laid_out = norm.lay_out(folded) if memory_format == torch.channels_last_3d else folded
     moved = laid_out.to(device=device, dtype=dtype)
     # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
     for parameter in moved.parameters():

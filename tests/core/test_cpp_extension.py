@@ -53,10 +53,24 @@ def test_next_start_compiles_only_what_has_changed(source: Path, compilations: C
     assert answer(shelf_in(folder).load(source, (*FLAGS, "-O2"))) == 42
     source.write_text('extern "C" int answer() { return 43; }\n')
     assert answer(shelf_in(folder).load(source, FLAGS)) == 43
-    source.with_name("answers.hpp").write_text("// What it may include.\n")
-    assert answer(shelf_in(folder).load(source, FLAGS)) == 43
-    assert compilations() == 4
-    assert len(list(folder.iterdir())) == 4
+    assert compilations() == 3
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_headers_that_a_source_includes_count_wherever_they_are(
+    source: Path, compilations: Compilations, tmp_path: Path
+) -> None:
+    folder, headers = tmp_path / "kernels", tmp_path / "headers"
+    headers.mkdir()
+    (headers / "answers.hpp").write_text('#include "number.hpp"\n')
+    (headers / "number.hpp").write_text("constexpr int NUMBER = 44;\n")
+    source.write_text('#include "headers/answers.hpp"\nextern "C" int answer() { return NUMBER; }\n')
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 44
+    (headers / "number.hpp").write_text("constexpr int NUMBER = 45;\n")
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 45
+    (headers / "other.hpp").write_text("// Nobody includes it.\n")
+    assert answer(shelf_in(folder).load(source, FLAGS)) == 45
+    assert compilations() == 2
 
 
 def test_without_a_folder_nothing_is_kept(source: Path, compilations: Compilations) -> None:

@@ -17,7 +17,7 @@ from monai.networks.nets.unet import UNet
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
-from service.engine import winograd
+from service.engine.cpu import winograd
 from service.engine.prepare import prepare
 from service.models.torch_export import load_exported
 from service.planning import activation_bytes

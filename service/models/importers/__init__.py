@@ -1,1 +1,1 @@
-"""Models from elsewhere: each module reads one kind of package into a Draft, which `model_folder` makes a model folder of."""
+"""Models from elsewhere: each module reads a kind of package into a Draft, and `model_folder` writes a model folder."""

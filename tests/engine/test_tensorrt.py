@@ -10,7 +10,7 @@ from torch import nn
 
 from service.core import config
 from service.core.errors import BadParameter
-from service.engine import select, tensorrt
+from service.engine import backends, tensorrt
 from service.engine.plans import Choice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,13 +50,13 @@ def test_without_the_package_it_says_how_to_get_it(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ImportError, match="pip install torch-tensorrt"):
-        select.build(module, torch.zeros(2, 1, 4, 4, 4), choice(), config.Engine())
+        backends.build(module, torch.zeros(2, 1, 4, 4, 4), choice(), config.Engine())
 
 
 @pytest.mark.parametrize(("precision", "disabled"), [("high", False), ("highest", True)])
 def test_it_builds_for_one_shape_and_the_precision_that_is_set(module, package, precision, disabled):
     example = torch.rand(2, 1, 4, 4, 4)
-    network = select.build(module, example, choice(), config.Engine(matmul_precision=precision)).network
+    network = backends.build(module, example, choice(), config.Engine(matmul_precision=precision)).network
     assert package.options["disable_tf32"] is disabled
     assert package.options["device"] == CPU
     assert [tuple(tensor.shape) for tensor in package.options["arg_inputs"]] == [(2, 1, 4, 4, 4)]
@@ -72,11 +72,11 @@ def test_another_shape_or_dtype_is_refused(module, package, other):
 
 def test_only_gpus_have_it():
     def engines(device):
-        return {choice.engine for choice in select.choices(config.Engine(), device, ("fp32",), 2)}
+        return {choice.engine for choice in backends.choices(config.Engine(), device, ("fp32",), 2)}
 
     assert "tensorrt" in engines(CUDA)
     assert "tensorrt" not in engines(CPU)
 
 
 def test_whoever_uses_it_is_told_that_nobody_has():
-    assert "never run on a GPU" in select.KINDS["tensorrt"].caution
+    assert "never run on a GPU" in backends.KINDS["tensorrt"].caution

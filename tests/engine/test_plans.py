@@ -67,14 +67,12 @@ def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, mon
     assert plans.home(None) == Path("~/.cache/stackseg/plans").expanduser()
 
 
-def test_plans_depend_on_whatever_kernels_are_made_of_and_on_what_measures_them():
-    names = {path.name for path in plans.sources()}
-    assert names >= {
-        "winograd.cpp",
-        "winograd.py",
-        "vectors.hpp",
-        "pace.py",
-        "parity.py",
-        "windows.py",
-        "stitching.cpp",
-    }
+def test_plans_depend_on_whatever_engines_are_made_of():
+    names = {path.name for path in plans.engine_sources()}
+    assert names >= {"autotune.py", "winograd.cpp", "winograd.py", "simd.hpp"}
+
+
+def test_plans_depend_on_what_else_is_handed_in(tmp_path: Path) -> None:
+    file = tmp_path / "blending.py"
+    file.write_text("A = 1\n")
+    assert plans.digest_sources((file,)) != plans.digest_sources(())

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine import patches, shuffles, winograd
-from service.engine.sequences import neighbours, ordinary, replace, slope
+from service.engine.cpu import pixel_shuffle, strided_conv, winograd
+from service.engine.fusion import neighbours, ordinary, replace, slope
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
@@ -88,8 +88,8 @@ def pack(module: nn.Module, *, scores: bool = False) -> nn.Module:
 def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
     """What computes both, None where nothing does, or not as exactly as it must be."""
     negative = slope(following)
-    if patches.suits(layer) and negative is not None:
-        return patches.Convolution(layer, negative)
+    if strided_conv.suits(layer) and negative is not None:
+        return strided_conv.Convolution(layer, negative)
     if not _suits(layer) or (exact and negative == 0):
         return None
     activation = _activation(following)
@@ -97,9 +97,9 @@ def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> 
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if patches.suits(module):
-        return patches.Convolution(module)
-    return Convolution(module, Activation()) if _suits(module) else shuffles.replacement(module)
+    if strided_conv.suits(module):
+        return strided_conv.Convolution(module)
+    return Convolution(module, Activation()) if _suits(module) else pixel_shuffle.replacement(module)
 
 
 def _exact(network: nn.Module) -> set[nn.Module]:

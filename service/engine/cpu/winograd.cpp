@@ -13,8 +13,8 @@
 #include <cstring>
 #include <memory>
 
-#include "products.hpp"
-#include "vectors.hpp"
+#include "gemm.hpp"
+#include "simd.hpp"
 
 namespace {
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import ordinary
-from service.engine.steps import Call, Steps
+from service.engine.cpu.kernel_call import Call, Steps
+from service.engine.fusion import ordinary
 from service.models import loader
 
 KERNEL = Steps(

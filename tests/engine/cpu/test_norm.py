@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.engine import norms
-from service.engine.norms import ChannelsLastNorm, lay_out
+from service.engine.cpu import norm as norms
+from service.engine.cpu.norm import ChannelsLastNorm, lay_out
 from service.engine.prepare import prepare
 
 CPU = torch.device("cpu")

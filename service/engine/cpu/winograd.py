@@ -14,8 +14,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import neighbours, ordinary, replace, slope
-from service.engine.steps import Call, Steps
+from service.engine.cpu.kernel_call import Call, Steps
+from service.engine.fusion import neighbours, ordinary, replace, slope
 
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from service.engine import winograd
+from service.engine.cpu import winograd
 
 FORMAT = torch.channels_last_3d
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.engine import packed, patches
+from service.engine.cpu import onednn, strided_conv
 
 FORMAT = torch.channels_last_3d
 SIZE = (7, 10, 9)
@@ -47,7 +47,7 @@ def computed(layer, activation, dtype):
     sequence = copy.deepcopy(nn.Sequential(layer, *([activation] if activation else []))).eval()
     sequence.requires_grad_(requires_grad=False)
     narrow = sequence.to(dtype)
-    return copy.deepcopy(narrow).float(), packed.pack(narrow)
+    return copy.deepcopy(narrow).float(), onednn.pack(narrow)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=repr)
@@ -56,7 +56,7 @@ def computed(layer, activation, dtype):
 @torch.inference_mode()
 def test_it_computes_what_the_layer_does(layer, activation, dtype):
     plain, fast = computed(layer, activation, dtype)
-    assert isinstance(fast[0], packed.Convolution | patches.Convolution)
+    assert isinstance(fast[0], onednn.Convolution | strided_conv.Convolution)
     # The weights are laid out for the first batch; others are computed as well.
     for batch, size in ((2, SIZE), (1, SIZE), (3, (5, 8, 12))):
         x = torch.randn(batch, layer.in_channels, *size).to(dtype)
@@ -82,7 +82,7 @@ def test_an_activation_that_follows_is_taken_in_if_that_is_the_same(activation, 
 
 @torch.inference_mode()
 def test_what_a_rectifier_makes_of_negative_values_is_lost_in_any_sum():
-    fast = packed.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
+    fast = onednn.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
     scores = fast(100 * torch.randn(2, 8, *SIZE))
     negative = scores[scores < 0]
     assert negative.numel() > 0
@@ -102,7 +102,7 @@ def test_what_a_rectifier_makes_of_negative_values_is_lost_in_any_sum():
     ids=repr,
 )
 def test_what_it_cannot_compute_is_left_alone(layer):
-    assert packed.pack(nn.Sequential(layer))[0] is layer
+    assert onednn.pack(nn.Sequential(layer))[0] is layer
 
 
 def test_only_what_follows_in_a_sequence_is_taken_in():
@@ -118,7 +118,7 @@ def test_only_what_follows_in_a_sequence_is_taken_in():
     x = torch.randn(1, 1, 4, 4, 4)
     with torch.inference_mode():
         expected = module(x)
-        fast = packed.pack(module)
+        fast = onednn.pack(module)
         assert isinstance(fast[2][0], nn.Identity)
         assert isinstance(fast[2][1].two, nn.LeakyReLU)
         torch.testing.assert_close(fast(x), expected)
@@ -126,7 +126,7 @@ def test_only_what_follows_in_a_sequence_is_taken_in():
 
 @torch.inference_mode()
 def test_weights_are_kept_once():
-    layer = packed.Convolution(nn.Conv3d(8, 16, 3), packed.Activation())
+    layer = onednn.Convolution(nn.Conv3d(8, 16, 3), onednn.Activation())
     layer(torch.randn(1, 8, 5, 5, 5))
     assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "the bias alone"
 
@@ -164,10 +164,10 @@ def test_fewer_windows_give_the_same_bits(dtype):
 OLD_PROCESSOR = """
 import torch
 from torch import nn
-from service.engine import packed, patches
+from service.engine.cpu import onednn
 wide, narrow = nn.Conv3d(8, 16, 3), nn.Conv3d(8, 16, 3).bfloat16()
-module = packed.pack(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
-assert isinstance(module[0], packed.Convolution) and module[2] is narrow
+module = onednn.pack(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
+assert isinstance(module[0], onednn.Convolution) and module[2] is narrow
 x = torch.zeros(2, 8, 5, 5, 5)
 x[0, 0, 2, 2, 2] = float("nan")
 assert module[:2](x)[0].isnan().all()
@@ -191,7 +191,7 @@ def test_a_rectifier_that_makes_scores_makes_zeros(bias):
     x = torch.randn(1, 8, *SIZE)
     expected = network(x)
     assert (expected.amax(1) == 0).any()
-    fast = packed.pack(network, scores=True)
+    fast = onednn.pack(network, scores=True)
     assert isinstance(fast[1], nn.Identity) == bias
     assert torch.equal(fast(x) == 0, expected == 0)
 
@@ -200,4 +200,4 @@ def test_a_rectifier_that_makes_scores_makes_zeros(bias):
 def test_scores_without_a_bias_are_zero_where_nothing_is_summed():
     network = nn.Sequential(nn.Conv3d(8, 16, 1), nn.ReLU(), nn.Conv3d(16, 3, 1, bias=False))
     network.requires_grad_(requires_grad=False)[0].bias.fill_(-100.0)
-    assert not packed.pack(network, scores=True)(torch.randn(1, 8, *SIZE)).any()
+    assert not onednn.pack(network, scores=True)(torch.randn(1, 8, *SIZE)).any()

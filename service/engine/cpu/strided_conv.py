@@ -13,8 +13,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.sequences import ordinary
-from service.engine.steps import Call, Steps
+from service.engine.cpu.kernel_call import Call, Steps
+from service.engine.fusion import ordinary
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 

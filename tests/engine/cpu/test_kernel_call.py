@@ -2,8 +2,8 @@ import threading
 
 import torch
 
-from service.engine.shuffles import SpaceToDepth
-from service.engine.steps import Call, overheard
+from service.engine.cpu.kernel_call import Call, overheard
+from service.engine.cpu.pixel_shuffle import SpaceToDepth
 
 
 def fold(x):

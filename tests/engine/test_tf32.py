@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from service.core import config
-from service.engine import arithmetic
+from service.engine import tf32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -29,22 +29,22 @@ def _restored():
     ],
 )
 def test_a_gpu_computes_as_configured(settings, expected):
-    arithmetic.use(settings, CUDA)
+    tf32.use(settings, CUDA)
     assert switches() == expected
 
 
 def test_a_cpu_is_left_as_it_is():
     before = switches()
-    arithmetic.use(config.Engine(matmul_precision="medium"), CPU)
+    tf32.use(config.Engine(matmul_precision="medium"), CPU)
     assert switches() == before
 
 
 def test_the_reference_is_exact_and_what_was_set_comes_back():
-    arithmetic.use(config.Engine(), CUDA)
-    seen = arithmetic.exactly(lambda x: (switches(), x)[0])(torch.zeros(1))
+    tf32.use(config.Engine(), CUDA)
+    seen = tf32.exactly(lambda x: (switches(), x)[0])(torch.zeros(1))
     assert seen[:2] == ("highest", False)
     assert switches() == ("high", True, True)
-    with pytest.raises(RuntimeError, match="of its own"), arithmetic.exact():
+    with pytest.raises(RuntimeError, match="of its own"), tf32.exact():
         raise RuntimeError("an error of its own")
     assert switches() == ("high", True, True)
 
@@ -55,8 +55,8 @@ def test_what_is_exact_is_closer_to_float64():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(512, 512, generator=generator).to(CUDA) for _ in range(2))
     expected = x.double() @ y.double()
-    arithmetic.use(config.Engine(), CUDA)
-    with arithmetic.exact():
+    tf32.use(config.Engine(), CUDA)
+    with tf32.exact():
         exact = (x @ y - expected).abs().max()
     assert exact < 1e-3
     if torch.cuda.get_device_capability()[0] >= 8:

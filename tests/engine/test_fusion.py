@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from service.engine import packed, winograd
+from service.engine.cpu import onednn, winograd
+from service.engine.fusion import neighbours
 from service.engine.prepare import prepare
-from service.engine.sequences import neighbours
 from service.models.loader import observed
 
 FORMAT = torch.channels_last_3d
@@ -165,9 +165,9 @@ def check_ways(network):
     prepared = prepare(network, x.device, x.dtype, FORMAT)
     ways = {
         "prepared": prepared,
-        "packed": packed.pack(copy.deepcopy(network)),
+        "packed": onednn.pack(copy.deepcopy(network)),
         "winograd": winograd.accelerate(network),
-        "all": packed.pack(winograd.accelerate(prepared)),
+        "all": onednn.pack(winograd.accelerate(prepared)),
     }
     for name, way in ways.items():
         assert (way(x) - expected).abs().max() <= 1e-4 * expected.abs().max(), name

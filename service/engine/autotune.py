@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
+from service.engine.backends import first_line, slow_build
 from service.engine.plans import Choice, Trial
-from service.engine.select import first_line, slow_build
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@
 #include <memory>
 #include <new>
 
-#include "vectors.hpp"
+#include "simd.hpp"
 
 namespace {
 

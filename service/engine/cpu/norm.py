@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.sequences import neighbours, ordinary, replace, slope
-from service.engine.steps import Call, Steps
+from service.engine.cpu.kernel_call import Call, Steps
+from service.engine.fusion import neighbours, ordinary, replace, slope
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOXELS = (2, 3, 4)

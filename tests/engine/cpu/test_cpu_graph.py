@@ -11,9 +11,9 @@ from fakes import untried
 from torch import nn
 
 from service.core.buffers import Pool
-from service.engine import packed, tape, winograd
+from service.engine.cpu import cpu_graph, onednn, winograd
+from service.engine.cpu.cpu_graph import Taped
 from service.engine.prepare import prepare
-from service.engine.tape import Taped
 from service.models.loader import ShuffleUNet
 
 FORMAT = torch.channels_last_3d
@@ -43,7 +43,7 @@ def ready(network, dtype=torch.float32):
     for parameter in network.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
     own = prepare(network, torch.device("cpu"), dtype, FORMAT)
-    return packed.pack(winograd.accelerate(own).network)
+    return onednn.pack(winograd.accelerate(own).network)
 
 
 def batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
@@ -86,12 +86,12 @@ def test_it_does_not_come_back_to_python():
 @torch.inference_mode()
 def test_weights_stay_as_long_as_the_tape():
     module, x = ready(Residual(), torch.bfloat16), batch(8, dtype=torch.bfloat16)
-    played, expected = tape.record(module, x), module(x)
+    played, expected = cpu_graph.record(module, x), module(x)
     del module
     gc.collect()
     # What was freed would be written to.
     rest = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
-    arena = tape.Arena(played.arena)
+    arena = cpu_graph.Arena(played.arena)
     arena.memory.fill_(255)
     assert torch.equal(played.play(x, arena, Pool(played.nbytes, 0)), expected)
     assert rest
@@ -200,7 +200,7 @@ CANNOT = {
 @torch.inference_mode()
 def test_what_cannot_be_taped_stays_as_it_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
-    assert tape.make(module, x) is module
+    assert cpu_graph.make(module, x) is module
 
 
 def with_first(first, y):
@@ -223,7 +223,7 @@ CAN = {
 @torch.inference_mode()
 def test_what_can_be_taped_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
-    network = tape.make(module, x)
+    network = cpu_graph.make(module, x)
     assert isinstance(network, Taped)
     for windows in (1, 2):
         assert torch.equal(network(x[:windows]), module(x[:windows]))
@@ -241,7 +241,7 @@ def test_a_sum_behind_a_transposed_convolution_is_no_step_of_its_own():
 
     module, x = ready(Skip(lambda one, other: one.add_(other))), batch(8, 1, size=(4, 4, 4))
     apart = ready(Skip(lambda one, other: one + other))
-    steps = [tape.record(each, x).steps for each in (module, apart)]
+    steps = [cpu_graph.record(each, x).steps for each in (module, apart)]
     assert steps == [3, 3]
 
 
@@ -249,11 +249,11 @@ def test_a_sum_behind_a_transposed_convolution_is_no_step_of_its_own():
 def test_what_is_never_needed_at_the_same_time_shares_the_arena():
     layers = [nn.Conv3d(16, 16, 3, padding=1) for _ in range(9)]
     x = batch(16, 1, size=(8, 8, 8))
-    assert tape.record(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
+    assert cpu_graph.record(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(tape, "KERNEL", untried(tape.KERNEL))
+    monkeypatch.setattr(cpu_graph, "KERNEL", untried(cpu_graph.KERNEL))
     with pytest.raises(OSError, match="nowhere"):
         Taped(nn.Identity(), batch(1))

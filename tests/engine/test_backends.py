@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from service.core import config, hardware
-from service.engine import select
+from service.engine import backends
+from service.engine.backends import KINDS, build, choices
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
-from service.engine.select import KINDS, build, choices
 from service.models.loader import ShuffleUNet
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
@@ -45,7 +45,7 @@ class Uncompilable(nn.Module):
 def test_eager_runs_the_module_itself():
     module = Counting()
     built = build(module, EXAMPLE, choice_of("eager"), config.Engine())
-    assert module.calls == select.WARM_UP_CALLS
+    assert module.calls == backends.WARM_UP_CALLS
     assert built.seconds > 0
     assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
 
@@ -53,7 +53,7 @@ def test_eager_runs_the_module_itself():
 def test_a_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
         build(Uncompilable(), EXAMPLE, choice_of("compiled", mode="default"), config.Engine())
-    assert "\n" not in select.first_line(caught.value)
+    assert "\n" not in backends.first_line(caught.value)
 
 
 def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
@@ -64,11 +64,11 @@ def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_func
 
 
 def test_an_error_without_words_is_called_by_its_name():
-    assert select.first_line(RuntimeError()) == "RuntimeError"
+    assert backends.first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
-    kind = select.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
+    kind = backends.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
     monkeypatch.setitem(KINDS, "other", kind)
     assert isinstance(build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).network, nn.ReLU)
 
@@ -83,7 +83,7 @@ def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     ids=["any batch", "not said to be", "other scores"],
 )
 def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch, network, any_batch, elastic):
-    kind = select.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
+    kind = backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
     monkeypatch.setitem(KINDS, "other", kind)
     assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
 
@@ -94,7 +94,7 @@ def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, stre
         # As libraries do that choose an algorithm by the threads there are.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
-    monkeypatch.setitem(KINDS, "other", select.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
+    monkeypatch.setitem(KINDS, "other", backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
     before = torch.get_num_threads()
     hardware.use_threads(2)
     try:
@@ -114,7 +114,7 @@ BUFFER = torch.empty(EXAMPLE.shape)
     ids=["new", "the batch itself", "the same buffer"],
 )
 def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, lasting):
-    monkeypatch.setitem(KINDS, "other", select.Kind(lambda *_: network, {"cpu": ("contiguous",)}))
+    monkeypatch.setitem(KINDS, "other", backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}))
     assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).lasting == lasting
 
 
@@ -152,14 +152,14 @@ def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_comp
     assert found[0] == choice_of("winograd", "bf16", "channels_last_3d")
     assert {choice.precision for choice in found if choice.engine == "winograd"} == {"bf16", "fp32"}
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
-    assert select.unfit(KINDS["winograd"], "fp16", CPU, module) == "does not compute in fp16"
-    assert select.unfit(KINDS["winograd"], "bf16", CUDA, module) == "needs a CPU"
-    assert select.unfit(KINDS["winograd"], "bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
-    assert select.unfit(KINDS["winograd"], "bf16", CPU, module.bfloat16()) is None
+    assert backends.unfit(KINDS["winograd"], "fp16", CPU, module) == "does not compute in fp16"
+    assert backends.unfit(KINDS["winograd"], "bf16", CUDA, module) == "needs a CPU"
+    assert backends.unfit(KINDS["winograd"], "bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
+    assert backends.unfit(KINDS["winograd"], "bf16", CPU, module.bfloat16()) is None
 
 
 def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
-    kind = select.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
+    kind = backends.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
     monkeypatch.setitem(KINDS, "other", kind)
     with pytest.raises(ImportError, match="install it"):
         build(Counting(), EXAMPLE, choice_of("other"), config.Engine())
@@ -210,27 +210,27 @@ def test_what_is_fixed_is_not_varied():
 )
 def test_compile_modes(setting, device, kind, expected):
     settings = config.Engine(compile_mode=setting, kind=kind)
-    assert select.compile_modes(settings, KINDS["compiled"], device) == expected
-    assert select.compile_modes(settings, KINDS["eager"], device) == (None,)
+    assert backends.compile_modes(settings, KINDS["compiled"], device) == expected
+    assert backends.compile_modes(settings, KINDS["eager"], device) == (None,)
 
 
 def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
     def modes(**settings):
-        return select.compile_modes(config.Engine(**settings), KINDS["winograd"], CPU)
+        return backends.compile_modes(config.Engine(**settings), KINDS["winograd"], CPU)
 
     assert modes() == modes(kind="winograd") == (None, "default")
     assert modes(kind="winograd", compile_mode="default") == ("default",)
 
 
 def test_an_engine_of_its_own_precision_keeps_float32_outside():
-    assert select.batch_dtype(choice_of("openvino", "bf16")) == torch.float32
-    assert select.batch_dtype(choice_of("eager", "bf16")) == torch.bfloat16
+    assert backends.batch_dtype(choice_of("openvino", "bf16")) == torch.float32
+    assert backends.batch_dtype(choice_of("eager", "bf16")) == torch.bfloat16
 
 
 def test_what_every_stream_keeps_is_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    weights = select.weight_bytes(KINDS["winograd"].transform(module))
+    weights = backends.weight_bytes(KINDS["winograd"].transform(module))
     one, four = (
         build(module, EXAMPLE, replace(choice_of("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
     )

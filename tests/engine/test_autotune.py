@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from service.engine.autotune import Entrant, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
 from service.engine.plans import Choice
-from service.engine.tune import Entrant, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
 
 EAGER = Choice("eager", "fp32", "contiguous", 2)
 COMPILED = Choice("compiled", "fp32", "channels_last_3d", 2, "default")

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.hpp"
+#include "simd.hpp"
 
 namespace {
 

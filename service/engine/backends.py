@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core import config, hardware
-from service.engine import compiled, cudagraph, eager, openvino, packed, tape, tensorrt, winograd
+from service.engine import cuda_graph, eager, openvino, tensorrt, torch_compile
+from service.engine.cpu import cpu_graph, onednn, winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import Float32Scores
@@ -77,7 +78,7 @@ def _make_eager(module: nn.Module, _example: Tensor, _choice: Choice, _settings:
 
 def _make_compiled(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
     freeze = settings.freeze and example.device.type == "cpu"
-    return compiled.make(module, choice.compile_mode or "default", freeze=freeze)
+    return torch_compile.make(module, choice.compile_mode or "default", freeze=freeze)
 
 
 def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
@@ -85,11 +86,11 @@ def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings:
         return _make_compiled(module, example, choice, settings)
     # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
     scores = module.network if isinstance(module, Float32Scores) else module
-    return tape.make(packed.pack(scores, scores=True), example)
+    return cpu_graph.make(onednn.pack(scores, scores=True), example)
 
 
 def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
-    return cudagraph.make(module, example)
+    return cuda_graph.make(module, example)
 
 
 def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings: config.Engine) -> Network:
@@ -235,8 +236,8 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
-    nbytes = own * nbytes + choice.streams * tape.kept(network)
-    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, tape.score_bytes(network))
+    nbytes = own * nbytes + choice.streams * cpu_graph.kept(network)
+    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, cpu_graph.score_bytes(network))
 
 
 def is_elastic(network: Network, example: Tensor, streams: int) -> bool:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from service.engine import packed, shuffles
+from service.engine.cpu import onednn, pixel_shuffle
 from service.models import loader
 
 FORMAT = torch.channels_last_3d
@@ -23,39 +23,39 @@ FORMAT = torch.channels_last_3d
 def test_voxels_go_where_a_permutation_takes_them_and_back(block, size, batch, channels, dtype, layout):
     shape = [edge * step for edge, step in zip(size, block, strict=True)]
     x = torch.randn(batch, channels, *shape).to(dtype, memory_format=layout)
-    folded = shuffles.SpaceToDepth(block)(x)
+    folded = pixel_shuffle.SpaceToDepth(block)(x)
     assert torch.equal(folded, loader.space_to_depth(x, block))
     assert folded.is_contiguous(memory_format=FORMAT)
     for given_ in (folded, folded.contiguous(), folded[:1]):
-        image = shuffles.DepthToSpace(block)(given_)
+        image = pixel_shuffle.DepthToSpace(block)(given_)
         assert torch.equal(image, x[: len(given_)])
         assert image.is_contiguous()
 
 
 def test_what_is_not_finite_is_moved_as_it_is():
     x = torch.tensor([float("nan"), float("inf"), -0.0, 1.0]).expand(1, 1, 2, 2, 4).bfloat16()
-    there_and_back = nn.Sequential(shuffles.SpaceToDepth((2, 2, 2)), shuffles.DepthToSpace((2, 2, 2)))
+    there_and_back = nn.Sequential(pixel_shuffle.SpaceToDepth((2, 2, 2)), pixel_shuffle.DepthToSpace((2, 2, 2)))
     torch.testing.assert_close(there_and_back(x), x, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_view_into_a_larger_tensor_is_taken():
     x = torch.randn(2, 1, 4, 4, 9)[..., 1:]
-    assert torch.equal(shuffles.SpaceToDepth((2, 2, 2))(x), loader.space_to_depth(x, (2, 2, 2)))
+    assert torch.equal(pixel_shuffle.SpaceToDepth((2, 2, 2))(x), loader.space_to_depth(x, (2, 2, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [(2, 2, 2), (1, 2, 4), (2, 1, 1)], ids=str)
 def test_a_view_that_begins_between_two_words_is_taken(block, dtype):
     x = torch.randn(1 + 2 * 4 * 4 * 40).to(dtype)[1:].view(2, 1, 4, 4, 40)
-    folded = shuffles.SpaceToDepth(block)(x)
+    folded = pixel_shuffle.SpaceToDepth(block)(x)
     assert torch.equal(folded, loader.space_to_depth(x, block))
-    assert torch.equal(shuffles.DepthToSpace(block)(folded), x)
+    assert torch.equal(pixel_shuffle.DepthToSpace(block)(folded), x)
 
 
 @pytest.mark.parametrize("size", [(3, 4, 4), (4, 3, 4), (4, 4, 3)])
 def test_a_size_that_is_no_multiple_of_the_block_is_an_error(size):
     with pytest.raises(RuntimeError):
-        shuffles.SpaceToDepth((2, 2, 2))(torch.zeros(1, 1, *size))
+        pixel_shuffle.SpaceToDepth((2, 2, 2))(torch.zeros(1, 1, *size))
 
 
 @torch.inference_mode()
@@ -64,7 +64,7 @@ def test_a_network_is_given_them_when_it_is_packed():
     network = loader.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)
     expected = network(x)
-    fast = packed.pack(network)
-    assert isinstance(fast.unfold, shuffles.SpaceToDepth)
-    assert isinstance(fast.fold, shuffles.DepthToSpace)
+    fast = onednn.pack(network)
+    assert isinstance(fast.unfold, pixel_shuffle.SpaceToDepth)
+    assert isinstance(fast.fold, pixel_shuffle.DepthToSpace)
     torch.testing.assert_close(fast(x), expected, atol=1e-5, rtol=1e-5)

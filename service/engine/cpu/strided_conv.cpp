@@ -10,8 +10,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "products.hpp"
-#include "vectors.hpp"
+#include "gemm.hpp"
+#include "simd.hpp"
 
 namespace {
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from service.core.buffers import ALIGNMENT, Pool
-from service.engine import patches
-from service.engine.steps import NO_MEMORY, Call, Steps, overheard
+from service.engine.cpu import strided_conv
+from service.engine.cpu.kernel_call import NO_MEMORY, Call, Steps, overheard
 from service.models.loader import Network
 
 # Of memory for scores that waits to be used again.
@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A sum, by the kernel that writes its first term if that can."""
         if _begin(total) != _begin(one):
             self._buffers[_begin(total)] = _Buffer(total.untyped_storage().nbytes())
-        elif self._calls and (both := patches.plus(self._calls[-1], one, other)) is not None:
+        elif self._calls and (both := strided_conv.plus(self._calls[-1], one, other)) is not None:
             self._calls[-1] = both
             return
         sizes = (total.numel(), total.dtype == torch.bfloat16)
@@ -313,7 +313,7 @@ def _is_view(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
 def _adds(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Whether a sum is one of two tensors whose elements lie in the same order, without gaps."""
     one, other = args[:2]
-    if kwargs or len(args) != 2 or not isinstance(other, Tensor) or one.dtype not in patches.DTYPES:
+    if kwargs or len(args) != 2 or not isinstance(other, Tensor) or one.dtype not in strided_conv.DTYPES:
         return False
     dense = one.is_contiguous() or (one.dim() == 5 and one.is_contiguous(memory_format=torch.channels_last_3d))
     alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
