@@ -44,9 +44,9 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.volume import Options, Volume
+from service.inference.segmenter import Segmenter
 from service.models.loader import build
 from service.models.repository import Architecture, read_repository
-from service.segmenter import Segmenter
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120

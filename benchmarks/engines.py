@@ -47,10 +47,10 @@ from service.core.config import Settings
 from service.engine import backends, torch_compile
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
+from service.inference.engine_selector import Warm, WarmUp
+from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec, read_spec
-from service.planning import activation_bytes
-from service.warmup import Warm, WarmUp
 
 COMMON = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 # Edge of a bright or dark block, and steps that suffice to tell them apart.

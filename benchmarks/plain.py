@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 
+from service.inference.decoding.decoders import make_decoder
 from service.models.loader import load
 from service.models.repository import Instances, ModelSpec, PercentileNormalisation, read_spec
-from service.postprocess import make_decoder
 
 Seconds = dict[str, float]
 

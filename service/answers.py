@@ -14,10 +14,10 @@ from zipfile import ZIP_STORED, ZipFile
 
 from service.core.errors import BadParameter, Cancelled
 from service.core.volume import Segmentation, Volume
+from service.inference.segmenter import Result
 from service.metrics import Stages
 from service.runtime import Runtime
 from service.schemas import Query, Saved
-from service.segmenter import Result
 from service.store import Outcome
 
 LABELS = "labels.ome.tif"

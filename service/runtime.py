@@ -22,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from service import measurements
 from service.cache import ResultCache
 from service.core import hardware
 from service.core.config import Settings
@@ -32,14 +31,15 @@ from service.engine import torch_compile
 from service.formats import tiff_reader
 from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
+from service.inference import measurements
+from service.inference.estimate import Estimate
+from service.inference.segmenter import Result, Segmenter
 from service.jobs import Job
 from service.metrics import Metrics
 from service.models import repository
 from service.models.repository import ModelSpec
-from service.planning import Estimate
 from service.references import References
 from service.residents import Standing
-from service.segmenter import Result, Segmenter
 from service.station import Load, Seat, Station, station_settings
 from service.store import Outcome
 from service.trimming import Trimmer
@@ -365,7 +365,7 @@ class Runtime:
         return tiff_reader.encoded(segmentation, deflation.compress)
 
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
-        """Write a table of the objects as CSV; see `service.measurements.measure`."""
+        """Write a table of the objects as CSV; see `service.inference.measurements.measure`."""
         measurements.write_csv(measurements.measure(segmentation, volume), path)
 
     def _show_gauges(self) -> None:

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from service.core.errors import BadParameter, fault_message
 from service.core.hardware import CpuStatus, GpuStatus
 from service.core.volume import Description, Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
+from service.inference.estimate import Estimate
+from service.inference.segmenter import EngineReport
 from service.models.repository import Input
-from service.planning import Estimate
-from service.segmenter import EngineReport
 from service.store import JobState
 
 PROBLEM_TYPE = "application/problem+json"

@@ -17,11 +17,11 @@ from typing import BinaryIO, NamedTuple
 from service.answers import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
 from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
+from service.inference.segmenter import Result
 from service.jobs import Job, Needs, Progress
 from service.metrics import Stages
 from service.runtime import JOIN_SECONDS, Runtime, storage
 from service.schemas import Query
-from service.segmenter import Result
 from service.station import Seat
 from service.store import INPUT, JobStore, Order, Outcome, Record
 

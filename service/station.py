@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from service import warmup
 from service.core import hardware
 from service.core.config import MOST_STREAMS, Settings
 from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.core.volume import Options, Volume
-from service.device import Device, Share
 from service.engine import torch_compile
+from service.inference import engine_selector
+from service.inference.batcher import Device, Share
+from service.inference.estimate import Estimate, Outlook
+from service.inference.segmenter import Result, Segmenter, exhausted
 from service.jobs import Free, Job, JobQueue, Needs
 from service.metrics import Metrics
 from service.models.repository import ModelSpec
-from service.planning import Estimate, Outlook
 from service.residents import Lease, Residents, too_large
-from service.segmenter import Result, Segmenter, exhausted
 from service.watchdog import Watchdog
 from service.worker import Worker
 
@@ -134,7 +134,7 @@ class Station:
         if spec.name in self._outlooks:
             return self._outlooks[spec.name]
         here = self.settings, self._torch_device
-        batch_size, streams = warmup.batch_size(*here), warmup.streams(*here)
+        batch_size, streams = engine_selector.batch_size(*here), engine_selector.streams(*here)
         return Outlook(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
 
     @property

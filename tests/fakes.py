@@ -12,8 +12,8 @@ import numpy as np
 from service.core.cpp_extension import Kernel
 from service.core.errors import Cancelled
 from service.core.volume import Segmentation
-from service.planning import Estimate, Outlook, make_plan
-from service.segmenter import EngineReport, Result
+from service.inference.estimate import Estimate, Outlook, make_plan
+from service.inference.segmenter import EngineReport, Result
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from service.ascent import BLOCK, Ascent, Terms
-from service.postprocess import Landscape, Relief, TorchLandscape
-from service.watershed import Basins, Watershed
+from service.inference.decoding.decoders import Landscape, Relief, TorchLandscape
+from service.inference.decoding.watershed import Basins, Watershed
+from service.inference.decoding.watershed_kernel import BLOCK, Ascent, Terms
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from service.app import configured, create_app
 from service.core.config import Settings
+from service.inference.segmenter import Segmenter
 from service.models.repository import ModelSpec
 from service.runtime import Runtime
-from service.segmenter import Segmenter
 
 READY_SECONDS = 60
 

@@ -10,7 +10,7 @@ from service.bench.networks import Row
 from service.bench.session import Wanted, run
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
-from service.segmenter import Segmenter
+from service.inference.segmenter import Segmenter
 from service.station import device_of
 
 SETTINGS = Settings.model_validate(

@@ -27,7 +27,7 @@ from paths import SHARED_DATA as DATA
 from service.access import hash_of
 from service.core.config import Settings
 from service.core.volume import Segmentation
-from service.parity import share_differing
+from service.inference.label_agreement import share_differing
 from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
 from service.schemas import Query
 

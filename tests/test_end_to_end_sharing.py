@@ -15,8 +15,8 @@ import pytest
 from live import Live, as_tiff, classes, eager, serve, until
 from torch import Tensor
 
+from service.inference.segmenter import Segmenter
 from service.models.loader import Network
-from service.segmenter import Segmenter
 
 ROOM = 4
 SECONDS = 0.1

@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 from paths import ROOT, SHARED_DATA
 from torch import nn
 
-from service.blending import Blending
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_size
 from service.engine.prepare import prepare
 from service.formats import tiff_reader
+from service.inference.label_agreement import Parity
+from service.inference.segmenter import Segmenter
+from service.inference.windows.blending import Blending
+from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec, choose, read_repository
-from service.parity import Parity
-from service.segmenter import Segmenter
 from service.training.classes import classes_of, dice
 from service.training.evaluate import score
 from service.training.synthesis import Scene, synthesise
 from service.training.tissues import Tissue, synthesise_tissue
-from service.windows import SlidingWindow
 
 CPU = torch.device("cpu")
 RECORDED = SHARED_DATA / "real"

@@ -15,7 +15,6 @@ import pytest
 import torch
 from fakes import FakeSegmenter, until
 
-from service.blending import Blending
 from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import (
@@ -29,11 +28,12 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.volume import Options, Volume
+from service.inference.segmenter import Result, Segmenter
+from service.inference.windows.blending import Blending
+from service.inference.windows.sliding_window import SlidingWindow
 from service.jobs import Job
 from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
-from service.segmenter import Result, Segmenter
 from service.station import station_settings
-from service.windows import SlidingWindow
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:

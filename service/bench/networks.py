@@ -21,10 +21,10 @@ from service.engine.cpu import winograd
 from service.engine.plans import Choice
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
+from service.inference.engine_selector import FAILURES, WarmUp
+from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec
-from service.planning import activation_bytes
-from service.warmup import FAILURES, WarmUp
 
 ROUNDS, SECONDS = 12, 60.0
 

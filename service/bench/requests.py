@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from service.bench.timing import synchronise
-from service.blending import Slab
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.volume import Array, Options, Segmentation, Selection
-from service.device import Device
 from service.formats import tiff_reader
+from service.inference.batcher import Device
+from service.inference.label_agreement import image_of
+from service.inference.segmenter import Segmenter
+from service.inference.windows.blending import Slab
+from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.metrics import Stages
 from service.models.repository import ModelSpec
-from service.parity import image_of
-from service.segmenter import Segmenter
-from service.windows import Image, SlidingWindow
 
 LIMIT_BYTES = 2**40
 

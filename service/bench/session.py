@@ -20,9 +20,9 @@ from service.core import hardware
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
 from service.engine.plans import Choice
+from service.inference.segmenter import EngineReport, Segmenter
 from service.models.loader import load
 from service.models.repository import ModelSpec
-from service.segmenter import EngineReport, Segmenter
 from service.station import device_of
 
 log = logging.getLogger(__name__)

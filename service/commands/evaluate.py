@@ -39,7 +39,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table, a line as soon as it is known. Needs the extra `train`."""
-    from service.segmenter import Segmenter  # noqa: PLC0415
+    from service.inference.segmenter import Segmenter  # noqa: PLC0415
     from service.training.evaluate import HEADER, classical_line, model_line, row, stack_name  # noqa: PLC0415
 
     pairs = _pairs(options)

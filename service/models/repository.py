@@ -88,7 +88,7 @@ class Input(_Frozen):
     channels    number of channels, in the order of `channel_names` where given
     voxel_size  (z, y, x) in um to which a volume is resampled; None: used as it is sampled
     diameter    width of objects in voxels at which the model works best; None: a request cannot state theirs
-    estimate_diameter  whether theirs is estimated where a request does not say what to do; see `service.sizing`
+    estimate_diameter  whether theirs is estimated where a request does not say what to do
     roi_size    the window (z, y, x) in voxels, the one shape the network is ever called with
     """
 

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 
 from service.core.errors import RequestError
 from service.core.volume import Description
+from service.inference.estimate import Outlook
 from service.metrics import Stages
-from service.planning import Outlook
 from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.answers import Arrival, check_places
 from service.core.errors import BadParameter, Cancelled, TimedOut
+from service.inference.estimate import Outlook
 from service.metrics import Stages
 from service.models.repository import ModelSpec
-from service.planning import Outlook
 from service.routes.headers import stated
 from service.routes.threads import NAMED_FILES, in_thread
 from service.routes.uploads import Upload, is_multipart, receive

@@ -26,6 +26,7 @@ from service.answers import (
 )
 from service.cache import Kept
 from service.core.errors import Cancelled, NotReady
+from service.inference.segmenter import Result
 from service.jobs import Job
 from service.metrics import Stages
 from service.models.repository import ModelSpec
@@ -46,7 +47,6 @@ from service.routes.requests import (
 )
 from service.routes.threads import FILES, NAMED_FILES, followed, in_thread
 from service.runtime import Runtime
-from service.segmenter import Result
 from service.store import Outcome
 
 router = APIRouter(tags=["segmentation"], route_class=Direct)

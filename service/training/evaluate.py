@@ -13,7 +13,7 @@ from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
 from service.core.volume import Diameter, ObjectSize, Options, Volume, parse_size
-from service.segmenter import Segmenter
+from service.inference.segmenter import Segmenter
 from service.training.examples import object_widths
 
 Labels = NDArray[Any]

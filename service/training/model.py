@@ -20,10 +20,10 @@ from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.engine import precision
 from service.formats import tiff_reader
+from service.inference.normalize import normalise
+from service.inference.segmenter import Segmenter
 from service.models.loader import build, load
 from service.models.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
-from service.preprocess import normalise
-from service.segmenter import Segmenter
 from service.training import throughput
 from service.training.examples import Pair
 from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.errors import BrokenModel
+from service.inference.estimate import activation_bytes, watched
 from service.models import monai_architectures
 from service.models.loader import (
     ARCHITECTURES,
@@ -32,7 +33,6 @@ from service.models.loader import (
     space_to_depth,
 )
 from service.models.repository import Architecture, ModelSpec, Weights
-from service.planning import activation_bytes, watched
 
 WriteModel = Callable[..., ModelSpec]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.engine.cpu import winograd
 from service.engine.prepare import prepare
+from service.inference.estimate import activation_bytes
 from service.models.torch_export import load_exported
-from service.planning import activation_bytes
 
 SHAPE = (2, 1, 32, 32, 32)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.engine.prepare import prepare
+from service.inference.estimate import activation_bytes
 from service.models.torchscript import load_torchscript
-from service.planning import activation_bytes
 
 
 class ReadsFile(nn.Module):

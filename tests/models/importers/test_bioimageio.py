@@ -20,7 +20,7 @@ from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Options, Volume
-from service.segmenter import Segmenter
+from service.inference.segmenter import Segmenter
 
 NETWORK = {
     "spatial_dims": 3,

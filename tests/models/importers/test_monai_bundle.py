@@ -17,7 +17,7 @@ from torch import nn
 
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Options, Volume
-from service.segmenter import Segmenter
+from service.inference.segmenter import Segmenter
 
 METADATA: dict[str, Any] = {
     "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json",

@@ -1,0 +1,1 @@
+"""One model on one device: a volume in, a segmentation out, without a queue and without HTTP."""

@@ -1,0 +1,334 @@
+"""Basins of a landscape that arrives plane by plane: every voxel climbs to a maximum, and passes lead between basins.
+
+Planes are worked on in blocks that fit a processor's cache, and of a finished block only the numbers of its voxels are
+kept. Neither basins nor passes depend on where planes were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.inference.decoding.watershed_kernel import BLOCK
+
+Size = tuple[int, int, int]
+
+# The least 32-bit integer, below every height.
+BACKGROUND = -(2**31)
+
+# Voxels whose neighbours are looked at together, with a number for each of 26.
+NEAR = 2**14
+
+# A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
+PLACE_BITS = 0b11111
+
+NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
+
+
+class Passes(NamedTuple):
+    """Ways over the border of two basins: their numbers, int64 [E] each, and height, float32 [E].
+
+    The height is that of the lower of two voxels that touch. Many rows may join one pair, or a basin with itself.
+    """
+
+    first: Tensor
+    second: Tensor
+    height: Tensor
+
+
+@dataclass(frozen=True)
+class Basins:
+    """What all planes together make; basins are numbered from 0 in the order of the places of their maxima.
+
+    basin_of  int64 [P]: the basin of each piece; the background is piece 0 and has basin -1
+    pieces    int32 [Z, Y, X]: the piece of every voxel
+    peaks     float32 [R]: height of each basin's maximum
+    voxels    int64 [R]: size of each basin
+    passes    every pass that is not below the floor of one of its two peaks
+    """
+
+    basin_of: Tensor
+    pieces: Tensor
+    peaks: Tensor
+    voxels: Tensor
+    passes: Passes
+
+
+class _Roots(NamedTuple):
+    """Where the paths of one block end, int64 [P] each: a piece per row.
+
+    link     the piece that its highest neighbour belongs to; itself at a maximum
+    place    place of its end in the volume with its rim
+    top      key of the highest neighbour of its end
+    voxels   size of the piece
+    """
+
+    link: Tensor
+    place: Tensor
+    top: Tensor
+    voxels: Tensor
+
+
+class _Climb(NamedTuple):
+    """The foreground of a block in flat memory, int32 [N] each, and the ends of its paths, int32 [P] each.
+
+    row_of   int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the planes at either end
+    place    where every voxel is, counted from the plane below the block; `own` is its key
+    piece    which of the P ends its path leads to
+    targets  place of the highest neighbour of each end, or the end itself; `tops` is the key there
+    """
+
+    row_of: Tensor
+    place: Tensor
+    own: Tensor
+    piece: Tensor
+    targets: Tensor
+    tops: Tensor
+
+
+class Watershed:
+    """Takes a landscape in planes and gives its basins.
+
+    Every voxel climbs to the highest of its 26 neighbours, as in the watershed by topographical distance (Meyer 1994);
+    where that leads is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its block
+    ends there as a piece of its own; pieces are joined at the end. Heights are compared by all but their last five
+    bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are passes of
+    its own height.
+
+    size    (Z, Y, X)
+    across  planes come along y instead, each with all of z; basins, and what is told of them, are the same
+    floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
+    block   voxels that are worked on together
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        floor: Callable[[Tensor], Tensor],
+        device: torch.device,
+        block: int = BLOCK,
+        *,
+        across: bool = False,
+    ) -> None:
+        depth, height, width = (size[1], size[0], size[2]) if across else size
+        self._across = across
+        self._floor, self._device, self._depth = floor, device, depth
+        # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
+        self._rows = (height + 2, width + 2)
+        self._plane = self._rows[0] * self._rows[1]
+        self._most = min(max(block // self._plane, 1), depth)
+        self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
+        # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
+        self._weights = (3, 9) if across else (9, 3)
+        self._plane_codes, self._codes = _codes(self._most, *self._rows, self._weights, device)
+        self._offsets = _offsets(*self._rows, device)
+        self._steps = _steps(self._plane, self._rows[1], self._weights, device)
+        # The plane below the next block, and then the one that waits for its upper neighbour.
+        self._waiting = self._empty(1)
+        # The first plane of the next block, counted with the rim.
+        self._z = 1
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._roots = [_Roots(zero, zero - 1, zero, zero)]
+        self._count = 1
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, float32 and bool [planes, Y, X], across [Z, planes, X]; what is not inside is background."""
+        if self._across:
+            heights, inside = heights.transpose(0, 1), inside.transpose(0, 1)
+        for low in range(0, len(heights), self._most):
+            part = slice(low, low + self._most)
+            before, planes = len(self._waiting), len(heights[part])
+            last = self._z + before - 2 + planes == self._depth
+            # With the plane of background at the end, a small volume is done in one go.
+            block = self._empty(before + planes + last)
+            block[:before] = self._waiting
+            self._fill(heights[part], inside[part], block[before : before + planes])
+            self._advance(block)
+
+    def finish(self) -> Basins:
+        """Once all planes were added."""
+        # In NumPy, which takes a fraction of torch's time for so few numbers.
+        link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._roots, strict=True))
+        maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
+        maxima = maxima[self._order(place[maxima]).argsort()]
+        # Paths that went up could not know the piece above.
+        link[1:] = self._pieces_at(place[1:])
+        while not np.array_equal(further := link[link], link):
+            link = further
+        basin = np.full_like(link, -1)
+        basin[maxima] = np.arange(len(maxima))
+        basin_of = basin[link]
+        total = np.zeros(len(maxima) + 1, np.int64)
+        np.add.at(total, basin_of + 1, voxels)
+        inner = self._pieces[1:-1, 1:-1, 1:-1]
+        inner = inner.transpose(0, 1) if self._across else inner
+        peaks = _heights(self._tensor(top[maxima]).int())
+        return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
+
+    def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers [N] in the order in which voxels are in the volume, by their places with the rim."""
+        if not self._across:
+            return place
+        plane, rest = np.divmod(place, self._plane)
+        row, x = np.divmod(rest, self._rows[1])
+        return (row * (self._depth + 2) + plane) * self._rows[1] + x
+
+    def _passes(self, basin_of: NDArray[np.int64]) -> Passes:
+        if not self._found:
+            none = torch.zeros(0, dtype=torch.int64, device=self._device)
+            return Passes(none, none, none.float())
+        here, place, key = (torch.cat(column) for column in zip(*self._found, strict=True))
+        one, other = here.cpu().numpy(), self._pieces_at(place.cpu().numpy())
+        return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), _heights(key))
+
+    def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The pieces of voxels of the volume with its rim."""
+        pieces = self._pieces.view(-1)
+        found: NDArray[np.int32] = (
+            pieces.numpy()[place] if pieces.device.type == "cpu" else pieces[self._tensor(place)].cpu().numpy()
+        )
+        return found
+
+    def _tensor(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _empty(self, planes: int) -> Tensor:
+        return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
+
+    def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
+        """Write the keys of planes that come next into the inside of their rims."""
+        z = (self._z - 1 + len(self._waiting)) % 3
+        keys = _keys(heights)
+        keys += self._plane_codes[z : z + len(keys)]
+        keys += self._codes
+        background = torch.tensor(BACKGROUND, dtype=torch.int32, device=self._device)
+        torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
+
+    def _advance(self, block: Tensor) -> None:
+        """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
+        if len(block) > 2:
+            if (climb := self._climb(block.view(-1))) is not None:
+                self._number(climb)
+                self._search(climb, block.view(-1))
+            self._z += len(block) - 2
+        self._waiting = block[-2:].clone()
+
+    def _limits(self, tops: Tensor) -> Tensor:
+        """Keys of tops -> the least key, int32 [P], of what a pass near each may touch."""
+        return _keys(self._floor(_heights(tops))) & ~PLACE_BITS
+
+    def _climb(self, keys: Tensor) -> _Climb | None:
+        """Where the voxels between the first and the last plane climb to; None without any foreground."""
+        place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
+        if not len(place):
+            return None
+        # Rows count from 1 in the order of their places; row 0 stands for everything outside of the block.
+        rows = torch.arange(1, len(place) + 1, dtype=torch.int32, device=self._device)
+        row_of = torch.zeros_like(keys).index_copy_(0, place, rows)
+        place = place.int()
+        highest, rim = _highest(keys, self._plane, self._rows[1])
+        own, highest = keys.index_select(0, place), highest.index_select(0, place - rim)
+        target = place + self._steps.index_select(0, ((own & PLACE_BITS) << 5) | (highest & PLACE_BITS))
+        parent = row_of.index_select(0, target)
+        parent = torch.where(parent == 0, rows, parent) - 1
+        while not torch.equal(further := parent.index_select(0, parent), parent):
+            parent = further
+        ends = (parent == rows - 1).nonzero().squeeze(1)
+        numbers = torch.zeros_like(rows)
+        numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
+        piece = numbers.index_select(0, parent)
+        return _Climb(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
+
+    def _number(self, climb: _Climb) -> None:
+        """Write the pieces of a block into the volume, and note where they lead."""
+        pieces = self._pieces.view(-1)
+        low = (self._z - 1) * self._plane
+        inner = climb.row_of[self._plane : -self._plane]
+        number_of = torch.cat((climb.piece.new_zeros(1), climb.piece + self._count))
+        torch.index_select(number_of, 0, inner, out=pieces[low + self._plane :][: len(inner)])
+        place = low + climb.targets.long()
+        voxels = torch.bincount(climb.piece, minlength=len(climb.targets))
+        self._roots.append(_Roots(pieces[place].long(), place, climb.tops.long(), voxels))
+        self._count += len(climb.targets)
+
+    def _search(self, climb: _Climb, keys: Tensor) -> None:
+        """Find passes to other pieces near the tops of a block's pieces; those of the plane above are not yet known."""
+        limit = self._limits(climb.tops).index_select(0, climb.piece)
+        near = (climb.own >= limit).nonzero().squeeze(1)
+        here = climb.piece + (self._count - len(climb.targets))
+        for rows in torch.split(near, NEAR):
+            columns = (climb.place, climb.own, limit, here)
+            self._look_around(keys, *(each.index_select(0, rows) for each in columns))
+
+    def _look_around(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
+        """Note the neighbours of these voxels that belong to other pieces and are not below the limit."""
+        around = (index[:, None] + self._offsets).view(-1)
+        key = keys.index_select(0, around).view(-1, len(NEIGHBOURS))
+        found = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
+        rows = found // len(NEIGHBOURS)
+        place = (self._z - 1) * self._plane + around.index_select(0, found).long()
+        differs = (self._pieces.view(-1).index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
+        rows, found = rows.index_select(0, differs), found.index_select(0, differs)
+        height = torch.minimum(own.index_select(0, rows), key.view(-1).index_select(0, found))
+        self._found.append((here.index_select(0, rows), place.index_select(0, differs), height))
+
+
+def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
+    """The highest key among each voxel and its 26 neighbours, and how many voxels at either end have none.
+
+    Rows lie one behind the other in flat memory, where the rim keeps them apart: one filter per axis, each contiguous.
+    """
+    for step in (1, row, plane):
+        two = torch.maximum(keys[: -2 * step], keys[step:-step])
+        keys = torch.maximum(two, keys[2 * step :], out=two)
+    return keys, 1 + row + plane
+
+
+def _keys(heights: Tensor) -> Tensor:
+    """float32 -> int32 in the same order, the bits of the place being zero."""
+    bits = heights.view(torch.int32)
+    # In place, as each further array of a large block would leave the cache.
+    keys = bits >> 31
+    keys &= 0x7FFFFFFF
+    keys ^= bits
+    keys &= ~PLACE_BITS
+    return keys
+
+
+def _heights(keys: Tensor) -> Tensor:
+    """The inverse of `_keys`, but for the bits that were dropped."""
+    ordered = keys & ~PLACE_BITS
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a plane adds to keys by its place modulo 3, int32 [planes + 2, 1, 1], and its voxels by theirs, [Y, X]."""
+    digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
+    z, y, x = digits
+    return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
+
+
+@lru_cache(maxsize=16)
+def _offsets(rows: int, row: int, device: torch.device) -> Tensor:
+    """int32 [26]: from a voxel to its neighbours in flat memory."""
+    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _steps(plane: int, row: int, weights: tuple[int, int], device: torch.device) -> Tensor:
+    """int32 [1024]: from a voxel of one code to its neighbour of another, at own code * 32 + the other."""
+    code = torch.arange(32)
+    steps = torch.zeros(32, 32, dtype=torch.int64)
+    for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):
+        digit = code // weight % 3
+        steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
+    return steps.view(-1).to(device, torch.int32)

@@ -1,0 +1,159 @@
+"""Objects of a landscape in C++, for planes in the memory of a CPU; `watershed_kernel.cpp` says how.
+
+The same labels come out as of `service.inference.decoding.watershed` and what `service.inference.decoding.decoders`
+makes of its basins. For a small volume that is hundreds of operations of torch and NumPy, each of which takes
+microseconds however few voxels there are, and passes the interpreter's lock on; here it is one for each part that
+comes, and one at the end, in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.core.cpp_extension import Kernel
+from service.core.volume import label_dtype
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+
+# What each function takes and gives, as `Kernel` says.
+SIGNATURES = (
+    ("stackseg_landscape", "pifdiq", "p"),
+    ("stackseg_forget", "p", "-"),
+    ("stackseg_planes", "ppippipq", "i"),
+    ("stackseg_objects", "pqip", "q"),
+    ("stackseg_labels", "pp", "-"),
+)
+
+Size = tuple[int, int, int]
+
+# Voxels that are worked on together: some megabytes.
+BLOCK = 2**22
+
+# Up to so many voxels a landscape is made and forgotten in some 30 us.
+SMALL = 2**20
+
+# Places in a block are 32-bit integers.
+MOST = 2**31 - 1
+
+CPU = torch.device("cpu")
+
+_Three = ctypes.c_int64 * 3
+
+# By the number that `ascent.cpp` has for them.
+HEIGHTS = (torch.float32, torch.bfloat16)
+INSIDE = (*HEIGHTS, torch.bool)
+
+
+class Terms(NamedTuple):
+    """What makes an object.
+
+    threshold  above which a voxel is inside
+    depth      of a pass below the lower one of two peaks that it parts, in units of the distance; above 0
+    squashed   heights are logits of the distance
+    """
+
+    threshold: float
+    depth: float
+    squashed: bool
+
+
+class Ascent(Kernel):
+    """The compiled functions, once `prepare` has made them; without a compiler there are none."""
+
+    def __init__(self) -> None:
+        super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
+
+    def suits(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK) -> bool:
+        """Whether it is there, and can work on volumes of this size, whichever way planes come, on this device."""
+        largest = (max(size[:2]) + 2) * (size[2] + 2)
+        return self._library is not None and device.type == "cpu" and block + 4 * largest <= MOST
+
+    def landscape(self, size: Size, terms: Terms, *, across: bool = False, block: int = BLOCK) -> Landscape:
+        """One without planes so far. Raises MemoryError.
+
+        size    (Z, Y, X) of the volume
+        across  planes come along y instead, each with all of z; the same comes out
+        block   voxels that are worked on together
+        """
+        if min(size) < 1 or not self.suits(CPU, size, block):
+            raise ValueError(f"a volume of {size} is not for the kernel")
+        return Landscape((self._functions, self._quick), size, terms, across=across, block=block)
+
+
+class Landscape:
+    """Takes planes of a landscape, and labels its objects; made by `Ascent.landscape`."""
+
+    def __init__(
+        self, kernel: tuple[ctypes.CDLL, ctypes.PyDLL], size: Size, terms: Terms, *, across: bool, block: int
+    ) -> None:
+        self._size, self._across = size, across
+        self._functions, quick = kernel
+        # Memory of large ones comes, and goes, page by page.
+        self._brief = quick if math.prod(size) <= SMALL else self._functions
+        self._left = size[across]
+        self._known = self._brief.stackseg_landscape(_Three(*size), across, *terms, block)
+        if self._known is None:
+            raise MemoryError(f"no memory for the landscape of a volume of {size}")
+
+    # Even where making it failed.
+    _known: int | None = None
+
+    def __del__(self) -> None:
+        if self._known is not None:
+            self._brief.stackseg_forget(self._known)
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, [planes, Y, X], or across [Z, planes, X], with any strides. Raises ValueError, MemoryError.
+
+        heights  float32 or bfloat16
+        inside   the same, voxels being inside where it is above the threshold; or bool
+        """
+        planes = heights.shape[self._across]
+        shape = list(self._size)
+        shape[self._across] = planes
+        for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
+            if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
+                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where planes {shape} must be")
+        if planes > self._left:
+            raise ValueError(f"{planes} planes where {self._left} are left")
+        self._left -= planes
+        failed = self._functions.stackseg_planes(
+            *(self._known, heights.data_ptr(), HEIGHTS.index(heights.dtype), self._steps(heights)),
+            *(inside.data_ptr(), INSIDE.index(inside.dtype), self._steps(inside), planes),
+        )
+        if failed:
+            raise MemoryError("no memory for the pieces of a landscape")
+
+    def _steps(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
+        z, y, x = planes.stride()
+        return _Three(y, z, x) if self._across else _Three(z, y, x)
+
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        """Once every plane was added: labels [Z, Y, X], uint16 or uint32, from 1, and their number. Raises MemoryError.
+
+        minimum_size  voxels that an object must have
+        whole         and it must not touch a face of the volume, unless that is one voxel wide there
+        """
+        if self._left:
+            raise ValueError(f"{self._left} planes are missing")
+        labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(0))
+        count = self._functions.stackseg_objects(self._known, minimum_size, whole, labels.ctypes.data)
+        if count < 0:
+            raise MemoryError("no memory for the objects of a landscape")
+        if (dtype := label_dtype(count)) != labels.dtype:
+            labels = np.empty(self._size, dtype)
+            self._functions.stackseg_labels(self._known, labels.ctypes.data)
+        return labels, int(count)
+
+
+ascent = Ascent()
+"""The one of this process; a service prepares it when it starts, so that no request waits for a compiler."""

@@ -1,0 +1,365 @@
+"""How wide the objects of a stack are, found out by looking at a few windows of it at several scales.
+
+A network finds objects best at the width that it was trained for; at others it merges or splits them, or is less sure
+of their centres. So the scale that fits is the one at which what it finds has that width, with high peaks of the
+distance; what was found at one scale tells which to try next. Cellpose (Stringer et al. 2021) has a model of its own
+for a first guess, and refines it likewise by a first segmentation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from service.core.buffers import LARGE_BYTES
+from service.core.volume import Diameter, Extent, Volume
+from service.inference.decoding.decoders import InstanceDecoder
+from service.inference.normalize import Blocks
+from service.inference.windows.sliding_window import Image
+from service.models.repository import Instances, ModelSpec
+
+Size = tuple[int, int, int]
+Factors = tuple[float, float, float]
+Box = tuple[slice, slice, slice]
+
+# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
+Look = Callable[[Tensor], Tensor]
+
+# Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
+FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.5, 2))
+NEXT_LOOKS, WINDOWS = 3, 4
+
+# Fewer objects do not tell how wide others are.
+FEWEST = 5
+
+# How far widths, flatness and scales may be off, as standard deviations of their logarithms.
+OFF, FLAT, FAR = 0.5, 1.0, 1.5
+
+# Below the first, nothing that was found looks like what the model knows; from the second on, a first look is enough.
+LEAST_FIT, GOOD_FIT = 0.5, 0.65
+
+# Objects that are up to so many times as wide as deep are found as well as round ones.
+ROUND = 1.5
+
+# Objects that are so many times as wide as wanted, or as narrow, need no resampling; scales so near are one.
+FITTING, ALIKE = 1.2, 1.15
+
+# Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
+FARTHEST = 4.0
+
+# Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
+MOST_STRETCH = 6.0
+
+# Of so many stacks what was found out is remembered.
+REMEMBERED = 1024
+
+# Windows are chosen from so many planes, and so many places along y and x.
+PLANES, PLACES = 8, 16
+
+
+class Sizing(NamedTuple):
+    """What was found out.
+
+    diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
+    fits      whether the model works well on objects of this width without any resampling
+    objects   that it was measured by, in so many windows
+    """
+
+    diameter: Diameter | None
+    fits: bool
+    objects: int
+    windows: int
+
+    @property
+    def note(self) -> str:
+        """What a user should know about it."""
+        seen = f"{self.objects} objects in {self.windows} windows"
+        if self.diameter is None:
+            return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
+        how = f"Objects seem to be {self.diameter} wide ({seen})"
+        if self.fits:
+            return f"{how}, which suits the model as it is sampled; state diameter= where that is wrong."
+        return f"{how}; state diameter= where that is wrong, or diameter=none to use the stack as it is sampled."
+
+
+class Sight(NamedTuple):
+    """What one look found.
+
+    factors  voxels of the scaled grid per voxel of the image, along (z, y, x)
+    widths   median extents of objects along (z, y, x), in voxels of the scaled grid; y and x have one value
+    objects  that widths were measured by
+    fit      how well this scale suits the model, 0 to 1; 0 where too few objects were found
+    windows  that were looked at
+    """
+
+    factors: Factors
+    widths: Factors
+    objects: int
+    fit: float
+    windows: int
+
+
+class Sizer:
+    """Measures the objects of one image for a model of instances that says which width it wants.
+
+    image  normalised, at the sampling of its volume
+    base   voxels of the grid on which the model works by itself per voxel of the image, along (z, y, x)
+    look   is asked for the scores of a few windows at a time, with zeros where the image ends
+    """
+
+    def __init__(self, image: Image, base: Factors, spec: ModelSpec, look: Look) -> None:
+        assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
+        assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
+        self._image, self._base, self._spec, self._look = image, base, spec, look
+        self._decoding, self._wanted = spec.decoding, spec.input.diameter
+        depth, height, width = image.shape[2:]
+        self._size: Size = (depth, height, width)
+
+    def estimate(self, stretch: float = 1.0) -> Sizing:
+        """The width of the objects, always the same for one image and one network. Raises what `look` raises.
+
+        `stretch`, the spacing of planes over that of pixels on the `base` grid, is half believed at first: objects are
+        rarely as flat in voxels as their sampling would have them, because light blurs them along z.
+        """
+        places = signals(self._image, self._spec.input.roi_size)
+        base, seen = self._base, list[Sight]()
+        for scale, windows in FIRST_LOOKS:
+            factors = self._allowed((base[0] * scale * stretch**0.5, base[1] * scale, base[2] * scale))
+            seen.append(self.sight(places, factors, windows))
+            if self._settled(seen):
+                break
+        for _ in range(NEXT_LOOKS):
+            further = self._next(seen)
+            if further is None or self._settled(seen):
+                break
+            seen.append(self.sight(places, further, WINDOWS))
+        best = max(seen, key=_fit)
+        windows = sum(sight.windows for sight in seen)
+        if best.fit < LEAST_FIT:
+            return Sizing(None, fits=False, objects=best.objects, windows=windows)
+        factors = self._refined(best)
+        z, y, x = (self._wanted / factor for factor in factors)
+        diameter = Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
+        return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows)
+
+    def _settled(self, seen: Sequence[Sight]) -> bool:
+        """Whether another look would hardly tell more."""
+        best = max(seen, key=_fit)
+        return best.fit >= GOOD_FIT and _near(self._refined(best), best.factors, FITTING)
+
+    def _next(self, seen: Sequence[Sight]) -> Factors | None:
+        """Where the best look leads to, or the next best if it leads nowhere new; None where no look does."""
+        for sight in sorted(seen, key=_fit, reverse=True):
+            factors = self._refined(sight)
+            if sight.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
+                return factors
+        return None
+
+    def sight(self, places: Sequence[Size], factors: Factors, most: int) -> Sight:
+        """Look at up to `most` windows at this scale, around the first of `places` that are apart."""
+        roi = self._spec.input.roi_size
+        scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
+        inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
+        boxes = list[Box]()
+        for place in places:
+            box = _box(place, self._size, inner, scaled)
+            if len(boxes) < most and all(_apart(box, other) for other in boxes):
+                boxes.append(box)
+        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
+        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
+        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
+        for window, part in zip(windows, _cut(self._image, boxes), strict=True):
+            window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
+        scores = self._look(windows)[(slice(None), slice(None), *inside)]
+        objects = np.concatenate([self._objects(window[None]) for window in scores])
+        return self._summary(factors, objects, len(boxes))
+
+    def _objects(self, scores: Tensor) -> NDArray[np.float64]:
+        """[N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and the distance at its peak."""
+        depth, height, width = scores.shape[2:]
+        decoder = InstanceDecoder(self._spec, self._decoding, (depth, height, width), None)
+        decoder.add(0, 0, scores)
+        labels = decoder.finish().pixels
+        places = np.nonzero(labels)
+        owner, count = labels[places].astype(np.intp) - 1, int(labels.max(initial=0))
+        rows = np.ones((count, 4))
+        if self._spec.activation == "sigmoid":
+            distance = scores[0, self._spec.outputs.index(self._decoding.distance)].sigmoid()
+            rows[:, 3] = 0
+            np.maximum.at(rows[:, 3], owner, distance.cpu().numpy()[places])
+        for axis, (place, edge) in enumerate(zip(places, labels.shape, strict=True)):
+            low, high = np.full(count, edge), np.full(count, -1)
+            np.minimum.at(low, owner, place)
+            np.maximum.at(high, owner, place)
+            rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
+        return rows
+
+    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int) -> Sight:
+        """Of the rows that `_objects` gives. Objects that no axis shows whole are taken to be as deep as wide."""
+        known = np.isfinite(objects[:, :3])
+        count = int(known[:, 1:].sum()) // 2
+        if count < FEWEST:
+            return Sight(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
+        wide = float(np.median(objects[:, 1:3][known[:, 1:]]))
+        deep = float(np.median(objects[known[:, 0], 0])) if known[:, 0].sum() >= FEWEST else wide
+        peak = float(np.median(objects[known[:, 1:].any(axis=1), 3]))
+        off = math.log(deep * wide**2 / self._wanted**3) / 3
+        flat = max(abs(math.log(wide / deep)) - math.log(ROUND), 0.0)
+        far = math.log(factors[1] / self._base[1])
+        fit = peak * math.exp(-((off / OFF) ** 2 + (flat / FLAT) ** 2 + (far / FAR) ** 2) / 2)
+        return Sight(factors, (deep, wide, wide), count, fit, windows)
+
+    def _refined(self, sight: Sight) -> Factors:
+        """The factors at which what was found would be as wide as the model wants it, as far as they are allowed.
+
+        Objects become as wide as deep only from `ROUND` on; less flat ones keep their shape.
+        """
+        deep, wide = sight.widths[0] / sight.factors[0], sight.widths[1] / sight.factors[1]
+        flatness = wide / deep / (self._base[1] / self._base[0])
+        stretch = flatness / min(max(flatness, 1 / ROUND), ROUND)
+        scale = self._wanted / (deep * self._base[0] * (wide * self._base[1]) ** 2 * stretch) ** (1 / 3)
+        base_z, base_y, base_x = self._base
+        return self._allowed((base_z * scale * stretch, base_y * scale, base_x * scale))
+
+    def _allowed(self, factors: Factors) -> Factors:
+        """Within `FARTHEST` of `base`; an axis as long as the window stays so: padding confuses what is beside it."""
+        allowed = []
+        for factor, usual, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
+            least = max(usual / FARTHEST, min(edge / length, usual))
+            allowed.append(min(max(factor, least), usual * FARTHEST))
+        return allowed[0], allowed[1], allowed[2]
+
+
+class Memory:
+    """What was found out of earlier stacks by one network. Safe to use from several threads.
+
+    People come back with the same stack for another output or for measurements, and a stack of a single window takes
+    less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Sizing] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def recall(self, volume: Volume, find_out: Callable[[], Sizing]) -> Sizing:
+        """What was found out of the same pixels and voxel size, or what `find_out` finds now."""
+        if volume.nbytes > LARGE_BYTES:
+            return find_out()
+        key = _digest(volume)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        found = find_out()
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+
+def _digest(volume: Volume) -> bytes:
+    size = None if volume.voxel_size is None else tuple(volume.voxel_size)
+    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
+    for index in range(volume.shape[0]):
+        for block in Blocks(volume, index):
+            digest.update(block.tobytes())
+    return digest.digest()
+
+
+class Collector:
+    """Takes scores in like a decoder, and keeps them as they are."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
+        """The next planes [1, K, z, Y, X], with all of their rows."""
+        self._slabs.append(scores)
+
+    def scores(self) -> Tensor:
+        """All planes, float32 [1, K, Z, Y, X]."""
+        return torch.cat(self._slabs, 2).float()
+
+
+def in_a_stack(look: Look) -> Look:
+    """Looks at windows through what takes one stack of them, [1, C, N * z, y, x], and gives [1, K, N * z, y, x]."""
+
+    def every(windows: Tensor) -> Tensor:
+        count, channels, depth, height, width = windows.shape
+        scores = look(windows.transpose(0, 1).reshape(1, channels, count * depth, height, width))
+        return scores[0].reshape(-1, count, depth, height, width).transpose(0, 1)
+
+    return every
+
+
+def stretch_of(volume: Extent, base: Factors) -> float:
+    """Spacing of planes over that of pixels on the `base` grid, from 1 to `MOST_STRETCH`; 1 where it is not known."""
+    if volume.voxel_size is None:
+        return 1.0
+    z, y, x = (edge / factor for edge, factor in zip(volume.voxel_size, base, strict=True))
+    return min(max(z / math.sqrt(y * x), 1.0), MOST_STRETCH)
+
+
+def signals(image: Image, edges: Size) -> list[Size]:
+    """Places (z, y, x) with signal around them in their plane, the strongest first; `edges` of what is around them."""
+    depth, height, width = image.shape[2:]
+    rows, columns = _middles(height, edges[1], PLACES), _middles(width, edges[2], PLACES)
+    candidates = list[tuple[float, Size]]()
+    for z in _middles(depth, edges[0] // 2, PLANES):
+        plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
+        for y, x in itertools.product(rows, columns):
+            part = plane[
+                :, :, max(y - edges[1] // 2, 0) : y + edges[1] // 2, max(x - edges[2] // 2, 0) : x + edges[2] // 2
+            ]
+            candidates.append((-float(part.std(correction=0)), (z, y, x)))
+    return [place for _, place in sorted(candidates)]
+
+
+def _middles(length: int, edge: int, most: int) -> list[int]:
+    count = min(max(round(2 * length / max(edge, 1)), 1), most)
+    return [int((index + 0.5) * length / count) for index in range(count)]
+
+
+def _cut(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
+    """Parts of the image, float32 [C, z, y, x]; every plane is read once, and none stays."""
+    parts = [torch.empty((image.shape[1], *(part.stop - part.start for part in box))) for box in boxes]
+    for z in sorted(set(itertools.chain.from_iterable(range(box[0].start, box[0].stop) for box in boxes))):
+        for part, (planes, rows, columns) in zip(parts, boxes, strict=True):
+            if planes.start <= z < planes.stop:
+                part[:, z - planes.start] = image[0, slice(None), slice(z, z + 1), rows, columns][:, 0]
+    return parts
+
+
+def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
+    """The voxels of an image of `size` around `place` that become `inner` voxels of a grid of `scaled`."""
+    parts = []
+    for middle, length, edge, whole in zip(place, size, inner, scaled, strict=True):
+        taken = min(max(round(edge * length / whole), 1), length)
+        start = min(max(middle - taken // 2, 0), length - taken)
+        parts.append(slice(start, start + taken))
+    return parts[0], parts[1], parts[2]
+
+
+def _apart(one: Box, other: Box) -> bool:
+    """Whether two boxes of one size have at most half of their edge in common along some axis."""
+    return any(abs(a.start - b.start) * 2 >= a.stop - a.start for a, b in zip(one, other, strict=True))
+
+
+def _near(one: Factors, other: Factors, ratio: float) -> bool:
+    return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
+
+
+def _fit(sight: Sight) -> float:
+    return sight.fit

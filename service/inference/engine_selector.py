@@ -1,0 +1,392 @@
+"""A network made ready to run: as the operator fixed it, as an earlier start found out, or as trials tell now."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from service.core import hardware
+from service.core.config import MOST_STREAMS, Settings
+from service.engine import autotune, backends, plans, precision, tf32
+from service.engine.plans import Choice, EnginePlan
+from service.engine.prepare import prepare
+from service.inference.label_agreement import OVERLAP, Parity
+from service.inference.throughput import Crews, Pace
+from service.inference.windows.blending import Blending
+from service.inference.windows.sliding_window import SlidingWindow
+from service.models.loader import Network, weight_bytes
+from service.models.repository import ModelSpec
+
+# Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
+# where ATen has a slow path for small batches; a GPU needs several to be busy at all.
+CPU_BATCH, CUDA_BATCH = 2, 8
+# Batches at the same time, likewise: on a CPU two teams of half the cores each wait less than one of all.
+CPU_STREAMS = 2
+# Share of the free memory that the layers of one batch may take while engines are compared.
+MEMORY_SHARE = 0.5
+# What a foreign engine raises where it cannot run a network.
+FAILURES = (RuntimeError, OSError, ImportError)
+UNTUNED = (
+    "It was loaded on demand, and ways to run it were never compared: name it in models.load for one start, or run "
+    "stackseg bench with it, and the fastest is known from then on."
+)
+# Seconds that making an engine may take, on a slow machine, where somebody waits for a model that is loaded on demand.
+QUICK_BUILD = 5.0
+# What is measured besides engines, and so decides which of them is best.
+_HERE = Path(__file__).parent
+MEASURED_WITH = (
+    _HERE / "throughput.py",
+    _HERE / "label_agreement.py",
+    *(_HERE / "windows" / name for name in ("blending.py", "kernels.cpp", "kernels.py", "sliding_window.py")),
+)
+LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A network that has run.
+
+    window       calls it; `choice` is how
+    module       what it was made from, to be run eagerly with other batch sizes
+    seconds      until it ran, whatever was tried before included
+    plan         what was tried, None where the engine is fixed
+    cached       whether an earlier start made the plan
+    nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
+    score_bytes  as `select.Built` has them
+    """
+
+    window: SlidingWindow
+    module: nn.Module
+    choice: Choice
+    seconds: float
+    warnings: tuple[str, ...] = ()
+    plan: EnginePlan | None = None
+    cached: bool = False
+    nbytes: int = 0
+    score_bytes: int | None = None
+
+
+class WarmUp:
+    """Builds any choice for one model on one device, and finds the one to use.
+
+    network       as loaded, float32 on the CPU
+    window_bytes  float32 that its layers take for one window
+    native        dtypes that are worth trying; None: those that the device has units for
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        spec: ModelSpec,
+        settings: Settings,
+        device: torch.device,
+        network: nn.Module,
+        window_bytes: int,
+        native: frozenset[torch.dtype] | None = None,
+    ) -> None:
+        self._spec, self._settings, self._device = spec, settings, device
+        self._network, self._window_bytes = network, window_bytes
+        self._native = hardware.native_precisions(device) if native is None else native
+        tf32.use(settings.engine, device)
+
+    def preliminary(self) -> Choice:
+        """What can run before anything was tried: eager, with whatever else is fixed."""
+        name = precision.choose(self._settings.engine.precision, self._native).name
+        return self._eager(name)
+
+    def run(self, *, tune: bool = True) -> Warm:
+        """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
+
+        Without `tune` nothing is tried that takes minutes: what nobody has found out then runs in the first way that is
+        made quickly and right, with a warning.
+        An engine that was asked for and fails is tried in the next wider precision, where none was asked for, and at
+        last replaced by the eager one, with a warning; an error of that one passes through.
+        """
+        if self._settings.engine.kind != "auto":
+            return self._fixed()
+        folder = plans.home(self._settings.engine.cache_folder)
+        circumstances = self.circumstances()
+        plan = plans.find(folder, self._spec.name, circumstances)
+        if plan is not None:
+            try:
+                warm = self.build(plan.choice)
+                return replace(warm, plan=plan, cached=True, warnings=(*warm.warnings, *_failures(plan)))
+            except FAILURES as error:
+                reason = backends.first_line(error)
+                log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
+        if not tune:
+            return self._at_once()
+        warm = self._tuned(circumstances)
+        if warm.plan is not None:
+            _keep(folder, warm.plan)
+        return warm
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the network as it was loaded."""
+        return weight_bytes(self._network)
+
+    def build(self, choice: Choice) -> Warm:
+        """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
+        module = self.module(choice)
+        window = self.sliding_window(module, choice, choice.sw_batch_size)
+        built = backends.build(module, window.batch, choice, self._settings.engine)
+        caution = backends.KINDS[choice.engine].caution
+        warnings = (caution,) if caution else ()
+        network = window.with_network(built.network, elastic=built.elastic, lasting=built.lasting)
+        warm = Warm(network, module, choice, built.seconds, warnings)
+        return replace(warm, nbytes=built.nbytes, score_bytes=built.score_bytes)
+
+    def module(self, choice: Choice) -> nn.Module:
+        """The prepared module that a choice is built from."""
+        memory_format = backends.FORMATS[choice.memory_format]
+        return prepare(self._network, self._device, backends.batch_dtype(choice), memory_format)
+
+    def reference(self, batch_size: int) -> SlidingWindow:
+        """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
+        network: Network = copy.deepcopy(self._network).to(self._device)
+        if self._device.type == "cuda":
+            network = tf32.exactly(network)
+        return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
+
+    def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:
+        """Windows through `network` in the layout and dtype of `choice`, and in its streams unless memory was short."""
+        windows = self._settings.windows
+        return SlidingWindow(
+            network,
+            self._spec.input.channels,
+            self._spec.input.roi_size,
+            batch_size,
+            blending=Blending(windows.blending, windows.sigma),
+            device=self._device,
+            dtype=backends.batch_dtype(choice),
+            memory_format=backends.FORMATS[choice.memory_format],
+            streams=choice.streams if batch_size >= choice.sw_batch_size else 1,
+        )
+
+    def circumstances(self) -> dict[str, str]:
+        """Everything that a plan depends on, by name."""
+        spec, settings = self._spec, self._settings
+        facts: dict[str, object] = {
+            "weights": spec.weights.sha256,
+            "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network,
+            "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
+            "decoding": spec.decoding.model_dump_json(),
+            "device": hardware.device_name(self._device),
+            "python": platform.python_version(),
+            "engine": settings.engine.model_dump_json(exclude={"cache_folder"}),
+            "engines": plans.digest_sources(MEASURED_WITH),
+            "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
+        }
+        facts |= {name: _version(name) for name in LIBRARIES}
+        if self._device.type == "cpu":
+            facts |= {"threads": torch.get_num_threads(), "features": " ".join(hardware.cpu().features)}
+        else:
+            facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        return {name: str(fact) for name, fact in facts.items()}
+
+    def _fixed(self) -> Warm:
+        settings = self._settings.engine
+        warning = precision.choose(settings.precision, self._native).warning
+        warnings = [warning] if warning else []
+        kind = backends.KINDS[settings.kind]
+        names = precision.candidates(settings.precision, self._native)
+        unfit = {name: backends.unfit(kind, name, self._device, self._network) for name in names}
+        choices = [self._own(name) for name in names if unfit[name] is None]
+        if not choices:
+            warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
+            choices = [self._eager(name) for name in names]
+        for choice in choices:
+            try:
+                return self._warned(choice, *warnings)
+            except FAILURES as error:
+                if choice == self._eager(self._sure):
+                    raise
+                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, error)
+                instead = "in another precision" if choice is not choices[-1] else "eagerly"
+                reason = backends.first_line(error)
+                warnings.append(f"The {choice.engine} engine failed, so the model runs {instead}: {reason}")
+        return self._warned(self._eager(self._sure), *warnings)
+
+    def _own(self, name: str) -> Choice:
+        """The engine that was asked for, in the precision of that name."""
+        settings = self._settings.engine
+        kind = backends.KINDS[settings.kind]
+        memory_format = backends.memory_formats(settings, kind, self._device)[0]
+        mode = backends.compile_modes(settings, kind, self._device)[0]
+        choice = Choice(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
+        return replace(choice, streams=1) if backends.one_at_a_time(choice, settings) else choice
+
+    @property
+    def _sure(self) -> str:
+        """The precision that needs no comparison: what was asked for, else that of the network as it was loaded."""
+        wanted = self._settings.engine.precision
+        return "fp32" if wanted == "auto" else wanted
+
+    def _at_once(self) -> Warm:
+        """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
+        parity = self._parity()
+        for choice in self._candidates(self._streams):
+            quick = choice.engine != "eager" and backends.slow_build(choice) <= QUICK_BUILD
+            if not quick or self._fits(choice) is not None:
+                continue
+            try:
+                warm = self.build(choice)
+                right = parity.difference(warm.window) <= self._tolerance
+            except FAILURES as error:
+                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, backends.first_line(error))
+                continue
+            if right:
+                return replace(warm, warnings=(*warm.warnings, UNTUNED))
+        return self._warned(self._eager(self._sure), UNTUNED)
+
+    def _parity(self) -> Parity:
+        return Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
+
+    @property
+    def _tolerance(self) -> float:
+        """A precision that the operator chose is the operator's responsibility; one that we choose is ours."""
+        settings = self._settings.engine
+        return settings.tolerance if settings.precision == "auto" else 1.0
+
+    def _candidates(self, streams: int) -> list[Choice]:
+        """All that the settings leave open, in so many streams where that is possible."""
+        settings = self._settings.engine
+        names = precision.candidates(settings.precision, self._native)
+        return [
+            replace(choice, streams=1 if backends.one_at_a_time(choice, settings) else streams)
+            for choice in backends.choices(settings, self._device, names, self._batch_size)
+        ]
+
+    def _tuned(self, circumstances: dict[str, str]) -> Warm:
+        settings = self._settings.engine
+        parity = self._parity()
+        rules = autotune.Rules(settings.tune_seconds, self._tolerance)
+
+        # Those in the race are held by it, and what has left it gives its memory back.
+        alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
+        crews = Crews()
+
+        def enter(choice: Choice) -> autotune.Entrant[Warm]:
+            found = alone.get(replace(choice, streams=1))
+            if found is None or backends.KINDS[choice.engine].divides:
+                warm = alone[choice] = self.build(choice)
+            else:
+                window = found.window.with_streams(choice.streams)
+                # With fewer cores for each call other algorithms may be chosen.
+                elastic = window.elastic and backends.is_elastic(window.network, window.batch, choice.streams)
+                window = window.with_network(window.network, elastic=elastic, lasting=window.lasting)
+                warm = replace(found, choice=choice, window=window)
+            pace = Pace(warm.window, parity.row, OVERLAP, parity.decoder, crews)
+            return autotune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
+
+        tuner = autotune.Tuner(enter, rules, fits=self._fits)
+        log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
+        try:
+            candidates = self._candidates(1 if self._more_streams else self._streams)
+            won = tuner.run(candidates, self._batch_sizes, self._more_streams)
+        except autotune.NothingRuns as nothing:
+            log.warning("%s: %s", self._spec.identifier, nothing)
+            return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
+        finally:
+            crews.close()
+        plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
+        warnings = (*won.made.warnings, *_failures(plan))
+        return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=warnings)
+
+    def _fits(self, choice: Choice) -> str | None:
+        """Why a choice must not be tried, None if it may."""
+        kind = backends.KINDS[choice.engine]
+        if (missing := kind.missing()) is not None:
+            return missing
+        if (unfit := backends.unfit(kind, choice.precision, self._device, self._network)) is not None:
+            return f"it {unfit}"
+        if choice.streams > 1 and backends.one_at_a_time(choice, self._settings.engine):
+            return "a graph that is not frozen is made for one number of threads"
+        windows = choice.sw_batch_size * choice.streams
+        needed = self._window_bytes * backends.batch_dtype(choice).itemsize // 4 * windows
+        free = hardware.free_bytes(self._device)
+        if free is not None and needed > MEMORY_SHARE * free:
+            return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
+        return None
+
+    @property
+    def _batch_size(self) -> int:
+        """Where tuning begins, and what is taken where it does not happen."""
+        return batch_size(self._settings, self._device)
+
+    @property
+    def _batch_sizes(self) -> tuple[int, ...]:
+        if self._settings.windows.sw_batch_size != "auto":
+            return (self._batch_size,)
+        most = self._settings.limits.sw_batch_size
+        return autotune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
+
+    @property
+    def _streams(self) -> int:
+        """What is taken where nothing is tuned."""
+        return streams(self._settings, self._device)
+
+    @property
+    def _more_streams(self) -> tuple[int, ...]:
+        """What to try besides a single one; nothing where the number is fixed."""
+        if self._device.type != "cpu" or self._settings.engine.streams != "auto":
+            return ()
+        return autotune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
+
+    def _eager(self, name: str) -> Choice:
+        memory_format = backends.memory_formats(self._settings.engine, backends.KINDS["eager"], self._device)[0]
+        return Choice("eager", name, memory_format, self._batch_size, streams=self._streams)
+
+    def _warned(self, choice: Choice, *warnings: str) -> Warm:
+        warm = self.build(choice)
+        return replace(warm, warnings=(*warm.warnings, *warnings))
+
+
+def batch_size(settings: Settings, device: torch.device) -> int:
+    """Windows per call where nothing else is known: what is configured, else what suits the device."""
+    if settings.windows.sw_batch_size != "auto":
+        return settings.windows.sw_batch_size
+    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
+
+
+def streams(settings: Settings, device: torch.device) -> int:
+    """Batches at the same time where nothing else is known: what is configured, else what suits the device."""
+    if device.type != "cpu":
+        return 1
+    wanted = settings.engine.streams
+    return min(CPU_STREAMS, settings.device.threads or hardware.usable_cores()) if wanted == "auto" else wanted
+
+
+def _failures(plan: EnginePlan) -> tuple[str, ...]:
+    """What an operator may want to repair, so that more can be tried."""
+    failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
+    warnings = [f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed]
+    if any(trial.verdict.startswith(autotune.OUT_OF_TIME) for trial in plan.trials):
+        warnings.append(
+            "Time ran out before every way to run the model was tried; a larger engine.tune_seconds tries them again."
+        )
+    return tuple(warnings)
+
+
+def _keep(folder: Path, plan: EnginePlan) -> None:
+    try:
+        plans.keep(folder, plan)
+    except OSError as error:
+        log.warning("The plan for %s cannot be kept, every start tries anew: %s", plan.model, error)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,138 @@
+"""Does a fast network still give the answer of the slow one? Judged on the labels of the model's own sample."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from service.core.errors import NonFiniteScores, StackSegError
+from service.core.volume import Array, OutputKind, Segmentation, Selection
+from service.formats import tiff_reader
+from service.inference.decoding.decoders import Decoder, make_decoder
+from service.inference.normalize import Size, prepare
+from service.inference.windows.sliding_window import SlidingWindow
+from service.models.repository import ModelSpec
+
+SAMPLE_BYTES = 2**30
+OVERLAP = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Parity:
+    """Labels of one small image as the reference makes them, and how far those of others are from them.
+
+    reference  makes the windows that run the FP32 network as it was loaded; called when it is first needed
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device, reference: Callable[[], SlidingWindow]) -> None:
+        self._spec = spec
+        self._reference = reference
+        self._image = image_of(spec).to(device)
+        self._expected: Segmentation | None = None
+
+    def row(self, windows: int) -> Tensor:
+        """The image over and over, float32 [1, C, Z, Y, X], as large as so many windows in a row along x."""
+        z, y, x = self._spec.input.roi_size
+        edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
+        ends = (
+            torch.arange(edge, device=self._image.device) % length
+            for edge, length in zip(edges, _size(self._image), strict=True)
+        )
+        row = self._image
+        for axis, places in enumerate(ends, start=2):
+            row = row.index_select(axis, places)
+        return row
+
+    def decoder(self, image: Tensor) -> Decoder:
+        """What makes labels of the scores of an image [1, C, Z, Y, X], or classes where the model has no objects."""
+        kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
+        return make_decoder(self._spec, _size(image), kind, None)
+
+    def difference(self, window: SlidingWindow) -> float:
+        """Share of the image's voxels with another label than the reference's; NaN where scores are not finite."""
+        if self._expected is None:
+            self._expected = self._segment(self._reference())
+        try:
+            found = self._segment(window)
+        except NonFiniteScores:
+            return math.nan
+        return share_differing(self._expected, found)
+
+    @torch.inference_mode()
+    def _segment(self, window: SlidingWindow) -> Segmentation:
+        decoder = self.decoder(self._image)
+        for slab in window.run(self._image, OVERLAP):
+            decoder.add(slab.z0, slab.y0, slab.scores)
+        return decoder.finish()
+
+
+def image_of(spec: ModelSpec) -> Tensor:
+    """The middle of the model's sample, at most two windows along each axis: float32 [1, C, Z, Y, X], normalised.
+
+    Smooth noise where the model has no sample, or none that can be read.
+    """
+    z, y, x = (edge + int(edge * (1 - OVERLAP)) for edge in spec.input.roi_size)
+    try:
+        image = _sample(spec)
+    except (StackSegError, OSError) as error:
+        log.warning("%s: the sample cannot be read, engines are compared on noise: %s", spec.identifier, error)
+        image = None
+    if image is None:
+        image = noise((1, spec.input.channels, z, y, x))
+    for axis, most in zip((2, 3, 4), (z, y, x), strict=True):
+        length = min(image.shape[axis], most)
+        image = image.narrow(axis, (image.shape[axis] - length) // 2, length)
+    return image.contiguous()
+
+
+def noise(shape: tuple[int, ...]) -> Tensor:
+    """Random numbers from 0 to 1 on a grid of every eighth voxel, interpolated, and a tenth of them at every voxel."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
+    smooth = functional.interpolate(coarse, size=shape[2:], mode="trilinear", align_corners=False)
+    return smooth + 0.1 * torch.rand(shape, generator=generator)
+
+
+def _sample(spec: ModelSpec) -> Tensor | None:
+    if spec.sample is None:
+        return None
+    volume = tiff_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
+    if volume.shape[0] != spec.input.channels:
+        return None
+    image = prepare(volume, spec).image
+    return image if isinstance(image, Tensor) else image.tensor()
+
+
+def share_differing(one: Segmentation, other: Segmentation) -> float:
+    """Share of voxels that differ; of two label volumes, once each object and its largest partner share a number."""
+    if one.kind != "labels":
+        return float(np.mean(one.pixels != other.pixels))
+    return 1 - _agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)
+
+
+def _agreeing(one: Array, other: Array) -> int:
+    # The pair of labels at a voxel as one number: counting those is what takes time.
+    width = int(other.max(initial=0)) + 1
+    pairs, counts = np.unique(one.ravel().astype(np.int64) * width + other.ravel(), return_counts=True)
+    agreeing = 0
+    partners: tuple[set[int], set[int]] = (set(), set())
+    for index in np.argsort(-counts, kind="stable").tolist():
+        first, second = divmod(int(pairs[index]), width)
+        if first == 0 and second == 0:
+            agreeing += int(counts[index])
+        elif first and second and first not in partners[0] and second not in partners[1]:
+            agreeing += int(counts[index])
+            partners[0].add(first)
+            partners[1].add(second)
+    return agreeing
+
+
+def _size(image: Tensor) -> Size:
+    return image.shape[2], image.shape[3], image.shape[4]

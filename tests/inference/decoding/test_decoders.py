@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import decode, hills
+from numpy.typing import NDArray
+from scipy.ndimage import correlate1d, distance_transform_edt, label
+from skimage.feature import peak_local_max
+from skimage.segmentation import watershed
+from torch import Tensor
+
+from service.core.buffers import on_disk
+from service.core.volume import OutputKind, Segmentation, VoxelSize
+from service.inference.decoding.decoders import CACHED, Relief, Smoother, decoding_bytes, in_parts, make_decoder
+from service.inference.decoding.watershed_kernel import ascent
+from service.models.repository import Instances, ModelSpec
+from service.training.evaluate import score
+
+Array = NDArray[Any]
+
+
+def line(*heights: float) -> Array:
+    return np.array(heights, np.float32).reshape(1, 1, -1)
+
+
+def balls(*spheres: tuple[int, int, int, int], size: tuple[int, int, int] = (24, 40, 40)) -> NDArray[np.bool_]:
+    """Union of spheres (z, y, x, radius)."""
+    z, y, x = np.ogrid[tuple(slice(edge) for edge in size)]
+    inside = np.zeros(size, bool)
+    for cz, cy, cx, radius in spheres:
+        inside |= (z - cz) ** 2 + (y - cy) ** 2 + (x - cx) ** 2 <= radius**2
+    return inside
+
+
+def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    assert isinstance(spec.decoding, Instances)
+    return spec.model_copy(update={"decoding": spec.decoding.model_copy(update=changes)})
+
+
+def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels") -> Segmentation:
+    """Decode scores [1, K, Z, Y, X], in slabs of planes that begin at `cuts`, each in two halves of rows."""
+    depth, height, width = scores.shape[2:]
+    decoder = make_decoder(spec, (depth, height, width), output, VoxelSize(2, 1, 1))
+    edges = [0, *cuts, depth]
+    for low, high in itertools.pairwise(edges):
+        for top, bottom in ((0, height // 2), (height // 2, height)):
+            decoder.add(low, top, scores[:, :, low:high, top:bottom])
+    return decoder.finish()
+
+
+def smooth_scores(seed: int, size: tuple[int, int, int] = (13, 16, 17)) -> Tensor:
+    """Scores [1, 2, Z, Y, X] with blobs, so that objects cross every possible seam."""
+    noise = torch.randn((1, 2, *size), generator=torch.Generator().manual_seed(seed))
+    return 8 * torch.nn.functional.avg_pool3d(noise, 3, stride=1, padding=1)
+
+
+def test_touching_balls_are_cut_like_the_watershed_of_scikit_image() -> None:
+    inside = balls((12, 12, 12, 9), (12, 24, 22, 9), (11, 10, 30, 6))
+    distance = distance_transform_edt(inside)
+    peaks = peak_local_max(distance, min_distance=4, labels=inside.astype(int), exclude_border=False)
+    markers = np.zeros(inside.shape, int)
+    markers[tuple(peaks.T)] = range(1, len(peaks) + 1)
+    expected = watershed(-distance, markers, mask=inside, connectivity=3)
+    labels, count = decode(np.where(inside, distance, -np.inf), persistence=1.0)
+    agreement = score(expected, labels)
+    assert count == 3
+    assert (agreement.f1_strict, agreement.splits, agreement.merges) == (1.0, 0, 0)
+    assert agreement.iou > 0.97
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_separate_objects_are_the_connected_components(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inside = rng.random((9, 14, 15)) < 0.12
+    expected, count = label(inside, np.ones((3, 3, 3)))
+    labels, found = decode(np.where(inside, rng.random(inside.shape), -np.inf), persistence=10.0)
+    assert found == count
+    assert score(expected, labels).iou == 1.0
+
+
+def test_labels_count_from_one_without_gaps() -> None:
+    heights = np.where(balls((5, 5, 5, 3), (5, 15, 15, 2), (15, 30, 30, 4)), 1.0, -np.inf)
+    labels, count = decode(heights, minimum_size=40)
+    assert count == 2
+    assert np.unique(labels).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("persistence", "objects"), [(0.0, 2), (0.04, 2), (0.06, 1), (0.5, 1)])
+def test_a_second_peak_counts_only_when_it_rises_above_the_pass_by_the_persistence(
+    persistence: float, objects: int
+) -> None:
+    assert decode(line(0.2, 1.0, 0.75, 0.8, 0.1), persistence)[1] == objects
+
+
+def test_a_shallow_peak_joins_the_side_with_the_higher_pass() -> None:
+    labels, count = decode(line(1.0, 0.5, 0.6, 0.2, 1.0), persistence=0.2)
+    assert count == 2
+    assert labels[0, 0, 2] == labels[0, 0, 0] != labels[0, 0, 4]
+
+
+def test_shallow_peaks_join_in_a_chain() -> None:
+    labels, count = decode(line(0.9, 0.85, 0.95, 0.88, 1.0, 0.3, 0.9), persistence=0.2)
+    assert count == 2
+    assert np.unique(labels[0, 0, :5]).size == 1
+
+
+@pytest.mark.parametrize("persistence", [0.0, 0.1])
+def test_a_plateau_is_one_object(persistence: float) -> None:
+    labels, count = decode(np.where(balls((12, 20, 20, 8)), 0.5, -np.inf), persistence)
+    assert count == 1
+    assert np.array_equal(labels > 0, balls((12, 20, 20, 8)))
+
+
+def test_equal_heights_are_equal_distances_wherever_they_lie() -> None:
+    for height in np.linspace(-8, 8, 401):
+        distances = Relief(0.0, squashed=True).distance(torch.full((67,), height))
+        assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
+
+
+def test_a_single_voxel_is_an_object_even_in_a_corner_of_the_volume() -> None:
+    heights = np.full((4, 5, 6), -np.inf)
+    heights[0, 0, 0] = heights[3, 4, 5] = 0.1
+    labels, count = decode(heights, minimum_size=1)
+    assert count == 2
+    assert np.count_nonzero(labels) == 2
+    assert decode(heights, minimum_size=2)[1] == 0
+
+
+def test_opposite_edges_of_the_volume_do_not_touch() -> None:
+    heights = np.full((3, 4, 5), -np.inf)
+    heights[:, :, 0] = heights[:, :, -1] = 1.0
+    assert decode(heights)[1] == 2
+
+
+def test_objects_below_the_minimum_size_vanish() -> None:
+    heights = np.where(balls((6, 6, 6, 2), (12, 25, 25, 5)), 1.0, -np.inf)
+    small = np.count_nonzero(balls((6, 6, 6, 2)))
+    assert decode(heights, minimum_size=small)[1] == 2
+    labels, count = decode(heights, minimum_size=small + 1)
+    assert count == 1
+    assert labels[6, 6, 6] == 0
+
+
+@pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
+def test_labels_are_wide_enough_for_their_number(edge: int, dtype: type[np.unsignedinteger[Any]]) -> None:
+    heights = np.full((edge, edge, edge), -np.inf)
+    heights[::2, ::2, ::2] = 1.0
+    labels, count = decode(heights)
+    assert count == (edge // 2) ** 3 == labels.max()
+    assert labels.dtype == dtype
+
+
+def test_without_foreground_there_are_no_objects(random_nuclei: ModelSpec) -> None:
+    result = run(random_nuclei, torch.full((1, 2, 4, 5, 6), -3.0))
+    assert result.count == 0
+    assert result.pixels.dtype == np.uint16
+    assert not result.pixels.any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), cuts=st.sets(st.integers(1, 12)))
+def test_labels_do_not_depend_on_where_slabs_are_cut(seed: int, cuts: set[int], random_nuclei: ModelSpec) -> None:
+    scores = smooth_scores(seed)
+    whole = run(random_nuclei, scores)
+    assert whole.count
+    assert np.array_equal(run(random_nuclei, scores, tuple(sorted(cuts))).pixels, whole.pixels)
+
+
+def test_an_object_across_a_seam_stays_one(random_nuclei: ModelSpec) -> None:
+    inside = balls((12, 20, 20, 9))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    result = run(random_nuclei, scores, cuts=(12,))
+    assert result.count == 1
+    assert np.array_equal(result.pixels > 0, inside)
+    assert (result.kind, result.voxel_size) == ("labels", VoxelSize(2, 1, 1))
+
+
+@pytest.mark.parametrize(("threshold", "voxels"), [(0.5, 2), (0.8, 1), (0.05, 3)])
+def test_the_threshold_is_a_probability(random_nuclei: ModelSpec, threshold: float, voxels: int) -> None:
+    scores = torch.zeros(1, 2, 1, 1, 5)
+    scores[0, 0, 0, 0] = torch.tensor([-9.0, -1.5, 0.5, 3.0, -9.0])
+    spec = with_decoding(random_nuclei, threshold=threshold, minimum_size=0)
+    assert np.count_nonzero(run(spec, scores).pixels) == voxels
+    assert np.count_nonzero(run(spec, scores, output="classes").pixels) == voxels
+
+
+def test_the_activation_applies_before_persistence_is_judged(random_nuclei: ModelSpec) -> None:
+    """Far up the sigmoid a deep valley of logits is a shallow one of distances."""
+    scores = torch.full((1, 2, 1, 1, 3), 5.0)
+    scores[0, 1, 0, 0] = torch.tensor([9.0, 5.0, 9.0])
+    plain = with_decoding(random_nuclei, persistence=0.1, minimum_size=0)
+    assert run(plain, scores).count == 2
+    assert run(plain.model_copy(update={"activation": "sigmoid"}), scores).count == 1
+
+
+def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
+    scores = smooth_scores(1)
+    raw = run(random_nuclei, scores, (3, 7), "probabilities")
+    assert np.array_equal(raw.pixels, scores[0].numpy())
+    assert raw.names == ("foreground", "distance")
+    three = torch.cat([scores, scores[:, :1] - 1], dim=1)
+    soft = run(bands, three, (5,), "probabilities")
+    np.testing.assert_allclose(soft.pixels.sum(axis=0), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slabs_that_are_taken_in_in_parts_come_out_whole(bands: ModelSpec, dtype: torch.dtype) -> None:
+    """Three planes a part and one left over, between two slabs of rows."""
+    depth, rows, width = 4, 20, CACHED // 60
+    scores = torch.randn((1, 3, depth, 2 * rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert [first for first, _ in in_parts(5, scores[:, :, :, :rows])] == [5, 8]
+    found = {}
+    for output in ("probabilities", "classes"):
+        decoder = make_decoder(bands, (depth, 2 * rows, width), output, None)
+        for y0 in (0, rows):
+            decoder.add(0, y0, scores[:, :, :, y0 : y0 + rows])
+        found[output] = decoder.finish().pixels
+    np.testing.assert_array_equal(found["probabilities"], torch.softmax(scores.float(), 1)[0].numpy())
+    np.testing.assert_array_equal(found["classes"], scores[0].argmax(0).numpy())
+
+
+def test_classes_are_the_highest_scores(bands: ModelSpec) -> None:
+    scores = torch.randn(1, 3, 6, 7, 8, generator=torch.Generator().manual_seed(0))
+    result = run(bands, scores, (2, 4), "classes")
+    assert result.pixels.dtype == np.uint8
+    assert np.array_equal(result.pixels, scores[0].numpy().argmax(axis=0))
+    assert result.names == ("background", "dim", "bright")
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 4), (5,), tuple(range(1, 9))])
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_smoothing_averages_the_distance_however_the_planes_are_cut(times: int, cuts: tuple[int, ...]) -> None:
+    heights = torch.from_numpy(np.nan_to_num(hills(0, (9, 12, 11)), neginf=-1.0))
+    smoother, kernel = Smoother(times), np.array([0.25, 0.5, 0.25])
+    parts = []
+    for low, high in itertools.pairwise([0, *cuts, 9]):
+        parts += list(smoother.add(heights[low:high], heights[low:high] > 0))
+    parts += list(smoother.finish()) if times else []
+    expected = np.pad(heights.numpy(), times, mode="edge")[:, times : -times or None, times : -times or None]
+    for _ in range(times):
+        for axis in (1, 2):
+            expected = correlate1d(expected, kernel, axis, mode="nearest")
+        expected = correlate1d(expected, kernel, 0)
+    expected = expected[times : len(expected) - times]
+    np.testing.assert_allclose(torch.cat([part for part, _ in parts]), expected, atol=1e-6)
+    assert torch.equal(torch.cat([mask for _, mask in parts]), heights > 0)
+
+
+def test_smoothing_joins_what_noise_has_split(random_nuclei: ModelSpec) -> None:
+    inside = balls((12, 12, 12, 8))
+    noise = np.random.default_rng(0).normal(0, 1.5, inside.shape)
+    scores = np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside) + noise])
+    tensor = torch.from_numpy(scores)[None].float()
+    counts = [
+        run(with_decoding(random_nuclei, persistence=1.0, minimum_size=0, smoothing=times), tensor, (5,)).count
+        for times in (0, 3)
+    ]
+    assert counts[0] > 3
+    assert counts[1] == 1
+
+
+@pytest.mark.parametrize("z", [0, 23])
+def test_objects_at_the_border_can_be_dropped(random_nuclei: ModelSpec, z: int) -> None:
+    inside = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    assert run(random_nuclei, scores).count == 3
+    result = run(with_decoding(random_nuclei, border="drop"), scores)
+    assert result.count == 1
+    assert np.array_equal(result.pixels == 1, balls((12, 26, 26, 5)))
+
+
+def test_holes_of_objects_can_be_filled(random_nuclei: ModelSpec) -> None:
+    ball, core = balls((12, 20, 20, 8)), balls((12, 20, 20, 2))
+    distance = np.where(ball, distance_transform_edt(ball), 0)
+    scores = torch.from_numpy(np.stack([np.where(ball & ~core, 5.0, -5.0), distance]))[None].float()
+    kept = run(with_decoding(random_nuclei, persistence=20), scores).pixels
+    filled = run(with_decoding(random_nuclei, persistence=20, holes="fill"), scores).pixels
+    assert np.array_equal(kept == 1, ball & ~core)
+    assert np.array_equal(filled == 1, ball)
+
+
+def test_a_single_plane_is_no_border(random_nuclei: ModelSpec) -> None:
+    inside = balls((0, 12, 12, 5), size=(1, 40, 40))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1
+
+
+@pytest.mark.parametrize("output", ["labels", "classes", "probabilities"])
+@pytest.mark.parametrize("smoothing", [0, 1])
+def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
+    random_nuclei: ModelSpec, output: OutputKind, smoothing: int
+) -> None:
+    spec, scores = with_decoding(random_nuclei, smoothing=smoothing), smooth_scores(5).bfloat16()
+    expected, got = run(spec, scores.float(), output=output), run(spec, scores, output=output)
+    assert expected.pixels.any()
+    np.testing.assert_array_equal(got.pixels, expected.pixels)
+    assert got.pixels.dtype == expected.pixels.dtype
+
+
+def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
+    size, voxels = (64, 512, 512), 64 * 512 * 512
+    ascent.prepare()
+    here, there = (decoding_bytes(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
+    assert (here.device, here.disk, there.disk) == (0, 0, 0)
+    assert there.device > here.host > there.host == 8 * voxels
+    for on_host in (True, False):
+        assert decoding_bytes(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
+        large = 4 * len(bands.outputs) * 2 * voxels
+        assert decoding_bytes(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
+
+
+@pytest.mark.parametrize("output", ["classes", "probabilities"])
+def test_results_on_disk_are_those_in_memory(bands, tmp_path, output):
+    scores = torch.randn(1, 3, 6, 8, 10, generator=torch.Generator().manual_seed(0))
+    results = []
+    for allocate in (np.zeros, functools.partial(on_disk, folder=tmp_path)):
+        decoder = make_decoder(bands, (6, 8, 10), output, None, allocate)
+        for z0, y0 in itertools.product((0, 2, 4), (0, 4)):
+            decoder.add(z0, y0, scores[:, :, z0 : z0 + 2, y0 : y0 + 4])
+        results.append(decoder.finish().pixels)
+    np.testing.assert_array_equal(*results)
+    if output == "classes":
+        np.testing.assert_array_equal(results[0], scores[0].argmax(0).numpy())

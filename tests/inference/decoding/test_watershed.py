@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import basins_of, decode, hills
+from scipy.ndimage import maximum
+from skimage.measure import label
+from skimage.morphology import local_maxima
+from skimage.segmentation import watershed
+
+from service.inference.decoding.decoders import Relief, shallow_passes
+from service.inference.decoding.watershed import NEAR, Watershed
+from service.inference.decoding.watershed_kernel import BLOCK
+from service.training.evaluate import score
+
+SIZE = (11, 23, 19)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), cuts=st.sets(st.integers(1, SIZE[0] - 1)), planes=st.integers(1, 6))
+def test_labels_depend_neither_on_slabs_nor_on_blocks(seed: int, cuts: set[int], planes: int) -> None:
+    heights = hills(seed, SIZE)
+    whole, count = decode(heights, 0.1)
+    block = planes * (SIZE[1] + 2) * (SIZE[2] + 2)
+    parts, found = decode(heights, 0.1, cuts=tuple(sorted(cuts)), block=block)
+    assert found == count > 3
+    assert np.array_equal(parts, whole)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
+    levels=st.sampled_from([0, 1, 3]),
+    cuts=st.sets(st.integers(1, 22)),
+    planes=st.integers(1, 6),
+)
+def test_planes_along_either_axis_give_the_same_basins(
+    seed: int, size: tuple[int, int, int], levels: int, cuts: set[int], planes: int
+) -> None:
+    """With ties and plateaus, whose basins depend on the places of their voxels."""
+    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
+    if levels:
+        heights = np.round(heights * levels) / levels
+    relief = Relief(0.1, squashed=False)
+    expected = basins_of(heights, relief)
+    inner = tuple(sorted(cut for cut in cuts if cut < size[1]))
+    found = basins_of(heights, relief, inner, planes * (size[0] + 2) * (size[2] + 2), across=True)
+    assert found.pieces.shape == size
+    assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
+    assert torch.equal(found.peaks, expected.peaks)
+    assert torch.equal(found.voxels, expected.voxels)
+    for one, other in zip(shallow_passes(found, relief), shallow_passes(expected, relief), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_objects_on_every_seam_are_the_same_as_without_seams() -> None:
+    heights = hills(5, (48, 40, 40), sigma=3)
+    whole, count = decode(heights, 0.2)
+    for seams in (range(1, 48), range(3, 48, 3), range(16, 48, 16)):
+        for seam in seams:
+            assert set(np.unique(whole[seam - 1])) & set(np.unique(whole[seam])) - {0}
+        parts, found = decode(heights, 0.2, cuts=tuple(seams), block=1)
+        assert found == count
+        assert np.array_equal(parts, whole)
+
+
+@pytest.mark.parametrize("flips", [(), (0,), (2,), (0, 1, 2)])
+def test_a_path_that_winds_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...]) -> None:
+    """A corridor up, down and up again through all planes, rising by one with every voxel."""
+    heights = np.full((12, 3, 36), -np.inf)
+    x = np.arange(36)
+    z = np.abs((x + 11) % 22 - 11)
+    heights[z, 1, x] = x + 1
+    heights = np.flip(heights, flips).copy()
+    labels, count = decode(heights, block=1)
+    assert count == 1
+    assert np.array_equal(labels > 0, heights > -np.inf)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_basins_are_those_of_the_watershed_of_scikit_image(seed: int) -> None:
+    heights = hills(seed, (24, 40, 40), sigma=3)
+    inside = heights > -np.inf
+    markers = label(local_maxima(np.where(inside, heights, -1), connectivity=3), connectivity=3)
+    expected = watershed(-np.where(inside, heights, 0), markers, mask=inside, connectivity=3)
+    labels, count = decode(heights)
+    agreement = score(expected, labels)
+    assert count == expected.max()
+    assert (agreement.f1, agreement.splits, agreement.merges) == (1.0, 0, 0)
+    assert agreement.iou > 0.9
+    assert np.array_equal(labels > 0, inside)
+
+
+def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
+    heights = hills(1, (12, 30, 30))
+    relief = Relief(np.inf, squashed=False)
+    basins = basins_of(heights, relief, block=1)
+    basin = basins.basin_of.numpy()[basins.pieces.numpy()]
+    expected: dict[tuple[int, int], float] = {}
+    for step in itertools.product((-1, 0, 1), repeat=3):
+        here, there = (
+            tuple(slice(max(s * sign, 0), edge + min(s * sign, 0)) for s, edge in zip(step, heights.shape, strict=True))
+            for sign in (1, -1)
+        )
+        crossing = (basin[here] >= 0) & (basin[there] > basin[here])
+        lower = np.minimum(heights[here], heights[there])[crossing]
+        for a, b, height in zip(basin[here][crossing], basin[there][crossing], lower, strict=True):
+            expected[a, b] = max(expected.get((a, b), -np.inf), float(height))
+    first, second, height = shallow_passes(basins, relief)
+    assert len(expected) > 5
+    assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(expected)
+    for a, b, found in zip(first, second, height, strict=True):
+        assert found == pytest.approx(expected[a, b], rel=2**-18)
+    assert (np.diff(height) <= 0).all()
+
+
+def test_basins_know_their_size_and_peak() -> None:
+    heights = hills(2, (10, 24, 24))
+    basins = basins_of(heights, Relief(0.1, squashed=False), cuts=(4,), block=1)
+    basin = basins.basin_of.numpy()[basins.pieces.numpy()] + 1
+    assert np.bincount(basin.ravel())[1:].tolist() == basins.voxels.tolist()
+    expected = maximum(heights, basin, np.arange(1, basin.max() + 1))
+    np.testing.assert_allclose(basins.peaks, expected, rtol=2**-18)
+
+
+def test_heights_of_either_sign_keep_their_order() -> None:
+    heights = np.array([-3.0, -1e30, 1e-30, 0.0, -0.5, 2e30, 7.0]).reshape(1, 1, -1)
+    labels, count = decode(heights)
+    assert count == 3
+    assert labels.ravel().tolist() == [1, 2, 2, 2, 3, 3, 3]
+
+
+def test_nothing_inside_gives_no_basins() -> None:
+    made = Watershed((3, 4, 5), lambda peaks: peaks, torch.device("cpu"))
+    made.add(torch.ones(3, 4, 5), torch.zeros(3, 4, 5, dtype=torch.bool))
+    basins = made.finish()
+    assert not len(basins.peaks)
+    assert not basins.pieces.any()
+    assert basins.pieces.shape == (3, 4, 5)
+
+
+def test_a_plane_larger_than_a_block_is_worked_on_alone() -> None:
+    heights = hills(3, (3, 50, 50))
+    assert np.array_equal(decode(heights, block=100)[0], decode(heights, block=BLOCK)[0])
+
+
+def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes() -> None:
+    heights = np.random.default_rng(4).uniform(0.9, 1, (12, 150, 151)).astype(np.float32)
+    assert (heights > 0.97).sum() > NEAR
+    together, count = decode(heights, persistence=0.03)
+    apart, other = decode(heights, persistence=0.03, block=NEAR // 2)
+    assert 1 < count == other
+    assert np.array_equal(together, apart)

@@ -1,0 +1,270 @@
+"""Objects found in C++ are those that torch and NumPy find, voxel by voxel."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import CPU, Array, decode, hills
+from torch import Tensor
+
+from service.core.config import Settings
+from service.inference.decoding.decoders import InstanceDecoder
+from service.inference.decoding.watershed_kernel import BLOCK, Ascent, Landscape, Terms
+from service.inference.segmenter import Segmenter
+from service.models.repository import Instances, ModelSpec
+
+TERMS = Terms(0.0, 0.1, squashed=False)
+
+Size = tuple[int, int, int]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Ascent:
+    made = Ascent()
+    made.prepare()
+    assert made.suits(CPU)
+    return made
+
+
+def compare(
+    kernel: Ascent,
+    heights: Array,
+    persistence: float,
+    minimum_size: int = 0,
+    cuts: tuple[int, ...] = (),
+    block: int = BLOCK,
+    *,
+    across: bool = False,
+    squashed: bool = False,
+    whole: bool = False,
+) -> Array:
+    """Assert that both ways give the same labels, of the same type; these."""
+    (expected, many), (labels, count) = (
+        decode(heights, persistence, minimum_size, cuts, block, one, across=across, squashed=squashed, whole=whole)
+        for one in (None, kernel)
+    )
+    assert count == many == labels.max(initial=0)
+    assert labels.dtype == expected.dtype
+    assert np.array_equal(labels, expected)
+    return labels
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 21)),
+    sigma=st.sampled_from([0.5, 1.0, 2.5]),
+    levels=st.sampled_from([0, 1, 3, 40]),
+    persistence=st.sampled_from([0.0, 0.02, 0.1, 2.0, np.inf]),
+    squashed=st.booleans(),
+    cuts=st.sets(st.integers(1, 22)),
+    planes=st.integers(1, 10),
+    across=st.booleans(),
+    minimum_size=st.sampled_from([0, 1, 2, 30]),
+    whole=st.booleans(),
+)
+def test_labels_are_those_of_torch(
+    kernel: Ascent,
+    seed: int,
+    size: Size,
+    sigma: float,
+    levels: int,
+    persistence: float,
+    squashed: bool,
+    cuts: set[int],
+    planes: int,
+    across: bool,
+    minimum_size: int,
+    whole: bool,
+) -> None:
+    """With ties and plateaus, in slabs and blocks of any number of planes, anisotropic or not."""
+    heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
+    if levels:
+        heights = np.round(heights * levels) / levels
+    inner = tuple(sorted(cut for cut in cuts if cut < size[across]))
+    block = planes * (size[not across] + 2) * (size[2] + 2)
+    compare(*(kernel, heights, persistence, minimum_size, inner, block), across=across, squashed=squashed, whole=whole)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
+@pytest.mark.parametrize("height", [1.0, 0.0, -0.0, -3.0, 90.0, 1e-40, -1e30, -np.inf])
+@pytest.mark.parametrize("squashed", [False, True])
+def test_plateaus_of_every_height_and_shape(kernel: Ascent, size: Size, height: float, squashed: bool) -> None:
+    labels = compare(kernel, np.full(size, height), 0.1, squashed=squashed)
+    assert np.count_nonzero(labels) == (height > -np.inf) * np.prod(size)
+    if np.isfinite(height):
+        assert labels.max() == 1
+
+
+def test_single_voxels_anywhere(kernel: Ascent) -> None:
+    for place in np.ndindex(3, 4, 5):
+        heights = np.full((3, 4, 5), -np.inf)
+        heights[place] = 0.5
+        assert np.argwhere(compare(kernel, heights, 0.1, squashed=True)).tolist() == [list(place)]
+        at_a_face = place[0] != 1 or place[1] in {0, 3} or place[2] in {0, 4}
+        assert compare(kernel, heights, 0.1, whole=True).any() != at_a_face
+
+
+def test_thin_stretched_and_flattened_objects(kernel: Ascent) -> None:
+    for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
+        heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
+        compare(kernel, heights, 0.2, cuts=(3,))
+
+
+def test_crowds_of_passes_in_any_blocks(kernel: Ascent) -> None:
+    heights = np.random.default_rng(2).random((24, 25, 26))
+    for persistence in (0.05, 0.3, np.inf):
+        assert compare(kernel, heights, persistence, cuts=(7,), block=3 * 27 * 28).any()
+
+
+@pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
+def test_labels_are_wide_enough_for_their_number(kernel: Ascent, edge: int, dtype: type[np.unsignedinteger]) -> None:
+    heights = np.full((edge, edge, edge), -np.inf)
+    heights[::2, ::2, ::2] = 1.0
+    labels, count = decode(heights, kernel=kernel)
+    assert count == (edge // 2) ** 3
+    assert labels.dtype == dtype
+    assert np.array_equal(labels[::2, ::2, ::2].ravel(), np.arange(1, count + 1))
+    assert np.count_nonzero(labels) == count
+
+
+def decoded(spec: ModelSpec, decoding: Instances, kernel: Ascent, scores: Tensor, depth: int, rows: int) -> Array:
+    """Labels of scores [1, K, Z, Y, X], of which so many planes come at once and then the others, by rows."""
+    z, y, x = scores.shape[2:]
+    decoder = InstanceDecoder(spec, decoding, (z, y, x), None, kernel)
+    for begin, end in ((0, depth), (depth, z)):
+        if begin < end:
+            decoder.add(begin, 0, scores[:, :, begin:end, :rows])
+            if rows < y:
+                decoder.add(begin, rows, scores[:, :, begin:end, rows:])
+    return decoder.finish().pixels
+
+
+LAYOUTS = (
+    lambda scores: scores,
+    lambda scores: scores.contiguous(memory_format=torch.channels_last_3d),
+    lambda scores: scores.mT.contiguous().mT,
+    lambda scores: scores.flip(4).contiguous().flip(4),
+)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(2, 13), st.integers(1, 15)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layout=st.integers(0, len(LAYOUTS) - 1),
+    parts=st.tuples(st.integers(0, 8), st.integers(1, 13)),
+    smoothing=st.sampled_from([0, 0, 2]),
+    spoilt=st.sampled_from([0.0, 0.1, 0.5]),
+    threshold=st.sampled_from([0.3, 0.5, 0.8]),
+    border=st.sampled_from(["keep", "drop"]),
+    holes=st.sampled_from(["keep", "fill"]),
+    activation=st.sampled_from(["none", "sigmoid"]),
+)
+def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
+    kernel: Ascent,
+    random_nuclei: ModelSpec,
+    seed: int,
+    size: Size,
+    dtype: torch.dtype,
+    layout: int,
+    parts: tuple[int, int],
+    smoothing: int,
+    spoilt: float,
+    threshold: float,
+    border: str,
+    holes: str,
+    activation: str,
+) -> None:
+    """Also where some are no numbers; averages of such may differ in sign, by which they would be ordered."""
+    random = np.random.default_rng(seed)
+    heights = np.stack([np.nan_to_num(hills(seed + i, size), neginf=-1.0) for i in range(2)])
+    if not smoothing:
+        heights[random.random(heights.shape) < spoilt] = np.nan
+    scores = torch.from_numpy(heights).to(dtype)[None]
+    decoding = Instances.model_validate(
+        {
+            "kind": "instances",
+            "smoothing": smoothing,
+            "minimum_size": 2,
+            "persistence": 0.05,
+            "threshold": threshold,
+            "border": border,
+            "holes": holes,
+        }
+    )
+    spec = random_nuclei.model_copy(update={"activation": activation})
+    depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
+    expected = decoded(spec, decoding, Ascent(), scores, depth, rows)
+    found = decoded(spec, decoding, kernel, LAYOUTS[layout](scores), depth, rows)
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+
+
+def test_nothing_is_read_or_written_that_is_not_there(kernel: Ascent) -> None:
+    heights, inside = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
+
+    def made() -> Landscape:
+        return kernel.landscape((3, 4, 5), TERMS)
+
+    for wrong in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), inside):
+        with pytest.raises(ValueError, match="must be"):
+            made().add(wrong, inside)
+    for wrong in (inside[:2], inside.to(torch.uint8)):
+        with pytest.raises(ValueError, match="must be"):
+            made().add(heights, wrong)
+    full = made()
+    full.add(heights, inside)
+    with pytest.raises(ValueError, match="left"):
+        full.add(heights, inside)
+    early = made()
+    early.add(heights[:2], inside[:2])
+    with pytest.raises(ValueError, match="missing"):
+        early.labels(0, whole=False)
+    for size in ((0, 4, 5), (2**16, 2**16, 2**16)):
+        with pytest.raises(ValueError, match="not for the kernel"):
+            kernel.landscape(size, TERMS)
+
+
+def test_what_memory_does_not_hold_is_a_memory_error(kernel: Ascent) -> None:
+    with pytest.raises(MemoryError):
+        kernel.landscape((17 * 10**7, 17 * 10**7, 1), TERMS)
+
+
+def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
+    random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    none = Ascent()
+    with caplog.at_level(logging.WARNING):
+        none.prepare()
+        none.prepare()
+    assert not none.suits(CPU)
+    assert sum("without the kernel" in record.message for record in caplog.records) == 1
+    scores = torch.ones(1, 2, 3, 4, 5)
+    assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1
+
+
+def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: Ascent) -> None:
+    assert not kernel.suits(torch.device("cuda"))
+    assert kernel.suits(CPU, (2000, 2000, 2000))
+    assert not kernel.suits(CPU, (2**15, 10, 2**15))
+    assert not kernel.suits(CPU, (10, 10, 10), block=2**31)
+
+
+def test_warming_up_prepares_it_where_instances_are_decoded(
+    random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = Ascent()
+    monkeypatch.setattr("service.inference.segmenter.ascent", fresh)
+    settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
+    segmenter = Segmenter(random_nuclei, settings)
+    assert not fresh.suits(CPU)
+    segmenter.warm_up()
+    assert fresh.suits(CPU)

@@ -1,0 +1,131 @@
+"""Measurements against scikit-image's, and what it does not have."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from skimage.measure import regionprops_table
+
+from service.core.errors import BadParameter
+from service.core.volume import Segmentation, Volume, VoxelSize
+from service.inference import measurements
+from service.inference.measurements import Table, measure, write_csv
+
+NAMES = (
+    "label",
+    "num_pixels",
+    "area",
+    "equivalent_diameter_area",
+    "centroid",
+    "bbox",
+    "intensity_mean",
+    "intensity_max",
+)
+
+
+def table_of(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
+    """`image` [C, Z, Y, X]."""
+    return measure(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
+
+
+def box(shape: tuple[int, int, int], *spans: tuple[slice, slice, slice]) -> NDArray[np.uint16]:
+    labels = np.zeros(shape, np.uint16)
+    for number, span in enumerate(spans, start=1):
+        labels[span] = number
+    return labels
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(2, 12)),
+    st.sampled_from([np.uint8, np.uint16, np.int16, np.float32]),
+    st.integers(1, 3),
+    st.sampled_from([None, VoxelSize(1, 1, 1), VoxelSize(0.5, 0.25, 0.2)]),
+    st.sampled_from([1, 2**22]),
+)
+@settings(deadline=None, max_examples=40)
+def test_columns_are_those_of_scikit_image(
+    seed: int, shape: tuple[int, int, int], dtype: Any, channels: int, voxel_size: VoxelSize | None, slab: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 6, shape).astype(np.uint16)
+    labels[labels == 3] = 0
+    image = rng.uniform(-100 if np.dtype(dtype).kind in "if" else 0, 200, (channels, *shape)).astype(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurements, "SLAB_VOXELS", slab)
+        table = table_of(labels, image, voxel_size)
+    intensities = np.moveaxis(image, 0, -1) if channels > 1 else image[0]
+    spacing = tuple(voxel_size or (1.0, 1.0, 1.0))
+    expected = regionprops_table(labels, intensities, properties=NAMES, spacing=spacing)
+    assert table.keys() - expected.keys() == {"touching_border", "unit"}
+    for name, column in expected.items():
+        np.testing.assert_allclose(table[name], column, rtol=2e-6, atol=1e-5, err_msg=name)
+
+
+def test_sums_of_large_integers_stay_exact() -> None:
+    labels = np.ones((2, 300, 300), np.uint16)
+    image = np.full((1, 2, 300, 300), 65535, np.uint16)
+    table = table_of(labels, image)
+    assert (table["intensity_mean"].item(), table["intensity_max"].item()) == (65535.0, 65535)
+    assert table["intensity_max"].dtype == np.uint16
+
+
+def test_only_objects_that_reach_an_end_touch_the_border() -> None:
+    inner = (slice(1, 3), slice(1, 3), slice(1, 3))
+    first, last = (slice(0, 2), slice(4, 6), slice(1, 3)), (slice(1, 3), slice(4, 6), slice(6, 8))
+    table = table_of(box((4, 8, 8), inner, first, last), np.zeros((1, 4, 8, 8), np.uint8))
+    assert table["touching_border"].tolist() == [False, True, True]
+
+
+def test_a_single_plane_has_no_ends_along_z() -> None:
+    whole = slice(None)
+    labels = box((1, 8, 8), (whole, slice(2, 4), slice(2, 4)), (whole, slice(5, 8), slice(2, 4)))
+    assert table_of(labels, np.zeros((1, 1, 8, 8), np.uint8))["touching_border"].tolist() == [False, True]
+
+
+def test_the_unit_says_whether_the_voxel_size_was_known() -> None:
+    labels, image = box((3, 4, 5), (slice(1, 2), slice(1, 3), slice(1, 3))), np.zeros((1, 3, 4, 5), np.uint8)
+    known = table_of(labels, image, VoxelSize(2, 0.5, 0.5))
+    assert (known["unit"].tolist(), known["area"].tolist()) == (["um"], [2.0])
+    assert [known[f"centroid-{axis}"].item() for axis in range(3)] == [2.0, 0.75, 0.75]
+    assert table_of(labels, image)["unit"].tolist() == ["voxel"]
+
+
+def test_no_objects_give_a_table_without_rows(tmp_path: Path) -> None:
+    table = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
+    write_csv(table, tmp_path / "none.csv")
+    (line,) = (tmp_path / "none.csv").read_text().splitlines()
+    assert line.split(",") == list(table)
+
+
+def test_csv_gives_the_table_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 70_000, (4, 40, 40)).astype(np.uint32)
+    table = table_of(labels, rng.normal(0, 1e6, (2, *labels.shape)), VoxelSize(1 / 3, 0.1, 0.1))
+    assert len(table["label"]) > 5_000
+    write_csv(table, tmp_path / "objects.csv")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "objects.csv").read_text())))
+    assert list(rows[0]) == list(table)
+    for name in set(table) - {"unit", "touching_border"}:
+        np.testing.assert_allclose([float(row[name]) for row in rows], table[name], rtol=1e-8)
+    assert {row["touching_border"] for row in rows} <= {"True", "False"}
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "word"),
+    [
+        (Segmentation(np.zeros((2, 3, 4), np.uint8), "classes"), "classes"),
+        (Segmentation(np.zeros((2, 3, 5), np.uint16), "labels"), r"\(2, 3, 5\)"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(segmentation: Segmentation, word: str) -> None:
+    with pytest.raises(BadParameter, match=word):
+        measure(segmentation, Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8)))

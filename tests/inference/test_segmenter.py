@@ -1,0 +1,474 @@
+import copy
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from fakes import until
+from torch import Tensor
+
+from service.core.config import Device, Engine, Limits, Settings, Windows
+from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.volume import Options, Volume, VoxelSize
+from service.engine.torch_compile import graphs
+from service.inference import batcher as device_module
+from service.inference.estimate import Estimate, Outlook
+from service.inference.segmenter import Segmenter, check_memory, exhausted, translated
+from service.models.repository import Instances, RangeNormalisation
+
+VOXEL = VoxelSize(0.5, 0.25, 0.25)
+
+
+def settings_of(kind="eager", **engine) -> Settings:
+    return Settings(
+        device=Device(name="cpu", threads=1),
+        engine=Engine(kind=kind, precision=engine.pop("precision", "fp32"), **engine),
+        windows=Windows(sw_batch_size=2),
+    )
+
+
+def started(spec, settings) -> Segmenter:
+    segmenter = Segmenter(spec, settings)
+    segmenter.warm_up()
+    return segmenter
+
+
+def with_network(spec, network, settings=None) -> Segmenter:
+    """A segmenter whose windows run through `network` instead of the model's."""
+    segmenter = Segmenter(spec, settings or settings_of())
+    segmenter._module.network.forward = network
+    return segmenter
+
+
+def with_voxel_size(spec, *voxel_size):
+    return spec.model_copy(update={"input": spec.input.model_copy(update={"voxel_size": voxel_size})})
+
+
+@pytest.fixture(scope="module")
+def eager(bands) -> Segmenter:
+    return started(bands, settings_of())
+
+
+@pytest.fixture(scope="module")
+def compiled(bands) -> Segmenter:
+    return started(bands, settings_of("compiled"))
+
+
+@pytest.fixture
+def volume(phantom) -> Volume:
+    return Volume.from_array(phantom.image[None], VOXEL)
+
+
+def test_classes_are_those_of_the_phantom(eager, volume, phantom):
+    segmentation, seconds, notes, *counts = eager.segment(volume, Options())
+    assert segmentation.pixels.shape == phantom.classes.shape
+    assert segmentation.kind == "classes"
+    assert segmentation.names == ("background", "dim", "bright")
+    assert segmentation.voxel_size == VOXEL
+    for value in (1, 2):
+        found, true = segmentation.pixels == value, phantom.classes == value
+        assert (found & true).sum() / (found | true).sum() > 0.9
+    assert list(seconds) == ["prepare", "windows", "decode"]
+    assert min(seconds.values()) > 0
+    assert notes == ()
+    assert counts == [0, False, None, False, None]
+
+
+def test_compiled_and_eager_agree(eager, compiled, volume):
+    assert compiled.report().engine == "compiled"
+    assert compiled.report().warnings == ()
+    one, other = (s.segment(volume, Options(output="probabilities")).segmentation for s in (eager, compiled))
+    assert one.pixels.shape == (3, *volume.shape[1:])
+    np.testing.assert_allclose(one.pixels, other.pixels, atol=1e-5)
+    one, other = (s.segment(volume, Options()).segmentation for s in (eager, compiled))
+    assert np.mean(one.pixels != other.pixels) < 1e-5
+
+
+def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
+    pixels, rng = volume.array(), np.random.default_rng(0)
+    shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
+    assert len(shapes) >= 20
+    before = graphs()
+    for z, y, x in shapes:
+        compiled.segment(Volume.from_array(pixels[:, :z, :y, :x]), Options(overlap=0.5))
+    assert graphs() == before
+
+
+def test_a_graph_that_is_compiled_is_counted(bands, volume):
+    segmenter = Segmenter(bands, settings_of())
+    segmenter._module = torch.compile(segmenter._module, backend="eager")
+    before = graphs()
+    segmenter.segment(volume, Options())
+    assert graphs() > before
+
+
+def test_another_batch_size_runs_eagerly_and_says_so(eager, compiled, volume):
+    result = compiled.segment(volume, Options(sw_batch_size=3))
+    assert result.notes == ("Ran eagerly: only sw_batch_size 2 is compiled.",)
+    assert np.mean(result.segmentation.pixels != eager.segment(volume, Options()).segmentation.pixels) < 1e-5
+    assert eager.segment(volume, Options(sw_batch_size=3)).notes == ()
+
+
+@pytest.mark.parametrize("engine", [{"precision": "bf16"}, {"channels_last": False}])
+def test_precision_and_layout_hardly_change_the_classes(bands, eager, volume, engine):
+    other = started(bands, settings_of(**engine))
+    expected = eager.segment(volume, Options()).segmentation.pixels
+    assert np.mean(other.segment(volume, Options()).segmentation.pixels != expected) < 0.01
+
+
+def test_overlap_and_blending_are_used(eager, volume):
+    steps = []
+    eager.segment(volume, Options(overlap=0.0), progress=lambda done, total: steps.append((done, total)))
+    assert steps[0] == (0, 18)
+    assert steps[-1] == (18, 18)
+    assert eager.estimate(volume, Options(overlap=0.0)).windows == 18
+    assert eager.estimate(volume, Options(overlap=0.5)).windows > 18
+
+
+def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
+    segmenter = started(random_nuclei, settings_of())
+    volume = Volume.from_array(phantom.image[None, :20, :30, :40])
+    labels = segmenter.segment(volume, Options()).segmentation
+    assert labels.kind == "labels"
+    assert labels.pixels.dtype == np.uint16
+    assert labels.pixels.max() == labels.count
+    assert len(np.unique(labels.pixels[labels.pixels > 0])) == labels.count
+    foreground = segmenter.segment(volume, Options(output="classes")).segmentation
+    assert not labels.pixels[foreground.pixels == 0].any()
+
+
+def test_a_resampled_volume_comes_back_on_its_own_grid(bands, phantom, eager, volume):
+    doubled = phantom.image.repeat(2, axis=1).repeat(2, axis=2)
+    segmenter = started(with_voxel_size(bands, *VOXEL), settings_of())
+    fine = Volume.from_array(doubled[None], VoxelSize(0.5, 0.125, 0.125))
+    result = segmenter.segment(fine, Options())
+    assert result.segmentation.pixels.shape == doubled.shape
+    assert result.segmentation.voxel_size == fine.voxel_size
+    assert "Resampled from 24 x 140 x 160 to 24 x 70 x 80" in result.notes[0]
+    assert segmenter.estimate(fine, Options()).working_size == (24, 70, 80)
+    expected = eager.segment(volume, Options()).segmentation.pixels.repeat(2, axis=1).repeat(2, axis=2)
+    assert np.mean(result.segmentation.pixels != expected) < 0.001
+
+
+def test_more_windows_than_the_operator_allows_are_refused(bands):
+    settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
+    segmenter = started(bands, settings)
+    edge = bands.input.roi_size[0]
+    segmenter.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
+    large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
+    for ask in (segmenter.estimate, segmenter.segment):
+        with pytest.raises(TooLarge, match="windows, and this service computes up to 4"):
+            ask(large, Options())
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 200, 3), (40, 5, 33)])
+def test_odd_shapes(eager, size):
+    pixels = np.full((1, *size), 400, np.uint16)
+    assert eager.segment(Volume.from_array(pixels), Options()).segmentation.pixels.shape == size
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "float16", "float64"])
+def test_other_dtypes_give_the_same_classes(phantom, eager, volume, dtype):
+    other = eager.segment(Volume.from_array(phantom.image[None].astype(dtype)), Options())
+    assert np.mean(other.segmentation.pixels != eager.segment(volume, Options()).segmentation.pixels) < 1e-3
+
+
+def test_nan_pixels_are_noted(eager):
+    pixels = np.full((1, 4, 8, 8), 400, np.float32)
+    pixels[0, 0, 0, 0] = np.nan
+    assert "1 NaN" in eager.segment(Volume.from_array(pixels), Options()).notes[0]
+
+
+def test_options_that_do_not_fit_are_refused_before_work_starts(eager, volume):
+    for options in (Options(sw_batch_size=33), Options(overlap=0.9), Options(output="labels")):
+        for call in (eager.segment, eager.estimate):
+            with pytest.raises(BadParameter):
+                call(volume, options)
+    assert eager.output(Options()) == "classes"
+    assert eager.output(Options(output="probabilities")) == "probabilities"
+
+
+def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
+    volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
+    for call in (eager.segment, eager.estimate):
+        with pytest.raises(
+            BadParameter, match=r"takes 1 channel, the volume has 2: 0 \(DAPI\), 1; choose with channel="
+        ):
+            call(volume, Options())
+
+
+def test_cancelling(eager, volume):
+    with pytest.raises(Cancelled, match="after 0 of"):
+        eager.segment(volume, Options(), cancelled=lambda: True)
+    assert eager.segment(volume, Options()).segmentation.pixels.any()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
+)
+def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
+    forward = eager._module.network.forward
+
+    def network(x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise error
+        return forward(x)
+
+    result = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
+    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
+    assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
+    assert result.fallbacks == 2
+
+
+def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    segmenter = with_network(bands, network)
+    with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
+        segmenter.segment(volume, Options())
+    assert caught.value.needed_bytes == segmenter.estimate(volume, Options()).host_bytes
+
+
+def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
+    def network(x: Tensor) -> Tensor:
+        raise RuntimeError("a misallocated thing")
+
+    with pytest.raises(RuntimeError, match="misallocated"):
+        with_network(bands, network).segment(volume, Options())
+    assert not exhausted(RuntimeError("allocation"))
+
+
+def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
+    gone = torch.device("meta")  # holds no numbers, so that nothing computed on it can be read
+    with pytest.raises(DeviceLost, match="meta has failed"), translated(needed, gone):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    with pytest.raises(RuntimeError, match="triggered"), translated(needed, torch.device("cpu")):
+        raise RuntimeError("triggered")
+    with pytest.raises(OutOfMemory), translated(needed, gone):
+        raise torch.OutOfMemoryError("no")
+
+
+def test_scores_that_are_not_finite(bands, volume):
+    with pytest.raises(NonFiniteScores):
+        with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
+
+
+def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
+    segmenter = Segmenter(bands, settings_of(precision="bf16"))
+    segmenter._module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    result = segmenter.segment(volume, Options())
+    assert result.recomputed
+    (note,) = result.notes
+    assert "not finite (eager, bf16)" in note
+    expected = eager.segment(volume, Options()).segmentation.pixels
+    assert np.mean(result.segmentation.pixels != expected) < 1e-5
+
+
+def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content, bands_network, volume):
+    broken = copy.deepcopy(bands_network)
+    with torch.no_grad():
+        next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
+    segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
+    with pytest.raises(NonFiniteScores):
+        segmenter.segment(volume, Options())
+
+
+def see(windows):
+    """Foreground wherever there is light, and light as the distance."""
+    return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
+
+
+@pytest.fixture
+def cones() -> Volume:
+    """5 x 5 x 5 balls, seen 5 voxels wide, bright in their middle."""
+    places = [(axis % 7 - 3.0) / 3 for axis in np.indices((35, 35, 35))]
+    light = np.clip(1 - np.sqrt(sum(np.square(place) for place in places)), 0, 1)
+    return Volume.from_array(light.astype(np.float32)[None])
+
+
+@pytest.fixture
+def measuring(random_nuclei):
+    """A segmenter that sees balls at any scale, wants them 8 voxels wide and estimates how wide they are."""
+    given = {
+        "diameter": 8.0,
+        "estimate_diameter": True,
+        "roi_size": (32, 32, 32),
+        "normalisation": RangeNormalisation(kind="range", low=0, high=1),
+    }
+    spec = random_nuclei.model_copy(
+        update={
+            "input": random_nuclei.input.model_copy(update=given),
+            "activation": "sigmoid",
+            "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
+        }
+    )
+    return lambda settings=None: with_network(spec, see, settings)
+
+
+def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones):
+    segmenter, revised, counted = measuring(), [], []
+    auto = segmenter.segment(cones, Options(), revised=revised.append, progress=lambda *done: counted.append(done))
+    assert auto.segmentation.count == 125
+    assert auto.segmentation.pixels.shape == (35, 35, 35)
+    assert auto.estimated
+    assert auto.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
+    assert auto.width == f"{auto.diameter}; estimated"
+    assert list(auto.seconds) == ["prepare", "size", "windows", "decode"]
+    assert [str(auto.diameter) in note for note in auto.notes] == [True, False]
+    assert auto.notes[1].startswith("Resampled from 35 x 35 x 35")
+    told = segmenter.segment(cones, Options(diameter=auto.diameter))
+    assert (told.width, told.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
+    assert np.array_equal(told.segmentation.pixels, auto.segmentation.pixels)
+    assert [needed.windows for needed in revised] == [
+        segmenter.estimate(cones, Options(diameter=auto.diameter)).windows
+    ]
+    total = revised[0].windows
+    assert (counted[0], counted[-1]) == ((0, total), (total, total))
+    sampled = segmenter.segment(cones, Options(diameter="none"))
+    assert (sampled.width, sampled.notes) == (None, ())
+    outlook = Outlook(segmenter.spec, settings_of())
+    sizes = [outlook.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
+    assert sizes == ["auto", "none", "auto", auto.diameter]
+
+
+def test_buffers_that_were_set_aside_are_not_in_the_estimate(write_model, random_nuclei_content):
+    arguments = random_nuclei_content["architecture"]["arguments"] | {"widths": [16, 16]}
+    spec = write_model(random_nuclei_content | {"architecture": {"name": "ShuffleUNet", "arguments": arguments}})
+    segmenter = Segmenter(spec, settings_of("winograd"))
+    assert segmenter.outlook.score_bytes is None
+    segmenter.warm_up()
+    assert segmenter.outlook.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
+
+
+def test_a_width_is_estimated_once_for_a_stack(measuring, cones):
+    segmenter, calls = measuring(), []
+
+    def counted(windows):
+        calls.append(len(windows))
+        return see(windows)
+
+    segmenter._module.network.forward = counted
+    first = segmenter.segment(cones, Options())
+    before = len(calls)
+    again = segmenter.segment(Volume.from_array(cones.array().copy()), Options(output="classes"))
+    assert (again.width, again.notes) == (first.width, first.notes)
+    # Batches of two for the windows of the stack itself, and none beside them.
+    assert len(calls) - before == -(-segmenter.estimate(cones, Options(diameter=first.diameter)).windows // 2) < before
+    for other in (Volume.from_array(cones.array()[..., 1:]), Volume.from_array(cones.array(), VoxelSize(3, 1, 1))):
+        before = len(calls)
+        needed = segmenter.estimate(other, Options(diameter=segmenter.segment(other, Options()).diameter)).windows
+        assert len(calls) - before > -(-needed // 2)
+
+
+def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
+    """Looks of several requests, each with windows of its own, fill batches together."""
+    pixels = cones.array()
+    stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
+    fives = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
+    alone = [measuring(fives).segment(stack, Options()) for stack in stacks]
+    segmenter, device, asked, shares = measuring(fives), device_module.Device("device"), [], []
+
+    def run(window, image, overlap, **options):
+        asked.append(image)
+        return device.run(window, image, overlap, share=shares.append, **options)
+
+    with ThreadPoolExecutor(len(stacks)) as pool:
+        together = [pool.submit(segmenter.segment, stack, Options(), run=run) for stack in stacks]
+        # Nothing is computed until all of them wait.
+        until(lambda: len(device._lanes) == len(stacks))
+        device.start()
+        together = [segmentation.result() for segmentation in together]
+    device.close()
+    assert device.join(10)
+    # Of a batch of its own a request has all the room.
+    assert any(share.slots < 5 for share in shares)
+    for one, other in zip(alone, together, strict=True):
+        assert (one.width, one.notes) == (other.width, other.notes)
+        assert np.array_equal(one.segmentation.pixels, other.segmentation.pixels)
+
+
+def test_a_stack_whose_objects_cannot_be_measured_is_used_as_it_is_sampled(measuring):
+    result = measuring().segment(Volume.from_array(np.zeros((1, 20, 20, 20), np.uint8)), Options())
+    assert (result.segmentation.count, result.width, result.estimated) == (0, None, False)
+    (note,) = result.notes
+    assert "could not be told" in note
+
+
+def test_a_stack_that_would_become_too_large_is_used_as_it_is_sampled(measuring, cones):
+    few = settings_of().model_copy(update={"limits": Limits(windows=4)})
+    cones = Volume.from_array(cones.array()[:, :32, :32, :32])
+    result = measuring(few).segment(cones, Options())
+    assert result.width is not None
+    (note,) = result.notes
+    assert "yet the stack is used as it is sampled" in note
+    assert result.segmentation.count == measuring(few).segment(cones, Options(diameter="none")).segmentation.count
+
+
+def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, cones):
+    with pytest.raises(Cancelled, match="0 of"):
+        measuring().segment(cones, Options(), cancelled=lambda: True)
+
+    def crowded(windows):
+        if len(windows) > 1:
+            raise MemoryError
+        return see(windows)
+
+    expected = measuring().segment(cones, Options()).segmentation.pixels
+    segmenter = measuring()
+    segmenter._module.network.forward = crowded
+    result = segmenter.segment(cones, Options())
+    assert result.fallbacks == 1
+    assert np.array_equal(result.segmentation.pixels, expected)
+
+
+def test_only_models_of_objects_estimate_how_wide_these_are(bands, random_nuclei):
+    for spec in (bands, random_nuclei):
+        with pytest.raises(BadParameter, match="does not say how wide"):
+            Segmenter(spec, settings_of()).output(Options(diameter="auto"))
+
+
+def test_a_volume_that_cannot_fit_is_refused_at_once():
+    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=3 * 2**30, device_bytes=0)
+    check_memory(needed, None)
+    check_memory(needed, 3 * 2**30)
+    with pytest.raises(OutOfMemory, match=r"about 3.0 GiB of memory, 2.0 GiB are free") as caught:
+        check_memory(needed, 2 * 2**30)
+    assert caught.value.needed_bytes == needed.host_bytes
+
+
+def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):
+    def read(z0, z1):
+        raise AssertionError("must not be read")
+
+    volume = Volume((1, 10**5, 10**5, 10**5), np.dtype(np.uint8), read)
+    with pytest.raises(TooLarge):
+        eager.segment(volume, Options())
+
+
+def test_a_report_before_and_after_warming_up(bands):
+    segmenter = Segmenter(bands, settings_of(channels_last=False))
+    assert segmenter.report().engine == "starting"
+    segmenter.warm_up()
+    report = segmenter.report()
+    assert (report.device, report.engine, report.precision) == ("cpu", "eager", "fp32")
+    assert (report.memory_format, report.compile_mode) == ("contiguous", None)
+    assert (report.roi_size, report.sw_batch_size, report.overlap) == ((16, 32, 32), 2, 0.25)
+    assert report.warm_up_seconds > 0
+    assert report.device_name
+
+
+def test_warnings_are_reported_and_logged(bands, caplog):
+    with caplog.at_level(logging.WARNING):
+        segmenter = started(bands, settings_of("cudagraph"))
+    assert segmenter.report().warnings == ("The cudagraph engine needs a CUDA device; running eagerly.",)
+    assert "bands/1: The cudagraph engine needs" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+def test_a_device_that_is_not_there(bands):
+    with pytest.raises(ConfigError):
+        Segmenter(bands, Settings(device=Device(name="cuda")))

@@ -1,0 +1,279 @@
+"""Windows are cut and blended in C++ as with NumPy and torch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from service.core.config import Settings
+from service.core.errors import NonFiniteScores
+from service.inference.normalize import Scaling
+from service.inference.segmenter import Segmenter
+from service.inference.windows.blending import Blending, Grid, Slab, blender
+from service.inference.windows.kernels import PIXELS, Margins, Stitching, stitching
+from service.models.repository import ModelSpec
+
+CPU = torch.device("cpu")
+GAUSSIAN = Blending()
+LAYOUTS = {
+    "contiguous": lambda scores: scores,
+    "channels last": lambda scores: scores.to(memory_format=torch.channels_last_3d),
+    "bfloat16": lambda scores: scores.bfloat16(),
+    "bfloat16, channels last": lambda scores: scores.bfloat16().to(memory_format=torch.channels_last_3d),
+    "float64": lambda scores: scores.double(),
+    "part of a larger one": lambda scores: torch.cat([scores, scores], 4)[..., : scores.shape[4]],
+}
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Stitching:
+    stitching.prepare()
+    assert stitching.suits(CPU)
+    return stitching
+
+
+def blended(kernel: Stitching, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
+    made = blender(grid, windows.shape[1], blending, CPU, kernel)
+    slabs = [made.add(place, window) for place, window in zip(grid.positions(), windows, strict=True)]
+    return [slab for slab in slabs if slab is not None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(*[st.integers(1, 13)] * 3),
+    roi=st.tuples(*[st.integers(1, 7)] * 3),
+    overlap=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9]),
+    outputs=st.integers(1, 6),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    mode=st.sampled_from(["constant", "gaussian"]),
+)
+def test_slabs_are_those_of_torch(kernel, seed, size, roi, overlap, outputs, layout, mode):
+    torch.manual_seed(seed)
+    grid = Grid.cover(size, roi, overlap)
+    windows = LAYOUTS[layout](torch.randn(grid.count, outputs, *roi))
+    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (Stitching(), kernel))
+    for expected, made in zip(with_torch, found, strict=True):
+        assert made[:2] == expected[:2]
+        torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    width=st.integers(40, 150),
+    across=st.sampled_from([16, 19, 32, 37, 40]),
+    overlap=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    fault=st.sampled_from([None, torch.nan, torch.inf]),
+    data=st.data(),
+)
+def test_lines_of_many_vectors_are_those_of_torch_and_one_score_that_is_not_finite_is_found(
+    kernel, seed, width, across, overlap, layout, fault, data
+):
+    torch.manual_seed(seed)
+    grid = Grid.cover((3, 5, width), (2, 3, across), overlap)
+    windows = torch.randn(grid.count, 2, *grid.roi)
+    if fault is not None:
+        windows.view(-1)[data.draw(st.integers(0, windows.numel() - 1))] = fault
+    windows = LAYOUTS[layout](windows)
+    if fault is not None:
+        for one in (Stitching(), kernel):
+            with pytest.raises(NonFiniteScores):
+                blended(one, grid, windows, GAUSSIAN)
+        return
+    with_torch, found = (blended(one, grid, windows, GAUSSIAN) for one in (Stitching(), kernel))
+    for expected, made in zip(with_torch, found, strict=True):
+        assert made[:2] == expected[:2]
+        torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
+
+
+def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
+    grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
+    made = blender(grid, 2, Blending(), CPU, kernel)
+    places, last, rows = set(), None, 0
+    for place in grid.positions():
+        slab = made.add(place, torch.ones(2, *grid.roi))
+        if slab is not None:
+            # This one and the one before are there.
+            assert last is None or last.scores.data_ptr() != slab.scores.data_ptr()
+            last, rows = slab, rows + 1
+            places.add(slab.scores.data_ptr())
+    assert rows > 10
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("overlap", [0.25, 0.5, 0.8])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_any_number_of_threads_gives_the_same_bits(kernel, threads, overlap):
+    grid = Grid.cover((9, 11, 50), (4, 6, 20), overlap)
+    windows = torch.randn(grid.count, 3, *grid.roi)
+    alone = blended(kernel, grid, windows, GAUSSIAN)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = blended(kernel, grid, windows, GAUSSIAN)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a.scores, b.scores) for a, b in zip(alone, together, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(PIXELS),
+    size=st.tuples(*[st.integers(1, 9)] * 3),
+    steps=st.tuples(*[st.sampled_from([1, 2, -1])] * 3),
+    narrow=st.booleans(),
+    last=st.booleans(),
+    limits=st.sampled_from([(-1e6, 1e6), (0.0, 1.0)]),
+)
+def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, last, limits):
+    random = np.random.default_rng(seed)
+    every = tuple(length * abs(step) for length, step in zip(size, steps, strict=True))
+    if dtype.kind == "f":
+        pixels = (random.standard_normal(every) * 1e3).astype(dtype)
+    else:
+        pixels = random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, every, dtype, endpoint=True)
+    pixels = pixels[tuple(slice(None, None, step) for step in steps)]
+    pixels.flags.writeable = False
+    scaling = Scaling(*random.uniform(0.1, 300, 2).tolist(), *limits)
+    out = torch.empty(1, 2, *size, dtype=torch.bfloat16 if narrow else torch.float32)
+    if last:
+        out = out.to(memory_format=torch.channels_last_3d)
+    assert kernel.cuts(pixels, out)
+    kernel.cut(pixels, out[0, 1], scaling.offset, scaling.scale, limits)
+    assert torch.equal(out[0, 1], torch.from_numpy(scaling.apply(pixels)).to(out.dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.integers(1, 99),
+    most=st.sampled_from([0, 1, 7, 65535]),
+    step=st.sampled_from([1, 2, -1]),
+)
+def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
+    values = np.random.default_rng(seed).integers(0, most, size, np.uint16, endpoint=True)[::step]
+    counts = kernel.count(values)
+    assert counts.dtype == np.int64
+    np.testing.assert_array_equal(counts, np.bincount(values))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), size=st.integers(1, 300), most=st.sampled_from([1, 2, 40, 2**16]))
+def test_ranks_are_places_among_the_sorted(kernel, seed, size, most):
+    values = np.random.default_rng(seed).integers(0, most, size).astype(np.uint16)
+    counts, ordered = kernel.count(values), np.sort(values)
+    for rank in range(size):
+        assert kernel.rank(counts, rank) == (ordered[rank], np.count_nonzero(values < ordered[rank]))
+    for wrong in (counts.astype(np.int32), counts[None], np.zeros(8, np.int64)[::2]):
+        with pytest.raises(ValueError, match="no counts"):
+            kernel.rank(wrong, 0)
+
+
+def test_only_16_bits_are_counted(kernel):
+    assert not kernel.counts(np.zeros(3, np.uint8))
+    for values in (np.zeros(3, np.uint8), np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)):
+        with pytest.raises(ValueError, match="cannot be counted"):
+            kernel.count(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=st.sampled_from(list(LAYOUTS)[:4]),
+    value=st.sampled_from([0.0, torch.finfo(torch.bfloat16).max, -torch.inf, torch.inf, torch.nan, -torch.nan]),
+    size=st.tuples(*[st.integers(1, 5)] * 4),
+    data=st.data(),
+)
+def test_one_score_that_is_not_finite_is_found_anywhere(kernel, layout, value, size, data):
+    scores = torch.randn(1, *size)
+    scores.view(-1)[data.draw(st.integers(0, scores.numel() - 1))] = value
+    assert kernel.finite(LAYOUTS[layout](scores)) == bool(torch.isfinite(scores).all())
+
+
+def test_scores_that_cannot_be_looked_through_are_left_to_others(kernel):
+    scores = torch.zeros(1, 2, 3, 4, 5)
+    for other in (scores.double(), scores.half(), scores[..., ::2], scores.to("meta")):
+        assert not kernel.tells(other)
+        with pytest.raises(ValueError, match="looked through"):
+            kernel.finite(other)
+    assert not Stitching().tells(scores)
+
+
+def test_other_types_and_devices_are_left_to_others(kernel):
+    pixels = np.zeros((1, 2, 3), np.uint16)
+    assert kernel.cuts(pixels, torch.empty(1, 2, 3))
+    assert not kernel.cuts(pixels.astype(np.float64), torch.empty(1, 2, 3))
+    between = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
+    assert not kernel.cuts(between, torch.empty(1, 2, 3)), "they lie at odd addresses"
+    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
+    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, device="meta"))
+    assert not kernel.suits(torch.device("cuda"))
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
+    grid = Grid.cover((6, 6, 9), (4, 4, 4), 0.25)
+
+    def margins(**changed):
+        made = {"outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "least": 1e-3, "starts": grid.starts}
+        return Margins(**(made | changed))
+
+    for changed in (
+        {"weights": (torch.ones(4, dtype=torch.float64),) * 3},
+        {"weights": (torch.ones(4), torch.ones(4), torch.ones(4, device="meta"))},
+        {"weights": (torch.ones(4), torch.ones(4), torch.ones(3))},
+        {"size": (6, 6, 8)},
+        {"starts": ((0,), (0, 2), (0, 3, 5))},
+        {"starts": ((0, 2), (0, 2), (0, 5))},
+        {"starts": ((0, 2), (0, 2), (0, 3, 3, 5))},
+        {"starts": ((0, 2), (0, 2), ())},
+    ):
+        with pytest.raises(ValueError, match=r"weights must|do not cover"):
+            margins(**changed)
+    scores, means = torch.zeros(2, 4, 4, 4), margins().means(2, 2)
+    for window, index, room in (
+        (torch.zeros(2, 4, 4, 5), (0, 0, 0), means),
+        (torch.zeros(2, 4, 4, 4, device="meta"), (0, 0, 0), means),
+        (scores, (0, 0, 3), means),
+        (scores, (0, 0, -1), means),
+        (scores, (0, 1, 0), means),
+        (scores, (1, 0, 0), means),
+        (scores, (0, 0, 0), means.double()),
+        (scores, (0, 0, 0), means.transpose(1, 2)),
+        (scores, (0, 0, 0), means.to("meta")),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be added|cannot leave"):
+            kernel.blend(margins(), index, window, room)
+    with pytest.raises(ValueError, match="cut"):
+        kernel.cut(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
+
+
+def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    none = Stitching()
+    with caplog.at_level(logging.WARNING):
+        none.prepare()
+        none.prepare()
+    assert not none.suits(CPU)
+    assert sum("without the kernel" in record.message for record in caplog.records) == 1
+    grid = Grid.cover((3, 4, 5), (3, 4, 5), 0)
+    (slab,) = blended(none, grid, torch.ones(1, 1, 3, 4, 5), GAUSSIAN)
+    assert torch.equal(slab.scores, torch.ones(1, 1, 3, 4, 5))
+
+
+def test_warming_up_prepares_it(bands: ModelSpec, monkeypatch):
+    fresh = Stitching()
+    monkeypatch.setattr("service.inference.segmenter.stitching", fresh)
+    segmenter = Segmenter(
+        bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
+    )
+    assert not fresh.suits(CPU)
+    segmenter.warm_up()
+    assert fresh.suits(CPU)

@@ -1,0 +1,280 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monai.inferers.utils import sliding_window_inference
+from torch import Tensor, nn
+
+from service.core.errors import Cancelled, NonFiniteScores
+from service.inference.windows.blending import SKIPPED_BYTES, Blending, Grid, importance_map
+from service.inference.windows.kernels import Stitching, stitching
+from service.inference.windows.sliding_window import SlidingWindow, Sparse
+
+CPU = torch.device("cpu")
+GAUSSIAN = Blending("gaussian", 0.125)
+CONSTANT = Blending("constant")
+
+edges = st.integers(1, 13)
+rois = st.tuples(*[st.integers(1, 7)] * 3)
+sizes = st.tuples(edges, edges, edges)
+overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
+blendings = st.sampled_from([GAUSSIAN, CONSTANT])
+
+
+kernels = pytest.mark.parametrize("kernel", [Stitching(), stitching], ids=["torch", "kernel"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    stitching.prepare()
+    assert stitching.suits(CPU)
+
+
+def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernel=stitching):
+    return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU, kernel=kernel)
+
+
+def whole(slabs) -> Tensor:
+    """The slabs put together, which must tile the volume: rows without gaps, then planes without gaps."""
+    layers, rows, z, y = [], [], 0, 0
+    for slab in slabs:
+        if slab.z0 != z:
+            layers.append(torch.cat(rows, 3))
+            z, y, rows = z + layers[-1].shape[2], 0, []
+        assert (slab.z0, slab.y0) == (z, y)
+        y += slab.scores.shape[3]
+        rows.append(slab.scores)
+    return torch.cat([*layers, torch.cat(rows, 3)], 2)
+
+
+@kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 5), blending=blendings, channels=st.integers(1, 3)
+)
+def test_identity_network_gives_the_image_back(kernel, size, roi, overlap, batch_size, blending, channels):
+    image = torch.rand(1, channels, *size)
+    window = make(lambda x: x, roi, batch_size, blending, channels, kernel)
+    torch.testing.assert_close(whole(window.run(image, overlap)), image, atol=1e-6, rtol=1e-5)
+
+
+@kernels
+@settings(max_examples=40, deadline=None)
+@given(size=sizes, roi=rois, overlap=overlaps, batch_size=st.integers(1, 4), blending=blendings)
+def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
+    image = torch.randn(1, 2, *size)
+    with torch.inference_mode():
+        expected = sliding_window_inference(
+            image, roi, 1, network, overlap=overlap, mode=blending.mode, sigma_scale=blending.sigma
+        )
+        got = whole(make(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, rois, overlaps)
+def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
+    grid = Grid.cover(size, roi, overlap)
+    seen = torch.zeros(grid.padded, dtype=torch.int)
+    for place in grid.positions():
+        assert all(0 <= start <= edge - r for start, edge, r in zip(place, grid.padded, roi, strict=True))
+        seen[tuple(slice(start, start + edge) for start, edge in zip(place, roi, strict=True))] += 1
+    assert seen.min() >= 1
+    assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
+
+
+@pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
+def test_one_shape_is_ever_passed_to_the_network(size):
+    seen = set()
+
+    def network(x: Tensor) -> Tensor:
+        seen.add((tuple(x.shape), x.dtype, x.stride(), x.data_ptr()))
+        return x
+
+    window = make(network, (8, 8, 8), 3)
+    whole(window.run(torch.rand(1, 1, *size), 0.25))
+    assert len(seen) == 1
+    assert next(iter(seen))[0] == (3, 1, 8, 8, 8)
+
+
+def test_batches_have_the_dtype_and_layout_that_were_asked_for():
+    formats = []
+
+    def network(x: Tensor) -> Tensor:
+        formats.append((x.dtype, x.is_contiguous(memory_format=torch.channels_last_3d)))
+        return x.float()
+
+    window = SlidingWindow(
+        network,
+        2,
+        (4, 4, 4),
+        2,
+        blending=GAUSSIAN,
+        device=CPU,
+        dtype=torch.bfloat16,
+        memory_format=torch.channels_last_3d,
+    )
+    image = torch.rand(1, 2, 6, 6, 6).bfloat16().float()
+    torch.testing.assert_close(whole(window.run(image, 0.5)), image, atol=1e-6, rtol=1e-5)
+    assert set(formats) == {(torch.bfloat16, True)}
+
+
+def test_what_an_earlier_volume_left_in_the_batch_does_not_show():
+    window = make(lambda x: x, (4, 4, 4), 4)
+    whole(window.run(torch.full((1, 1, 8, 8, 8), 7.0), 0))
+    assert torch.equal(whole(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_scores_of_a_single_window_are_copied_unless_they_last(lasting):
+    scores = torch.rand(1, 2, 4, 4, 4)
+    window = make(lambda _batch: scores, (4, 4, 4), 1)
+    window = window.with_network(window.network, lasting=lasting)
+    (slab,) = window.run(torch.zeros(1, 1, 4, 4, 4), 0)
+    assert torch.equal(slab.scores, scores)
+    assert (slab.scores.data_ptr() == scores.data_ptr()) == lasting
+
+
+def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
+    calls = []
+
+    def network(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x
+
+    window = make(network, (4, 4, 4), 1)
+    slabs = window.run(torch.rand(1, 1, 6, 10, 7), 0.5)
+    left = [(slab.z0, slab.y0, tuple(slab.scores.shape[2:]), len(calls)) for slab in slabs]
+    # Three windows along x to a row, rows from 0, 2, 4 and 6, layers from 0 and 2.
+    assert left == [
+        *((0, 0, (2, 2, 7), 3), (0, 2, (2, 2, 7), 6), (0, 4, (2, 2, 7), 9), (0, 6, (2, 4, 7), 12)),
+        *((2, 0, (4, 2, 7), 15), (2, 2, (4, 2, 7), 18), (2, 4, (4, 2, 7), 21), (2, 6, (4, 4, 7), 24)),
+    ]
+
+
+def test_progress_counts_windows():
+    steps = []
+    window = make(lambda x: x, (4, 4, 4), 3)
+    whole(window.run(torch.rand(1, 1, 8, 8, 4), 0, progress=lambda done, total: steps.append((done, total))))
+    assert steps == [(3, 4), (4, 4)]
+
+
+def test_cancelling_stops_before_the_next_batch():
+    calls = []
+
+    def network(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x
+
+    window = make(network, (4, 4, 4), 2)
+    with pytest.raises(Cancelled, match="after 4 of 8"):
+        whole(window.run(torch.rand(1, 1, 8, 8, 8), 0, cancelled=lambda: len(calls) == 2))
+    assert len(calls) == 2
+
+
+@kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("z", [0, 9])
+def test_scores_that_are_not_finite_are_refused(value, z, kernel):
+    image = torch.zeros(1, 1, 10, 6, 6)
+    image[0, 0, z, 3, 3] = value
+    with pytest.raises(NonFiniteScores, match="fp32"):
+        whole(make(lambda x: x, (4, 4, 4), kernel=kernel).run(image, 0.25))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(4, 4, 4), (2, 3, 4)])
+def test_scores_of_a_single_window_are_looked_through_as_well(dtype, size, kernel):
+    window = make(lambda x: x.to(dtype), (4, 4, 4), kernel=kernel)
+    image = torch.rand(1, 1, *size).to(dtype).float()
+    (slab,) = window.run(image, 0.25)
+    assert torch.equal(slab.scores.float(), image)
+    assert slab.scores.dtype in {torch.float32, dtype}
+    image[0, 0, -1, -1, -1] = float("nan")
+    with pytest.raises(NonFiniteScores, match="fp32"):
+        list(window.run(image, 0.25))
+
+
+def test_an_elastic_network_is_given_no_more_windows_than_there_are():
+    lengths = []
+
+    def network(x):
+        lengths.append(len(x))
+        return 2 * x
+
+    image = torch.rand(1, 1, 4, 4, 12)
+    rigid = make(network, (4, 4, 4), batch_size=2)
+    elastic = rigid.with_network(network, elastic=True)
+    expected = whole(rigid.run(image, 0.0))
+    assert lengths == [2, 2]
+    assert torch.equal(whole(elastic.run(image, 0.0)), expected)
+    assert lengths == [2, 2, 2, 1]
+    assert (rigid.slots(1), elastic.slots(1)) == (2, 1)
+    assert not elastic.with_network(network).elastic, "another network need not be"
+
+
+def test_another_network_runs_through_the_same_batch_buffer():
+    window = make(lambda x: x, (4, 4, 4))
+    doubled = window.with_network(lambda x: 2 * x, lasting=True)
+    assert doubled.lasting
+    assert not doubled.with_network(lambda x: x).lasting, "another network need not be"
+    image = torch.rand(1, 1, 5, 5, 5)
+    assert doubled.batch is window.batch
+    torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)
+    torch.testing.assert_close(whole(window.run(image, 0.25)), image)
+
+
+def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
+    """What windows of an identity network add up to, with `scores` [K] in those that are skipped; [1, K, Z, Y, X]."""
+    importance = importance_map(grid.roi, blending, CPU)
+    edges = zip(grid.before, grid.padded, grid.size, strict=True)
+    padding = [(before, edge - length - before) for before, edge, length in edges]
+    padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
+    sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded)
+    for place in grid.positions():
+        box = tuple(slice(start, start + edge) for start, edge in zip(place, grid.roi, strict=True))
+        here = (slice(None), *box)
+        sums[here] += importance * (scores[:, None, None, None] if place in skipped else padded[here])
+        weights[box] += importance
+    inside = (slice(before, before + length) for before, length in zip(grid.before, grid.size, strict=True))
+    return (sums / weights)[(None, slice(None), *inside)]
+
+
+@kernels
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), size=sizes, roi=rois, overlap=overlaps, blending=blendings)
+def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, data, size, roi, overlap, blending):
+    batch_size, random = data.draw(st.integers(1, 4)), data.draw(st.randoms(use_true_random=False))
+    grid = Grid.cover(size, roi, overlap)
+    computed = random.sample(list(grid.positions()), random.randint(1, grid.count))
+    skipped = frozenset(grid.positions()) - set(computed)
+    image, scores, calls = torch.rand(1, 2, *size), torch.tensor([0.25, -3.0]), []
+
+    def network(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x
+
+    window = make(network, roi, batch_size, blending, 2, kernel)
+    got = whole(window.run(Sparse(image, skipped, scores), overlap))
+    torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
+    assert len(calls) == -(-len(computed) // batch_size)
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes, rois, overlaps, st.integers(1, 4))
+def test_nothing_skipped_is_bit_equal(size, roi, overlap, batch_size):
+    image, window = torch.rand(1, 1, *size), make(lambda x: x, roi, batch_size)
+    sparse = Sparse(image, frozenset(), torch.zeros(1))
+    assert torch.equal(whole(window.run(sparse, overlap)), whole(window.run(image, overlap)))
+
+
+def test_slabs_of_skipped_rows_leave_in_portions():
+    roi, batch_size = (32, 64, 64), 2
+    rows = Grid.cover((32, 4096, 512), roi, 0.25).rows_to_skip(3, batch_size)
+    assert rows > 1
+    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= SKIPPED_BYTES
+    assert Grid.cover((32, 512, 30_000), roi, 0.25).rows_to_skip(3, batch_size) == 1
