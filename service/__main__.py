@@ -133,12 +133,12 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
 
 def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
+    from service.core.timing import Stages  # noqa: PLC0415
     from service.formats import tiff_reader  # noqa: PLC0415
+    from service.inference.batcher import device_of  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
-    from service.metrics import Stages  # noqa: PLC0415
-    from service.schemas import Query, explain  # noqa: PLC0415
-    from service.station import device_of  # noqa: PLC0415
+    from service.serving.parameters import Query, explain  # noqa: PLC0415
 
     given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
     try:

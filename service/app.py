@@ -37,9 +37,10 @@ from service.routes.connection import Connection
 from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.routes.middleware import Lingering, RequestLog, SafeHeaders
 from service.routes.requests import Express
-from service.runtime import Runtime
-from service.schemas import PROBLEM_TYPE, Problem, explain, problem_members
-from service.spool import Spool
+from service.schemas import PROBLEM_TYPE, Problem, problem_members
+from service.serving.async_jobs import Spool
+from service.serving.parameters import explain
+from service.serving.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

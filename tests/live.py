@@ -20,7 +20,7 @@ from service.app import configured, create_app
 from service.core.config import Settings
 from service.inference.segmenter import Segmenter
 from service.models.repository import ModelSpec
-from service.runtime import Runtime
+from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
 

@@ -20,8 +20,8 @@ from starlette.testclient import TestClient
 from service.app import STATUS, address_of, create_app, listen, status_of
 from service.core import errors
 from service.core.config import Settings
-from service.runtime import Runtime
-from service.schemas import Query
+from service.serving.parameters import Query
+from service.serving.runtime import Runtime
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

@@ -10,8 +10,8 @@ from service.bench.networks import Row
 from service.bench.session import Wanted, run
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
+from service.inference.batcher import device_of
 from service.inference.segmenter import Segmenter
-from service.station import device_of
 
 SETTINGS = Settings.model_validate(
     {"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager", "precision": "fp32"}}

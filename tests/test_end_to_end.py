@@ -29,7 +29,7 @@ from service.core.config import Settings
 from service.core.volume import Segmentation
 from service.inference.label_agreement import share_differing
 from service.routes.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
-from service.schemas import Query
+from service.serving.parameters import Query
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
 

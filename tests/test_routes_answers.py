@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.routes.answers import SMALL_BYTES, Found, respond
-from service.store import Outcome
+from service.serving.job_store import Outcome
 
 OUTCOME = Outcome("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
 

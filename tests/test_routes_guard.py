@@ -21,7 +21,7 @@ from service.app import create_app
 from service.core import logs
 from service.core.config import Settings
 from service.routes.guard import host_of, matches, shown_key
-from service.runtime import Runtime
+from service.serving.runtime import Runtime
 
 ADA, BOB = "stackseg_ada", "stackseg_bob"
 KEYS = {"ada": hash_of(ADA), "bob": hash_of(BOB)}

@@ -17,14 +17,14 @@ from fakes import WINDOWS, FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service import spool
 from service.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS
 from service.models.repository import ModelSpec
-from service.runtime import Runtime
-from service.store import JobStore
+from service.serving import async_jobs
+from service.serving.job_store import JobStore
+from service.serving.runtime import Runtime
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -418,7 +418,7 @@ def test_old_jobs_are_deleted_once_that_is_possible_again(
         if len(calls) == 1:
             raise OutOfStorage("The disk is full.")
 
-    monkeypatch.setattr(spool, "EXPIRY_SECONDS", 0.01)
+    monkeypatch.setattr(async_jobs, "EXPIRY_SECONDS", 0.01)
     monkeypatch.setattr(JobStore, "expire", expire)
     (host[1] / "other").mkdir()
     with start(bands_repository, host[1] / "other"):

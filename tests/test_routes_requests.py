@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from service.core.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
 from service.routes.requests import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
 from service.routes.threads import FILES, followed, in_thread
-from service.schemas import Query
+from service.serving.parameters import Query
 
 
 def connected(gone: asyncio.Event) -> Request:

@@ -19,7 +19,6 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.answers import answer_name, fingerprint
 from service.app import create_app
 from service.core.config import Settings
 from service.core.volume import VoxelSize
@@ -27,9 +26,10 @@ from service.models.repository import ModelSpec
 from service.routes.answers import NOTE_LETTERS, headers_of
 from service.routes.threads import NAMED_FILES
 from service.routes.uploads import BLOCK_BYTES
-from service.runtime import WAITING_READERS, Runtime
-from service.schemas import Query
-from service.store import Outcome
+from service.serving.job_store import Outcome
+from service.serving.parameters import Query
+from service.serving.results import answer_name, fingerprint
+from service.serving.runtime import WAITING_READERS, Runtime
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))

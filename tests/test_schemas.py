@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.core.volume import Diameter, Options, Selection, VoxelSize
-from service.schemas import Query, explain
+from service.serving.parameters import Query, explain
 
 
 def test_query_becomes_a_selection_and_options() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from service.bench.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
+from service.core.timing import Stages
 from service.core.volume import Array, Options, Segmentation, Selection
 from service.formats import tiff_reader
 from service.inference.batcher import Device
@@ -26,7 +27,6 @@ from service.inference.label_agreement import image_of
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.metrics import Stages
 from service.models.repository import ModelSpec
 
 LIMIT_BYTES = 2**40

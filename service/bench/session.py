@@ -20,10 +20,10 @@ from service.core import hardware
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
 from service.engine.plans import Choice
+from service.inference.batcher import device_of
 from service.inference.segmenter import EngineReport, Segmenter
 from service.models.loader import load
 from service.models.repository import ModelSpec
-from service.station import device_of
 
 log = logging.getLogger(__name__)
 

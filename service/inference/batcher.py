@@ -13,12 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from service.core import hardware
+from service.core.config import MOST_STREAMS, Settings
 from service.core.errors import Cancelled
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, Part, SlidingWindow
@@ -27,6 +30,8 @@ T = TypeVar("T")
 
 # How often a request that waits looks whether it was cancelled, even if the device does not answer any more.
 LOOK_SECONDS = 0.2
+# For a batch that is being computed while nobody waits for it any more.
+CLOSE_SECONDS = 5.0
 
 
 class Share(NamedTuple):
@@ -439,3 +444,23 @@ def _blended(flight: _Flight) -> list[Slab] | Exception:
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     return slabs
+
+
+@contextmanager
+def device_of(settings: Settings) -> Iterator[Device]:
+    """The device of `settings.device.name` as a station has it, for as long as nobody serves. Raises ConfigError."""
+    device = make_device(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
+    device.start()
+    try:
+        yield device
+    finally:
+        device.close()
+        device.join(CLOSE_SECONDS)
+
+
+def make_device(settings: Settings, *, on_host: bool) -> Device:
+    """Make a device with as many streams as a model may have at most, each of which gets its part of the cores."""
+    cores = settings.device.threads or hardware.usable_cores()
+    wanted = settings.engine.streams
+    most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
+    return Device("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))

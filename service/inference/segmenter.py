@@ -19,6 +19,7 @@ from service.core.buffers import allocator
 from service.core.config import Settings
 from service.core.cpp_extension import shelf
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.timing import Stages
 from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
 from service.engine import backends, plans, torch_compile
 from service.engine.plans import Trial
@@ -34,7 +35,6 @@ from service.inference.normalize import Size, normalised, on_grid, resample, wor
 from service.inference.windows.blending import Grid, Slab
 from service.inference.windows.kernels import stitching
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.metrics import Stages
 from service.models.loader import Network, load, weight_bytes
 from service.models.repository import Instances, ModelSpec
 

@@ -11,8 +11,8 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from service.core.volume import VoxelSize
-from service.schemas import Saved
-from service.store import Outcome
+from service.serving.job_store import Outcome
+from service.serving.results import Saved
 
 NOTE_LETTERS = 2000
 

@@ -7,9 +7,9 @@ import asyncio
 from fastapi import APIRouter, Response
 
 from service.core import hardware
-from service.metrics import CONTENT_TYPE
 from service.routes.requests import RuntimeDependency
 from service.schemas import DeviceReport, GpuReport
+from service.serving.metrics import CONTENT_TYPE
 
 router = APIRouter(tags=["operation"])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from service.core.errors import RequestError
+from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.estimate import Outlook
-from service.metrics import Stages
 from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
 from service.routes.threads import in_thread
 from service.schemas import Inspection

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
 from service.core.errors import StackSegError, UnknownJob
-from service.metrics import Stages
+from service.core.timing import Stages
 from service.routes.answers import ANSWER, LabelResponse, opened, respond
 from service.routes.requests import (
     REQUEST,
@@ -26,10 +26,10 @@ from service.routes.requests import (
     while_connected,
 )
 from service.routes.threads import in_thread
-from service.runtime import Runtime
 from service.schemas import JobList, JobProblem, JobProgress, JobReport
-from service.schemas import Query as Parameters
-from service.spool import Spool, View
+from service.serving.async_jobs import Spool, View
+from service.serving.parameters import Query as Parameters
+from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["jobs"])
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from service.models.repository import usual
 from service.routes.requests import RuntimeDependency
-from service.runtime import ModelState
 from service.schemas import Loaded, ModelInfo, ModelList
+from service.serving.runtime import ModelState
 
 router = APIRouter(tags=["models"])
 

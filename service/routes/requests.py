@@ -18,18 +18,18 @@ from starlette.datastructures import QueryParams
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.answers import Arrival, check_places
 from service.core.errors import BadParameter, Cancelled, TimedOut
+from service.core.timing import Stages
 from service.inference.estimate import Outlook
-from service.metrics import Stages
 from service.models.repository import ModelSpec
 from service.routes.headers import stated
 from service.routes.threads import NAMED_FILES, in_thread
 from service.routes.uploads import Upload, is_multipart, receive
-from service.runtime import Runtime, is_there, storage
-from service.schemas import Query, explain
-from service.spool import Spool
-from service.store import INPUT
+from service.serving.async_jobs import Spool
+from service.serving.job_store import INPUT
+from service.serving.parameters import Query, explain
+from service.serving.results import Arrival, check_places
+from service.serving.runtime import Runtime, is_there, storage
 
 T = TypeVar("T")
 

@@ -13,22 +13,9 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.answers import (
-    Answer,
-    Pixels,
-    answer_name,
-    fingerprint,
-    outcome_of,
-    read_pixels,
-    settle,
-    small_answer,
-    write_answer,
-)
-from service.cache import Kept
 from service.core.errors import Cancelled, NotReady
+from service.core.timing import Stages
 from service.inference.segmenter import Result
-from service.jobs import Job
-from service.metrics import Stages
 from service.models.repository import ModelSpec
 from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
 from service.routes.jobs import ACCEPTED, accept
@@ -46,8 +33,21 @@ from service.routes.requests import (
     while_connected,
 )
 from service.routes.threads import FILES, NAMED_FILES, followed, in_thread
-from service.runtime import Runtime
-from service.store import Outcome
+from service.serving.job_queue import Job
+from service.serving.job_store import Outcome
+from service.serving.result_cache import Kept
+from service.serving.results import (
+    Answer,
+    Pixels,
+    answer_name,
+    fingerprint,
+    outcome_of,
+    read_pixels,
+    settle,
+    small_answer,
+    write_answer,
+)
+from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"], route_class=Direct)
 

@@ -19,7 +19,7 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.volume import VoxelSize
-from service.store import INPUT, JobStore, Order, Outcome
+from service.serving.job_store import INPUT, JobStore, Order, Outcome
 
 ORDER = Order("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
 OUTCOME = Outcome(

@@ -8,7 +8,7 @@ import pytest
 
 from service.core import config
 from service.core.errors import BadParameter, ConfigError, OutputExists
-from service.references import References
+from service.serving.host_files import References
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Literal
 
@@ -22,45 +20,6 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
-
-
-class Stages:
-    """Seconds that each stage of one request took, in the order in which they happened."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """Seconds since this object was made."""
-        return time.perf_counter() - self._began
-
-    def measure(self, name: str) -> AbstractContextManager[None]:
-        """Time the block as stage `name`."""
-        return _Measured(self, name)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def update(self, seconds: Mapping[str, float]) -> None:
-        for name, value in seconds.items():
-            self.add(name, value)
-
-
-class _Measured(AbstractContextManager[None]):
-    """A block that is timed as a stage; a generator in its place takes longer than some of what is timed."""
-
-    __slots__ = ("_began", "_name", "_stages")
-
-    def __init__(self, stages: Stages, name: str) -> None:
-        self._stages, self._name = stages, name
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._stages.add(self._name, time.perf_counter() - self._began)
 
 
 class Metrics:

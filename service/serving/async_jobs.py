@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from service.answers import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
 from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
+from service.core.timing import Stages
 from service.inference.segmenter import Result
-from service.jobs import Job, Needs, Progress
-from service.metrics import Stages
-from service.runtime import JOIN_SECONDS, Runtime, storage
-from service.schemas import Query
-from service.station import Seat
-from service.store import INPUT, JobStore, Order, Outcome, Record
+from service.serving.device_worker import Seat
+from service.serving.job_queue import Job, Needs, Progress
+from service.serving.job_store import INPUT, JobStore, Order, Outcome, Record
+from service.serving.parameters import Query
+from service.serving.results import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
+from service.serving.runtime import JOIN_SECONDS, Runtime, storage
 
 WRITERS = 2
 EXPIRY_SECONDS = 60.0

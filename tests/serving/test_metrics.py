@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from service.metrics import Metrics, Stages
+from service.core.timing import Stages
+from service.serving.metrics import Metrics
 
 
 def test_stages_add_up_in_the_order_in_which_they_happened() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cache import ResultCache
+from service.serving.result_cache import ResultCache
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile, NotReady, QueueFull
-from service.jobs import BATCHES_AHEAD, Free, Job, JobQueue, Needs, Progress
+from service.serving.job_queue import BATCHES_AHEAD, Free, Job, JobQueue, Needs, Progress
 
 
 def done(_job: Job[int]) -> int:

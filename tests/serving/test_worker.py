@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from service.core.errors import BadFile
-from service.worker import Worker
+from service.serving.worker import Worker
 
 
 class Recorded:

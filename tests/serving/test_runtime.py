@@ -31,9 +31,9 @@ from service.core.volume import Options, Volume
 from service.inference.segmenter import Result, Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.jobs import Job
-from service.runtime import MARKER, Runtime, make_held_folder, storage, sweep
-from service.station import station_settings
+from service.serving.device_worker import station_settings
+from service.serving.job_queue import Job
+from service.serving.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:

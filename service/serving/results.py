@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
+from pydantic import BaseModel
+
 from service.core.errors import BadParameter, Cancelled
+from service.core.timing import Stages
 from service.core.volume import Segmentation, Volume
 from service.inference.segmenter import Result
-from service.metrics import Stages
-from service.runtime import Runtime
-from service.schemas import Query, Saved
-from service.store import Outcome
+from service.serving.job_store import Outcome
+from service.serving.parameters import Query
+from service.serving.runtime import Runtime
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
@@ -30,6 +32,16 @@ SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
 
 # What the name of a file that is written on the host ends with, by the media type of the answer.
 SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
+
+
+class Saved(BaseModel):
+    """What was written on the service's host. `output` is the `output_to` of the request."""
+
+    output: str
+    media_type: str
+    bytes: int
+    model: str
+    objects: int | None
 
 
 class Arrival(NamedTuple):

@@ -22,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from service.cache import ResultCache
 from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
@@ -34,15 +33,16 @@ from service.formats.sandbox import Reader
 from service.inference import measurements
 from service.inference.estimate import Estimate
 from service.inference.segmenter import Result, Segmenter
-from service.jobs import Job
-from service.metrics import Metrics
 from service.models import repository
 from service.models.repository import ModelSpec
-from service.references import References
-from service.residents import Standing
-from service.station import Load, Seat, Station, station_settings
-from service.store import Outcome
-from service.trimming import Trimmer
+from service.serving.device_worker import Load, Seat, Station, station_settings
+from service.serving.host_files import References
+from service.serving.job_queue import Job
+from service.serving.job_store import Outcome
+from service.serving.malloc_trim import Trimmer
+from service.serving.metrics import Metrics
+from service.serving.model_cache import Standing
+from service.serving.result_cache import ResultCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30

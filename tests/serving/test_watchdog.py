@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 from paths import ROOT
 
-from service.watchdog import EXIT_STATUS, Watchdog
+from service.serving.watchdog import EXIT_STATUS, Watchdog
 
 
 class Device:
@@ -109,7 +109,7 @@ def test_stopped_watchdog_looks_no_more() -> None:
 
 STUCK = """
 import logging, sys, time
-from service.watchdog import Watchdog
+from service.serving.watchdog import Watchdog
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
 Watchdog(lambda: 1, lambda: True, batch_seconds=0.5, grace_seconds=0.5).start()
 time.sleep(60)

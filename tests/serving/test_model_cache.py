@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BrokenModel, Cancelled, OutOfMemory
-from service.residents import Lease, Residents
+from service.serving.model_cache import Lease, Residents
 
 
 class Model(NamedTuple):

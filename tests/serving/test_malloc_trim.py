@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from fakes import until
 
-from service.trimming import WORK_SECONDS, Trimmer
+from service.serving.malloc_trim import WORK_SECONDS, Trimmer
 
 
 class Process:

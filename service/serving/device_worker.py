@@ -6,27 +6,26 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from service.core import hardware
-from service.core.config import MOST_STREAMS, Settings
+from service.core.config import Settings
 from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
-from service.inference.batcher import Device, Share
+from service.inference.batcher import Share, make_device
 from service.inference.estimate import Estimate, Outlook
 from service.inference.segmenter import Result, Segmenter, exhausted
-from service.jobs import Free, Job, JobQueue, Needs
-from service.metrics import Metrics
 from service.models.repository import ModelSpec
-from service.residents import Lease, Residents, too_large
-from service.watchdog import Watchdog
-from service.worker import Worker
+from service.serving.job_queue import Free, Job, JobQueue, Needs
+from service.serving.metrics import Metrics
+from service.serving.model_cache import Lease, Residents, too_large
+from service.serving.watchdog import Watchdog
+from service.serving.worker import Worker
 
 # Of weights on a CPU, until a model was loaded once: as in the file, prepared, and packed by an engine.
 COPIES = 3
@@ -34,8 +33,6 @@ COPIES = 3
 ASSUMED_LOAD_SECONDS = 10.0
 # What is free may be this old.
 FRESH_SECONDS = 0.02
-# For a batch that is being computed while nobody waits for it any more.
-CLOSE_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class Station:
         self.residents: Residents[Segmenter] = Residents(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
-        self._device = _device(settings, on_host=self._on_host)
+        self._device = make_device(settings, on_host=self._on_host)
         # With more, each of many requests would have threads of its own, which wait for their next work by turning in
         # circles, on cores that the network needs.
         self._worker = Worker("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
@@ -301,26 +298,6 @@ def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
         device = settings.device.model_copy(update={"name": name, "threads": threads})
         found.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
     return found
-
-
-@contextmanager
-def device_of(settings: Settings) -> Iterator[Device]:
-    """The device of `settings.device.name` as a station has it, for as long as nobody serves. Raises ConfigError."""
-    device = _device(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
-    device.start()
-    try:
-        yield device
-    finally:
-        device.close()
-        device.join(CLOSE_SECONDS)
-
-
-def _device(settings: Settings, *, on_host: bool) -> Device:
-    """With as many streams as a model may have at most, each of which gets its part of the cores."""
-    cores = settings.device.threads or hardware.usable_cores()
-    wanted = settings.engine.streams
-    most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
-    return Device("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))
 
 
 def _needs(needed: Estimate) -> Needs:

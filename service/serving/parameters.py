@@ -1,0 +1,156 @@
+"""Parameters of a request: what `/segment`, `/inspect`, jobs and the command line may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from service.core.errors import BadParameter, fault_message
+from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
+
+
+class Query(BaseModel):
+    """Parameters of `/segment` and `/inspect`: which part of the file to read, what it does not say, what to do."""
+
+    # Those of one address are one object, whoever sends it; and what is worked out of it stays with it, so it is never
+    # copied with changes.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
+    channel: Annotated[
+        str | None,
+        Field(max_length=256, description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"]),
+    ] = None
+    time: Annotated[int | None, Field(ge=0, description="Time point to segment, from 0.")] = None
+    axes: Annotated[
+        str | None,
+        Field(
+            max_length=16,
+            description="One letter of T, Z, C, Y, X, S per stored dimension; overrides the file.",
+            examples=["ZYX", "TZCYX"],
+        ),
+    ] = None
+    voxel_size: Annotated[
+        str | None,
+        Field(description="Voxel size Z,Y,X in micrometres; overrides the file.", examples=["0.5,0.2,0.2"]),
+    ] = None
+    sw_batch_size: Annotated[int | None, Field(ge=1, description="Windows per call of the network.")] = None
+    overlap: Annotated[
+        float | None, Field(ge=0, lt=1, description="Share of a window that it has in common with the next one.")
+    ] = None
+    diameter: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Width of the objects in the plane, or along Z,Y,X, in voxels (px) or micrometres (um); the "
+            "stack is resampled to the width at which the model works best. auto: the width is estimated from the "
+            "stack; none: the stack is used as it is sampled. What the model's file says if not given.",
+            examples=["15px", "7,15,15px", "6.5um", "auto"],
+        ),
+    ] = None
+    skip_below: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Windows without any voxel above this grey value of the stack are not computed, and count as "
+            "background. auto: above the stack's background; none: all windows are computed. What the operator has set "
+            "if not given.",
+            examples=["120", "auto"],
+        ),
+    ] = None
+    output: Annotated[
+        OutputKind | None,
+        Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
+    ] = None
+
+    measurements: Annotated[
+        Literal["csv", "zip"] | None,
+        Field(description="csv: a table of the objects instead of the labels; zip: both files in an archive."),
+    ] = None
+
+    input: Annotated[
+        str | None,
+        Field(
+            max_length=1024,
+            description="A file of the service's host instead of a body: a folder that the operator has named, and the "
+            "way from there.",
+            examples=["scans/2026/stack.tif"],
+        ),
+    ] = None
+    output_to: Annotated[
+        str | None,
+        Field(
+            max_length=1024,
+            description="Where on the service's host the result goes; the answer then only says what was written.",
+            examples=["results/2026/stack_labels.tif"],
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None, Field(description="With output_to: whether a file that is there already is replaced.")
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_blanks(cls, given: Any) -> Any:
+        """A browser sends the fields of a form that were left empty."""
+        return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
+
+    @field_validator("voxel_size")
+    @classmethod
+    def _three_lengths(cls, text: str | None) -> str | None:
+        if text is not None:
+            _voxel_size(text)
+        return text
+
+    @field_validator("diameter", "skip_below")
+    @classmethod
+    def _understood(cls, text: str | None, field: ValidationInfo) -> str | None:
+        if text is not None:
+            try:
+                (parse_size if field.field_name == "diameter" else parse_grey)(text)
+            except BadParameter as error:
+                raise ValueError(str(error)) from None
+        return text
+
+    @cached_property
+    def selection(self) -> Selection:
+        channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
+        size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
+        return Selection(channel, self.time, self.axes.upper() if self.axes else None, size)
+
+    @cached_property
+    def canonical(self) -> str:
+        """All but the model as JSON, the same for the same parameters."""
+        return self.model_dump_json(exclude={"model"})
+
+    @cached_property
+    def options(self) -> Options:
+        diameter = None if self.diameter is None else parse_size(self.diameter)
+        skip_below = None if self.skip_below is None else parse_grey(self.skip_below)
+        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)
+
+
+def explain(faults: Iterable[Mapping[str, Any]]) -> str:
+    """What pydantic found wrong with parameters, in sentences that name them."""
+    sentences = []
+    for fault in faults:
+        name = str(fault["loc"][-1]) if fault["loc"] else "parameters"
+        if fault["type"] == "extra_forbidden":
+            sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
+        else:
+            sentences.append(f"{name}: {fault_message(fault)}.")
+    return " ".join(sentences)
+
+
+def _voxel_size(text: str) -> VoxelSize:
+    try:
+        z, y, x = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("three positive numbers Z,Y,X in micrometres are expected, such as 0.5,0.2,0.2") from None
+    try:
+        return VoxelSize(z, y, x)
+    except BadParameter as error:
+        raise ValueError(f"{error} Z,Y,X are expected, such as 0.5,0.2,0.2") from None
