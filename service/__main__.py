@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from service import access
+from service.api import api_keys
 from service.commands import bench as bench_command
 from service.commands import evaluate as evaluate_command
 from service.commands import models as models_command
@@ -117,7 +117,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
     # Read when torch is imported. The network's threads otherwise wait for each other by turning in circles, on cores
     # on which other requests are decoded meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from service.app import serve  # noqa: PLC0415
+    from service.api.app import serve  # noqa: PLC0415
 
     chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     settings = overruled(settings, "server", {name: value for name, value in chosen.items() if value is not None})
@@ -180,11 +180,11 @@ def run_key(options: argparse.Namespace, _settings: Settings) -> int:
     """Print a new API key, and the lines for the configuration by which the service will know it."""
     if not re.fullmatch(KEY_NAME, options.name):
         raise BadParameter(f"{options.name!r}: use up to 64 letters, digits and . _ @ -, a letter or digit first.")
-    key = access.new_key()
+    key = api_keys.new_key()
     sys.stdout.write(
         f"The key of {options.name}, shown this once; sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`:\n\n"
         f"{key}\n\nFor the configuration, which holds only its hash:\n\n"
-        f'access:\n  keys:\n    "{options.name}": {access.hash_of(key)}\n'
+        f'access:\n  keys:\n    "{options.name}": {api_keys.hash_of(key)}\n'
     )
     return 0
 

@@ -16,7 +16,7 @@ import tifffile
 import uvicorn
 from numpy.typing import NDArray
 
-from service.app import configured, create_app
+from service.api.app import configured, create_app
 from service.core.config import Settings
 from service.inference.segmenter import Segmenter
 from service.models.repository import ModelSpec

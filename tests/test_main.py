@@ -20,7 +20,7 @@ from live import as_tiff
 from paths import ROOT
 
 from service.__main__ import is_public, main
-from service.access import Keys, hash_of
+from service.api.api_keys import Keys, hash_of
 from service.core.config import read_settings
 from service.models.repository import ModelSpec
 
@@ -265,7 +265,7 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> No
 def test_service_that_compiles_nothing_waits_neither_for_the_compiler_nor_for_what_networks_of_monai_do_without() -> (
     None
 ):
-    modules = "import service.app, service.models.monai_architectures, sys; print(*sys.modules)"
+    modules = "import service.api.app, service.models.monai_architectures, sys; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
     names = set(imported.stdout.split())
     assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names

@@ -33,7 +33,7 @@ StackSegError
 
 A message is one or two sentences for the person who can act on it: what was found, and what to do.
 `slug` is the stable last part of the problem type that clients may match on.
-HTTP status codes are not known here; `service.app` has the one table.
+HTTP status codes are not known here; `service.api.app` has the one table.
 """
 
 from collections.abc import Mapping

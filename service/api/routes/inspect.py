@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from service.api.admission import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
+from service.api.schemas import Inspection
+from service.api.threads import in_thread
 from service.core.errors import RequestError
 from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.estimate import Outlook
-from service.routes.requests import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
-from service.routes.threads import in_thread
-from service.schemas import Inspection
 
 router = APIRouter(tags=["segmentation"])
 

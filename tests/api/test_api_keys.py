@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from service.access import ANONYMOUS, Allowance, Keys, hash_of, new_key
+from service.api.api_keys import ANONYMOUS, Allowance, Keys, hash_of, new_key
 from service.core.errors import RateLimited, Unauthorized
 
 

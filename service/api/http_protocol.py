@@ -18,11 +18,11 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.api.headers import stated
+from service.api.middleware import SAFE, number_of
+from service.api.schemas import PROBLEM_TYPE, problem_members
 from service.core import logs
 from service.core.errors import NotReady, RequestError
-from service.routes.headers import stated
-from service.routes.middleware import SAFE, number_of
-from service.schemas import PROBLEM_TYPE, problem_members
 
 log = logging.getLogger("service.access")
 

@@ -17,7 +17,7 @@ from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from service.app import STATUS, address_of, create_app, listen, status_of
+from service.api.app import STATUS, address_of, create_app, listen, status_of
 from service.core import errors
 from service.core.config import Settings
 from service.serving.parameters import Query

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.access import ANONYMOUS, Allowance, Keys
+from service.api.api_keys import ANONYMOUS, Allowance, Keys
+from service.api.headers import Raw, found, stated
 from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
-from service.routes.headers import Raw, found, stated
 
 # Open without a key and under any name: what probes ask for, which know neither.
 HEALTH = re.compile(r"(/v[12])?/health(/live|/ready)?")

@@ -17,7 +17,7 @@ from fakes import WINDOWS, FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.app import create_app
+from service.api.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS

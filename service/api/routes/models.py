@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter
 
+from service.api.admission import RuntimeDependency
+from service.api.schemas import Loaded, ModelInfo, ModelList
 from service.models.repository import usual
-from service.routes.requests import RuntimeDependency
-from service.schemas import Loaded, ModelInfo, ModelList
 from service.serving.runtime import ModelState
 
 router = APIRouter(tags=["models"])

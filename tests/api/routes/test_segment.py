@@ -19,13 +19,13 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.app import create_app
+from service.api.app import create_app
+from service.api.responses import NOTE_LETTERS, headers_of
+from service.api.threads import NAMED_FILES
+from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.volume import VoxelSize
 from service.models.repository import ModelSpec
-from service.routes.answers import NOTE_LETTERS, headers_of
-from service.routes.threads import NAMED_FILES
-from service.routes.uploads import BLOCK_BYTES
 from service.serving.job_store import Outcome
 from service.serving.parameters import Query
 from service.serving.results import answer_name, fingerprint

@@ -11,10 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
-from service.core.errors import StackSegError, UnknownJob
-from service.core.timing import Stages
-from service.routes.answers import ANSWER, LabelResponse, opened, respond
-from service.routes.requests import (
+from service.api.admission import (
     REQUEST,
     AdmittedQuery,
     RuntimeDependency,
@@ -25,8 +22,11 @@ from service.routes.requests import (
     posted,
     while_connected,
 )
-from service.routes.threads import in_thread
-from service.schemas import JobList, JobProblem, JobProgress, JobReport
+from service.api.responses import ANSWER, LabelResponse, opened, respond
+from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
+from service.api.threads import in_thread
+from service.core.errors import StackSegError, UnknownJob
+from service.core.timing import Stages
 from service.serving.async_jobs import Spool, View
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from service.routes.middleware import Lingering
+from service.api.middleware import Lingering
 
 
 def exchange(

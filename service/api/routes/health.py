@@ -6,9 +6,9 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 
+from service.api.admission import RuntimeDependency
+from service.api.schemas import Health, Liveness
 from service.core.errors import NotReady
-from service.routes.requests import RuntimeDependency
-from service.schemas import Health, Liveness
 
 router = APIRouter(tags=["health"])
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.headers import Raw, found, stated
 from service.core import logs
-from service.routes.headers import Raw, found, stated
 
 log = logging.getLogger("service.access")
 

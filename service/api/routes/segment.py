@@ -13,13 +13,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.core.errors import Cancelled, NotReady
-from service.core.timing import Stages
-from service.inference.segmenter import Result
-from service.models.repository import ModelSpec
-from service.routes.answers import ANSWER, Found, LabelResponse, opened, respond
-from service.routes.jobs import ACCEPTED, accept
-from service.routes.requests import (
+from service.api.admission import (
     PREFER,
     REQUEST,
     RESPOND_ASYNC,
@@ -32,7 +26,13 @@ from service.routes.requests import (
     wants_a_job,
     while_connected,
 )
-from service.routes.threads import FILES, NAMED_FILES, followed, in_thread
+from service.api.responses import ANSWER, Found, LabelResponse, opened, respond
+from service.api.routes.jobs import ACCEPTED, accept
+from service.api.threads import FILES, NAMED_FILES, followed, in_thread
+from service.core.errors import Cancelled, NotReady
+from service.core.timing import Stages
+from service.inference.segmenter import Result
+from service.models.repository import ModelSpec
 from service.serving.job_queue import Job
 from service.serving.job_store import Outcome
 from service.serving.result_cache import Kept

@@ -13,10 +13,10 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
+from service.api.headers import stated
+from service.api.multipart import FORM_BYTES, Form
+from service.api.threads import in_thread
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
-from service.routes.forms import FORM_BYTES, Form
-from service.routes.headers import stated
-from service.routes.threads import in_thread
 
 MULTIPART = "multipart/form-data"
 RAW_TYPES = frozenset(

@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from service.api.admission import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
+from service.api.threads import FILES, followed, in_thread
 from service.core.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
-from service.routes.requests import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
-from service.routes.threads import FILES, followed, in_thread
 from service.serving.parameters import Query
 
 

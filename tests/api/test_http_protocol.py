@@ -24,11 +24,11 @@ import uvicorn
 from live import until
 from starlette.types import Receive, Scope, Send
 
-from service.app import Server, configured
+from service.api.app import Server, configured
+from service.api.http_protocol import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
+from service.api.middleware import RequestLog
+from service.api.schemas import Problem
 from service.core.config import Settings
-from service.routes.connection import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
-from service.routes.middleware import RequestLog
-from service.schemas import Problem
 
 SECONDS = 20
 

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from service.api import uploads
+from service.api.multipart import FIELD_BYTES, FIELDS
+from service.api.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive
 from service.core.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
-from service.routes import uploads
-from service.routes.forms import FIELD_BYTES, FIELDS
-from service.routes.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive
 
 TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}

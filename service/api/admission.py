@@ -18,13 +18,13 @@ from starlette.datastructures import QueryParams
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.api.headers import stated
+from service.api.threads import NAMED_FILES, in_thread
+from service.api.uploads import Upload, is_multipart, receive
 from service.core.errors import BadParameter, Cancelled, TimedOut
 from service.core.timing import Stages
 from service.inference.estimate import Outlook
 from service.models.repository import ModelSpec
-from service.routes.headers import stated
-from service.routes.threads import NAMED_FILES, in_thread
-from service.routes.uploads import Upload, is_multipart, receive
 from service.serving.async_jobs import Spool
 from service.serving.job_store import INPUT
 from service.serving.parameters import Query, explain

@@ -29,15 +29,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
+from service.api.admission import Express
+from service.api.auth import HEALTH, METHODS, READ, SENT, Guard, Hosts
+from service.api.http_protocol import Connection
+from service.api.middleware import Lingering, RequestLog, SafeHeaders
+from service.api.routes import docs, hardware, health, inspect, jobs, models, segment
+from service.api.schemas import PROBLEM_TYPE, Problem, problem_members
 from service.core import errors
 from service.core.config import Settings
 from service.core.errors import ConfigError
-from service.routes import gpu, health, inspect, jobs, models, pages, segment
-from service.routes.connection import Connection
-from service.routes.guard import HEALTH, METHODS, READ, SENT, Guard, Hosts
-from service.routes.middleware import Lingering, RequestLog, SafeHeaders
-from service.routes.requests import Express
-from service.schemas import PROBLEM_TYPE, Problem, problem_members
 from service.serving.async_jobs import Spool
 from service.serving.parameters import explain
 from service.serving.runtime import Runtime
@@ -80,7 +80,7 @@ YOUNG_OBJECTS = 50_000
 STALLED_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 
-_ENDPOINTS = (segment, jobs, inspect, models, health, gpu, pages)
+_ENDPOINTS = (segment, jobs, inspect, models, health, hardware, docs)
 
 Handler = Callable[[Request, Exception], Response]
 
@@ -127,7 +127,7 @@ def create_app(settings: Settings) -> FastAPI:
         title="StackSeg",
         version=version("stackseg"),
         summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
-        docs_url=None,  # see service.routes.pages
+        docs_url=None,  # see service.api.routes.docs
         redoc_url=None,
         lifespan=_lifespan,
         responses=_problem_responses(),

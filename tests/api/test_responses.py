@@ -1,4 +1,4 @@
-"""Tests of service.routes.answers: what is sent for a result."""
+"""Tests of service.api.responses: what is sent for a result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from service.routes.answers import SMALL_BYTES, Found, respond
+from service.api.responses import SMALL_BYTES, Found, respond
 from service.serving.job_store import Outcome
 
 OUTCOME = Outcome("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})

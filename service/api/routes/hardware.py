@@ -6,9 +6,9 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
+from service.api.admission import RuntimeDependency
+from service.api.schemas import DeviceReport, GpuReport
 from service.core import hardware
-from service.routes.requests import RuntimeDependency
-from service.schemas import DeviceReport, GpuReport
 from service.serving.metrics import CONTENT_TYPE
 
 router = APIRouter(tags=["operation"])

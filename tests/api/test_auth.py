@@ -16,11 +16,11 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.access import hash_of
-from service.app import create_app
+from service.api.api_keys import hash_of
+from service.api.app import create_app
+from service.api.auth import host_of, matches, shown_key
 from service.core import logs
 from service.core.config import Settings
-from service.routes.guard import host_of, matches, shown_key
 from service.serving.runtime import Runtime
 
 ADA, BOB = "stackseg_ada", "stackseg_bob"

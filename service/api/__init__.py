@@ -1,0 +1,1 @@
+"""HTTP: the only home of FastAPI, Starlette, uvicorn and python-multipart."""
