@@ -39,9 +39,9 @@ from crash import make_model
 from end_to_end import ROOT
 from torch import Tensor, nn
 
-from service.bench.networks import Maker, Row, Runner, Yardstick, build_and_race, calling, engines, label, race
-from service.bench.show import table
-from service.bench.timing import flop_of_window
+from service.cli.benchmark.networks import Maker, Row, Runner, Yardstick, build_and_race, calling, engines, label, race
+from service.cli.benchmark.report import table
+from service.cli.benchmark.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, torch_compile

@@ -21,10 +21,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from service.api import api_keys
-from service.commands import bench as bench_command
-from service.commands import evaluate as evaluate_command
-from service.commands import models as models_command
-from service.commands import train as train_command
+from service.cli import bench as bench_command
+from service.cli import evaluate as evaluate_command
+from service.cli import models as models_command
+from service.cli import train as train_command
 from service.core import logs
 from service.core.config import KEY_NAME, Settings, overruled, read_settings
 from service.core.errors import BadParameter, ConfigError, StackSegError

@@ -20,7 +20,7 @@ from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
-from service.training.classes import CLASSES, classes_of, dice
+from service.training.class_targets import CLASSES, classes_of, dice
 from service.training.evaluate import stack_name
 from service.training.train import read_pairs
 

@@ -17,7 +17,7 @@ from scipy.ndimage import find_objects, gaussian_filter, rotate, zoom
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from service.training.targets import instance_targets
+from service.training.instance_targets import instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from service.engine.precision import DTYPES
-from service.training.finetune import Trainer
+from service.training.trainer import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP = 2

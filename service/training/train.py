@@ -27,7 +27,7 @@ from service.core.errors import BadParameter
 from service.core.volume import Selection
 from service.formats import tiff_reader
 from service.models.loader import ShuffleUNet
-from service.training.classes import CLASSES, class_loss, class_targets
+from service.training.class_targets import CLASSES, class_loss, class_targets
 from service.training.examples import (
     Pair,
     Percentiles,
@@ -40,9 +40,9 @@ from service.training.examples import (
     stated,
     synthetic,
 )
-from service.training.synthesis import synthesise
-from service.training.targets import instance_targets
-from service.training.tissues import synthesise_tissue
+from service.training.instance_targets import instance_targets
+from service.training.recipes.synthetic_nuclei import synthesise
+from service.training.recipes.synthetic_tissue import synthesise_tissue
 
 log = logging.getLogger("stackseg.train")
 

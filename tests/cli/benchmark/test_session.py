@@ -5,9 +5,10 @@ from threading import get_ident
 import pytest
 import torch
 
-from service.bench import requests, show, timing
-from service.bench.networks import Row
-from service.bench.session import Wanted, run
+from service.cli.benchmark import report as show
+from service.cli.benchmark import requests, timing
+from service.cli.benchmark.networks import Row
+from service.cli.benchmark.session import Wanted, run
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
 from service.inference.batcher import device_of

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import label, maximum_filter
 
 from service.training.evaluate import score
-from service.training.synthesis import synthesise
-from service.training.targets import distance_target
+from service.training.instance_targets import distance_target
+from service.training.recipes.synthetic_nuclei import synthesise
 
 
 def ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from service.bench import requests
-from service.bench.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
-from service.bench.requests import Requests, Size
-from service.bench.timing import Spread, flop_of_window, peak_bytes
+from service.cli.benchmark import requests
+from service.cli.benchmark.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
+from service.cli.benchmark.requests import Requests, Size
+from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
 from service.core import hardware
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from service.bench import networks, timing
-from service.bench.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
+from service.cli.benchmark import networks, timing
+from service.cli.benchmark.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
 from service.core.config import Settings
 from service.engine import backends
 

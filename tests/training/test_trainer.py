@@ -15,11 +15,11 @@ from torch import nn
 
 from service.core.errors import BadParameter
 from service.models.loader import ShuffleUNet
-from service.training import finetune
+from service.training import trainer as finetune
 from service.training.examples import Pair, Percentiles
-from service.training.finetune import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
-from service.training.synthesis import synthesise
+from service.training.recipes.synthetic_nuclei import synthesise
 from service.training.train import save
+from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
 
 CPU = torch.device("cpu")
 PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)

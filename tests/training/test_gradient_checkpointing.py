@@ -9,7 +9,7 @@ from torch import nn
 
 from service.models.loader import build
 from service.models.repository import Architecture
-from service.training.recompute import blocks, recompute
+from service.training.gradient_checkpointing import blocks, recompute
 
 TINY: dict[str, dict[str, Any]] = {
     "ShuffleUNet": {"in_channels": 1, "out_channels": 2, "widths": [4, 8]},

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from service.bench.networks import Row
-from service.bench.session import Report
-from service.bench.timing import Spread
+from service.cli.benchmark.networks import Row
+from service.cli.benchmark.session import Report
+from service.cli.benchmark.timing import Spread
 
 FACTS = ("voxels_per_second", "gflop_per_second", "peak_share")
 HEAD = "| {} | windows at once | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"

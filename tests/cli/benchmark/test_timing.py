@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from service.bench import timing
-from service.bench.timing import Spread, in_turn
+from service.cli.benchmark import timing
+from service.cli.benchmark.timing import Spread, in_turn
 
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")

@@ -32,7 +32,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Measure one model in this process; prints Markdown tables. torch is imported only here."""
-    from service.bench import session, show  # noqa: PLC0415
+    from service.cli.benchmark import report as show  # noqa: PLC0415
+    from service.cli.benchmark import session  # noqa: PLC0415
 
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")

@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 class Camera(Protocol):
-    """How light is recorded: see `service.training.synthesis.Scene`."""
+    """How light is recorded: see `service.training.recipes.synthetic_nuclei.Scene`."""
 
     @property
     def photons(self) -> float: ...

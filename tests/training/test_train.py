@@ -12,7 +12,7 @@ from service.core.volume import Segmentation
 from service.formats import tiff_reader
 from service.models.loader import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
-from service.training.synthesis import synthesise
+from service.training.recipes.synthetic_nuclei import synthesise
 from service.training.train import (
     DICE,
     KINDS,

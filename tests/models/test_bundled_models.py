@@ -21,10 +21,10 @@ from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec, choose, read_repository
-from service.training.classes import classes_of, dice
+from service.training.class_targets import classes_of, dice
 from service.training.evaluate import score
-from service.training.synthesis import Scene, synthesise
-from service.training.tissues import Tissue, synthesise_tissue
+from service.training.recipes.synthetic_nuclei import Scene, synthesise
+from service.training.recipes.synthetic_tissue import Tissue, synthesise_tissue
 
 CPU = torch.device("cpu")
 RECORDED = SHARED_DATA / "real"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
-from service.training.optics import Floats, expose, log_uniform, smooth_noise, spread
+from service.training.recipes.optics import Floats, expose, log_uniform, smooth_noise, spread
 
 Labels = NDArray[np.uint16]
 Shape = tuple[int, int, int]
@@ -43,7 +43,7 @@ class Tissue:
     blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
     haze, floor     stray light of the membranes; even background
     shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
-    photons, read_noise, bits, saturation   as of `service.training.synthesis.Scene`
+    photons, read_noise, bits, saturation   as of `service.training.recipes.synthetic_nuclei.Scene`
     subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
     """
 

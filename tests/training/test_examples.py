@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from service.training.examples import Pair, Percentiles, Pool, Recorded, Source, batch, mixed, object_widths, stated
-from service.training.synthesis import synthesise
+from service.training.recipes.synthetic_nuclei import synthesise
 
 
 def small(rng: np.random.Generator) -> Pair:

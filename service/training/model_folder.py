@@ -26,8 +26,8 @@ from service.models.loader import build, load
 from service.models.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
 from service.training import throughput
 from service.training.examples import Pair
-from service.training.finetune import CHECKPOINT, Plan, State, Trainer, split
 from service.training.train import read_pairs, save
+from service.training.trainer import CHECKPOINT, Plan, State, Trainer, split
 
 FRESH: dict[str, Any] = {
     "licence": "Not stated.",

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from service.core.config import Training
 from service.core.errors import BadParameter
 from service.training.examples import Normalise, Pair, Pool, Recorded, batch
-from service.training.recompute import recompute
-from service.training.targets import distance_target
+from service.training.gradient_checkpointing import recompute
+from service.training.instance_targets import distance_target
 from service.training.train import follow, loss, measure_statistics
 
 log = logging.getLogger("service.train")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from service.training.optics import expose, log_uniform, smooth_noise, spread
+from service.training.recipes.optics import expose, log_uniform, smooth_noise, spread
 
 
 class Camera(NamedTuple):

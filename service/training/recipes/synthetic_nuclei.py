@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from service.training.optics import expose, log_uniform, smooth_noise, spread
+from service.training.recipes.optics import expose, log_uniform, smooth_noise, spread
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.uint16]

@@ -14,7 +14,7 @@ from service.__main__ import main
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff_reader
 from service.models.repository import ModelSpec, read_spec
-from service.training.synthesis import synthesise
+from service.training.recipes.synthetic_nuclei import synthesise
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.bench.timing import Spread, in_turn, matrix_peak, synchronised
+from service.cli.benchmark.timing import Spread, in_turn, matrix_peak, synchronised
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, cuda_graph, precision, torch_compile

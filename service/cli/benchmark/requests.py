@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.bench.timing import synchronise
+from service.cli.benchmark.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.timing import Stages
@@ -33,7 +33,7 @@ LIMIT_BYTES = 2**40
 
 # What is measured is the network on the stack at hand, not what else its objects' size would bring about.
 AS_SAMPLED = Options(diameter="none")
-PLAIN = Path(__file__).resolve().parents[2] / "benchmarks" / "plain.py"
+PLAIN = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 Size = tuple[int, int, int]
 
