@@ -45,9 +45,9 @@ from service.cli.benchmark.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, torch_compile
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
-from service.inference.engine_selector import Warm, WarmUp
+from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec, read_spec
@@ -187,7 +187,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     spec = model_of(name, options.roi, folder)
     network = load(spec)
     shape = (spec.input.channels, *spec.input.roi_size)
-    warm = WarmUp(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
+    warm = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
     window, size = warm.window, warm.choice.sw_batch_size
     auto = Runner(
         f"auto: {label(warm.choice)}", size, warm.choice.precision, calling(window.network, window.batch, device)
@@ -229,13 +229,13 @@ def race_twice(first: list[Runner], makers: Iterable[Maker], yardstick: Yardstic
     return [*lost, *ran]
 
 
-def wrong(warm: Warm) -> list[Choice]:
+def wrong(warm: ReadyEngine) -> list[EngineConfig]:
     """What tuning found to give other labels."""
     trials = () if warm.plan is None else warm.plan.trials
     return [trial.choice for trial in trials if trial.verdict.startswith("wrong")]
 
 
-def standing(rows: list[Row]) -> dict[str, float]:
+def loaded_model(rows: list[Row]) -> dict[str, float]:
     """The speed of what was tuned over that of the best fixed engine, and of the best bare loop."""
     speeds = [(row.name, row.ratio.median) for row in rows if row.ratio is not None]
     fixed = [speed for name, speed in speeds if not name.startswith("bare")]
@@ -268,7 +268,7 @@ def main() -> None:
         torch_compile.forget()
         print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
         print("\n".join(table("engine", rows)), flush=True)
-        found[name] = {"rows": [asdict(row) for row in rows], "standing": standing(rows)}
+        found[name] = {"rows": [asdict(row) for row in rows], "standing": loaded_model(rows)}
     print("\n| network | auto over best fixed | auto over best bare loop |\n|---|---|---|")
     for name, result in found.items():
         shares = result["standing"]

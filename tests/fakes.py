@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from service.core.cpp_extension import Kernel
+from service.core.cpp_extension import CppExtension
 from service.core.errors import Cancelled
 from service.core.volume import Segmentation
-from service.inference.estimate import Estimate, Outlook, make_plan
+from service.inference.estimate import Estimate, Estimator, make_plan
 from service.inference.segmenter import EngineReport, Result
 
 # As many as a large stack has: of such, one after the other is worked on.
@@ -56,8 +56,8 @@ class FakeSegmenter:
         return Result(segmentation, {"windows": 0.5}, self.notes)
 
     @property
-    def outlook(self) -> Outlook:
-        return Outlook(self.spec, self.settings)
+    def estimator(self) -> Estimator:
+        return Estimator(self.spec, self.settings)
 
     def estimate(self, volume: Any, options: Any) -> Estimate:
         plan = make_plan(self.spec, self.settings, options)
@@ -88,7 +88,7 @@ def until(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def untried(kernel: Kernel) -> Kernel:
+def untried(kernel: CppExtension) -> CppExtension:
     """The same kernel, as it was before it was compiled."""
     other = copy.copy(kernel)
     other._library, other._tried = None, False

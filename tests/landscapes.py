@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from service.inference.decoding.decoders import Landscape, Relief, TorchLandscape
+from service.inference.decoding.decoders import Landscape, Persistence, TorchLandscape
 from service.inference.decoding.watershed import Basins, Watershed
-from service.inference.decoding.watershed_kernel import BLOCK, Ascent, Terms
+from service.inference.decoding.watershed_kernel import BLOCK, Terms, WatershedKernel
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]
@@ -30,10 +30,10 @@ def parts(heights: Array, cuts: tuple[int, ...], *, across: bool) -> Iterator[Te
 
 
 def basins_of(
-    heights: Array, relief: Relief, cuts: tuple[int, ...] = (), block: int = BLOCK, *, across: bool = False
+    heights: Array, persistence: Persistence, cuts: tuple[int, ...] = (), block: int = BLOCK, *, across: bool = False
 ) -> Basins:
     """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
-    watershed = Watershed(size_of(heights), relief.floor, CPU, block, across=across)
+    watershed = Watershed(size_of(heights), persistence.floor, CPU, block, across=across)
     for part in parts(heights, cuts, across=across):
         watershed.add(part, part > -torch.inf)
     return watershed.finish()
@@ -45,20 +45,20 @@ def decode(
     minimum_size: int = 0,
     cuts: tuple[int, ...] = (),
     block: int = BLOCK,
-    kernel: Ascent | None = None,
+    kernel: WatershedKernel | None = None,
     *,
     across: bool = False,
-    squashed: bool = False,
+    logits: bool = False,
     whole: bool = False,
 ) -> tuple[Array, int]:
     """Labels of heights [Z, Y, X] with -inf as background, and their number; by torch, unless a kernel is given."""
-    relief = Relief(persistence, squashed)
+    persistence = Persistence(persistence, logits)
     size, threshold = size_of(heights), -np.inf
     made: Landscape
     if kernel is None:
-        made = TorchLandscape(size, threshold, relief, CPU, block, across=across)
+        made = TorchLandscape(size, threshold, persistence, CPU, block, across=across)
     else:
-        made = kernel.landscape(size, Terms(threshold, relief.depth, squashed), across=across, block=block)
+        made = kernel.landscape(size, Terms(threshold, persistence.depth, logits), across=across, block=block)
     for part in parts(heights, cuts, across=across):
         made.add(part, part)
     return made.labels(minimum_size, whole=whole)

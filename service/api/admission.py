@@ -23,12 +23,12 @@ from service.api.threads import NAMED_FILES, in_thread
 from service.api.uploads import Upload, is_multipart, receive
 from service.core.errors import BadParameter, Cancelled, TimedOut
 from service.core.timing import Stages
-from service.inference.estimate import Outlook
+from service.inference.estimate import Estimator
 from service.models.repository import ModelSpec
-from service.serving.async_jobs import Spool
+from service.serving.async_jobs import AsyncJobs
 from service.serving.job_store import INPUT
 from service.serving.parameters import Query, explain
-from service.serving.results import Arrival, check_places
+from service.serving.results import ReceivedRequest, check_places
 from service.serving.runtime import Runtime, is_there, storage
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Direct(APIRoute):
         return self.endpoint
 
 
-class Express:
+class DirectDispatch:
     """Requests for `Direct` endpoints go there at once, all others to the framework.
 
     That looks for a route twice, and holds what dependencies may leave behind; a small stack waits for it as long as
@@ -113,13 +113,13 @@ async def runtime_of(request: Request) -> Runtime:
 RuntimeDependency = Annotated[Runtime, Depends(runtime_of)]
 
 
-async def spool_of(request: Request) -> Spool:
+async def async_jobs_of(request: Request) -> AsyncJobs:
     """What keeps the request's job."""
-    spool: Spool = request.app.state.spool
-    return spool
+    async_jobs: AsyncJobs = request.app.state.async_jobs
+    return async_jobs
 
 
-SpoolDependency = Annotated[Spool, Depends(spool_of)]
+AsyncJobsDependency = Annotated[AsyncJobs, Depends(async_jobs_of)]
 
 RESPOND_ASYNC = "respond-async"
 
@@ -204,7 +204,7 @@ async def _check_places(request: Request, runtime: Runtime, query: Query) -> Non
 def check_output(runtime: Runtime, query: Query) -> ModelSpec:
     """The model, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
     spec = runtime.spec(query.model)
-    kind = Outlook(spec, runtime.settings).output(query.options)
+    kind = Estimator(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")
     return spec
@@ -235,10 +235,10 @@ class WorkFolder(AbstractAsyncContextManager[Path]):
 
 
 @asynccontextmanager
-async def incoming_folder(spool: Spool) -> AsyncIterator[Path]:
+async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
     """A folder for a job's file, deleted at the end unless the job was accepted and took it over."""
     with storage():
-        folder = spool.make_incoming()
+        folder = async_jobs.make_incoming()
         try:
             yield folder
         finally:
@@ -254,15 +254,15 @@ class Posted:
     """
 
     def __init__(
-        self, arrival: Arrival, name: str, upload: Upload, held: AsyncExitStack, *, shared: bool = False
+        self, received: ReceivedRequest, name: str, upload: Upload, held: AsyncExitStack, *, shared: bool = False
     ) -> None:
-        self.arrival, self.name, self.shared = arrival, name, shared
+        self.received, self.name, self.shared = received, name, shared
         self._upload, self._held = upload, held
 
     @property
     def query(self) -> Query:
         """The parameters, those of a form included."""
-        return self.arrival.query
+        return self.received.query
 
     def land(self) -> str | None:
         """In a thread, before the file is read: write what was not written while it came.
@@ -275,7 +275,7 @@ class Posted:
     @property
     def source(self) -> Path | bytearray:
         """The file, once it has landed, or all that would be in it."""
-        return self.arrival.source if self.shared else self._upload.source
+        return self.received.source if self.shared else self._upload.source
 
     def let_go(self) -> None:
         """Of a file in memory that was read: it stays for as long as its volume does."""
@@ -314,11 +314,11 @@ async def posted(
                 await _check_places(request, runtime, query)
             caller = caller_of(request)
             if (place_of := _named(query, upload)) is None:
-                yield Posted(Arrival(query, upload.path, folder, caller), upload.name, upload, stack)
+                yield Posted(ReceivedRequest(query, upload.path, folder, caller), upload.name, upload, stack)
                 return
             opening = runtime.references.open_input(place_of, caller)
             source = await in_thread(partial(stack.enter_context, opening), NAMED_FILES)
-            yield Posted(Arrival(query, source.path, folder, caller), source.name, upload, stack, shared=True)
+            yield Posted(ReceivedRequest(query, source.path, folder, caller), source.name, upload, stack, shared=True)
 
 
 def _named(query: Query, upload: Upload) -> str | None:

@@ -57,7 +57,7 @@ class Keys:
         return found
 
 
-class Allowance:
+class RateLimit:
     """What one caller may still do. For use in one thread, that of the event loop.
 
     Args:

@@ -29,16 +29,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from service.api.admission import Express
+from service.api.admission import DirectDispatch
 from service.api.auth import HEALTH, METHODS, READ, SENT, Guard, Hosts
 from service.api.http_protocol import Connection
-from service.api.middleware import Lingering, RequestLog, SafeHeaders
+from service.api.middleware import DrainBody, RequestLog, SafeHeaders
 from service.api.routes import docs, hardware, health, inspect, jobs, models, segment
 from service.api.schemas import PROBLEM_TYPE, Problem, problem_members
 from service.core import errors
 from service.core.config import Settings
 from service.core.errors import ConfigError
-from service.serving.async_jobs import Spool
+from service.serving.async_jobs import AsyncJobs
 from service.serving.parameters import explain
 from service.serving.runtime import Runtime
 
@@ -118,7 +118,7 @@ class Application(FastAPI):
         if access.origins:
             stack = CORSMiddleware(stack, access.origins, METHODS, SENT, expose_headers=READ)
         stack = Hosts(stack, access, _answer_error)
-        return RequestLog(SafeHeaders(Lingering(stack)))
+        return RequestLog(SafeHeaders(DrainBody(stack)))
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -133,10 +133,10 @@ def create_app(settings: Settings) -> FastAPI:
         responses=_problem_responses(),
     )
     app.state.runtime = Runtime(settings)
-    app.state.spool = Spool(settings)
+    app.state.async_jobs = AsyncJobs(settings)
     for module in _ENDPOINTS:
         app.include_router(module.router)
-    app.add_middleware(Express, routes=_routes())
+    app.add_middleware(DirectDispatch, routes=_routes())
     # Once more, as around the framework's own routes.
     app.add_middleware(ExceptionMiddleware, handlers=_HANDLERS)
     for kind, handler in _HANDLERS.items():
@@ -148,14 +148,14 @@ def create_app(settings: Settings) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
-    spool: Spool = app.state.spool
+    async_jobs: AsyncJobs = app.state.async_jobs
     runtime.start()
     try:
-        spool.start(runtime)
+        async_jobs.start(runtime)
         try:
             yield
         finally:
-            await asyncio.to_thread(spool.stop)
+            await asyncio.to_thread(async_jobs.stop)
     finally:
         await asyncio.to_thread(runtime.stop)
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.api_keys import ANONYMOUS, Allowance, Keys
+from service.api.api_keys import ANONYMOUS, Keys, RateLimit
 from service.api.headers import Raw, found, stated
 from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
@@ -57,7 +57,7 @@ class Guard:
         self._app, self._answer = app, answer
         self._keys = Keys(access.keys)
         limits = access.requests_per_minute, access.requests_at_once
-        self._allowances = {name: Allowance(*limits) for name in (*access.keys, ANONYMOUS)}
+        self._allowances = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,10 +77,10 @@ class Guard:
             state["caller"] = ANONYMOUS
             return
         caller = state["caller"] = self._keys.caller(shown_key(scope["headers"]))
-        allowance = self._allowances[caller]
+        rate_limit = self._allowances[caller]
         if scope["method"] == "POST":
-            held.enter_context(allowance.hold())
-        allowance.spend()
+            held.enter_context(rate_limit.hold())
+        rate_limit.spend()
 
 
 def shown_key(headers: Raw) -> str | None:

@@ -140,7 +140,7 @@ class SafeHeaders:
         await self._app(scope, receive, add)
 
 
-class Lingering:
+class DrainBody:
     """Receives the rest of a body that was refused, for a while, before the refusal is sent.
 
     Otherwise the connection would be reset under a client that is still sending, and many clients, Python's own among

@@ -11,7 +11,7 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from service.core.volume import VoxelSize
-from service.serving.job_store import Outcome
+from service.serving.job_store import AnswerMetadata
 from service.serving.results import Saved
 
 NOTE_LETTERS = 2000
@@ -110,7 +110,7 @@ class LabelResponse(FileResponse):
             await send({"type": "http.response.body", "body": self._content})
 
 
-def respond(path: Path, outcome: Outcome, found: Found | None = None, **headers: str) -> LabelResponse:
+def respond(path: Path, outcome: AnswerMetadata, found: Found | None = None, **headers: str) -> LabelResponse:
     """The file with all that is told beside it; `found` for answers to POST."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return LabelResponse(
@@ -123,7 +123,7 @@ def opened(file: BinaryIO) -> Path:
     return Path(f"/proc/self/fd/{file.fileno()}")
 
 
-def headers_of(outcome: Outcome) -> dict[str, str]:
+def headers_of(outcome: AnswerMetadata) -> dict[str, str]:
     """What the answer says beside the pixels."""
     headers = {
         "Cache-Control": "no-store",

@@ -52,7 +52,7 @@ def on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Ar
         return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
 
 
-class Pool:
+class BufferPool:
     """Arrays of so many bytes, each in memory that an earlier one had, once nothing refers to that any more.
 
     What a large array leaves malloc divides among others, and torch asks it for aligned memory, for which there is
@@ -63,7 +63,7 @@ class Pool:
     spare   where its memory comes from, and goes with its end
     """
 
-    def __init__(self, nbytes: int, idle: int, spare: Spare | None = None) -> None:
+    def __init__(self, nbytes: int, idle: int, spare: BufferCache | None = None) -> None:
         self._nbytes, self._most, self._spare = nbytes, idle, spare
         self._idle = list[Array]()
 
@@ -87,7 +87,7 @@ class Pool:
             self._idle.append(memory)
 
 
-class Spare:
+class BufferCache:
     """Memory that waits for a pool that needs arrays of its size: the next request is often like the last.
 
     A system hands out fresh memory in pages that it must first fill with zeros.
@@ -125,7 +125,7 @@ class Spare:
 class _Loan:
     """What arrays refer to that are made of it, and so do all views of these; its end is theirs."""
 
-    def __init__(self, memory: Array, pool: Pool) -> None:
+    def __init__(self, memory: Array, pool: BufferPool) -> None:
         self._memory, self._pool = memory, pool
         self.__array_interface__ = memory.__array_interface__
 

@@ -31,7 +31,7 @@ class _CompilerFailed(OSError):
     """It said no; asking it again, elsewhere, is no use."""
 
 
-class Shelf:
+class ExtensionCache:
     """Where compiled kernels are kept; nowhere until `use` has named a folder."""
 
     def __init__(self, compiler_seconds: float = COMPILER_SECONDS) -> None:
@@ -100,11 +100,11 @@ class Shelf:
             return ctypes.CDLL(str(target))
 
 
-shelf = Shelf()
+extension_cache = ExtensionCache()
 """The one of this process: libraries are loaded once, whoever asks for them."""
 
 
-class Kernel:
+class CppExtension:
     """The functions of one source, once `prepare` has compiled it; without a compiler there are none.
 
     signatures  name, what it takes and what it gives: pointers, 32-bit and 64-bit integers, floats, doubles, or -
@@ -145,7 +145,7 @@ class Kernel:
         """
         if self._library is not None:
             return
-        library = shelf.load(self._source, self._flags)
+        library = extension_cache.load(self._source, self._flags)
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         for name, takes, gives in self._signatures:
             for way in (library, quick):

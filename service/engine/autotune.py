@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from service.engine.backends import first_line, slow_build
-from service.engine.plans import Choice, Trial
+from service.engine.plans import EngineConfig, Trial
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ OUT_OF_TIME = f"skipped: {_LEFT}"
 Made = TypeVar("Made")
 
 
-class Entrant(NamedTuple, Generic[Made]):
+class Candidate(NamedTuple, Generic[Made]):
     """A network that has run.
 
     call     windows of a request in every stream, from end to end
@@ -55,7 +55,7 @@ class Entrant(NamedTuple, Generic[Made]):
     made: Made
 
 
-class Won(NamedTuple, Generic[Made]):
+class Winner(NamedTuple, Generic[Made]):
     """What the winner entered with, and what became of every choice."""
 
     made: Made
@@ -71,8 +71,8 @@ class Rules(NamedTuple):
 
 @dataclass
 class _Runner(Generic[Made]):
-    choice: Choice
-    entrant: Entrant[Made]
+    choice: EngineConfig
+    entrant: Candidate[Made]
     build_seconds: float
     least: float = math.inf
     difference: float | None = None
@@ -110,19 +110,21 @@ class Tuner(Generic[Made]):
 
     def __init__(
         self,
-        enter: Callable[[Choice], Entrant[Made]],
+        enter: Callable[[EngineConfig], Candidate[Made]],
         rules: Rules,
         *,
-        fits: Callable[[Choice], str | None] = lambda _choice: None,
+        fits: Callable[[EngineConfig], str | None] = lambda _choice: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._enter, self._rules, self._fits, self._clock = enter, rules, fits, clock
         self._began = clock()
-        self._trials: dict[Choice, Trial] = {}
+        self._trials: dict[EngineConfig, Trial] = {}
         self._passed: list[_Runner[Made]] = []
         self._builds: dict[tuple[str, str | None], float] = {}
 
-    def run(self, candidates: Sequence[Choice], batch_sizes: Sequence[int], streams: Sequence[int] = ()) -> Won[Made]:
+    def run(
+        self, candidates: Sequence[EngineConfig], batch_sizes: Sequence[int], streams: Sequence[int] = ()
+    ) -> Winner[Made]:
         """The best of `candidates` and of the best one's other batch sizes and streams, and what became of each.
 
         batch_sizes  ascending; those of the candidates are among them
@@ -135,7 +137,7 @@ class Tuner(Generic[Made]):
         best = self._final()
         for runner in self._passed:
             self._trials[runner.choice] = runner.trial(_verdict(runner, best))
-        return Won(best.entrant.made, tuple(self._trials.values()))
+        return Winner(best.entrant.made, tuple(self._trials.values()))
 
     @property
     def seconds(self) -> float:
@@ -170,14 +172,14 @@ class Tuner(Generic[Made]):
             if self._best() is best:
                 return
 
-    def _try(self, choice: Choice) -> None:
+    def _try(self, choice: EngineConfig) -> None:
         reason = self._why_not(choice)
         trial = Trial(choice, f"skipped: {reason}") if reason else self._measure(choice)
         self._trials[choice] = trial
         rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s, "
         log.info("tuning, %.0f s: %s: %s%s", self.seconds, choice, rate, trial.verdict)
 
-    def _why_not(self, choice: Choice) -> str | None:
+    def _why_not(self, choice: EngineConfig) -> str | None:
         for passed in self._passed:
             same = replace(passed.choice, precision=choice.precision) == choice
             if same and passed.choice.precision != choice.precision:
@@ -191,7 +193,7 @@ class Tuner(Generic[Made]):
             return f"{_LEFT} {max(left, 0):.0f} s of {self._rules.seconds:g} s were left, it may take {needed:.0f} s"
         return None
 
-    def _measure(self, choice: Choice) -> Trial:
+    def _measure(self, choice: EngineConfig) -> Trial:
         began = self._clock()
         try:
             entrant = self._enter(choice)
@@ -273,7 +275,7 @@ class Tuner(Generic[Made]):
             runner.least = min(runner.least, self._clock() - began)
 
 
-def _failed(choice: Choice, error: BaseException) -> Trial:
+def _failed(choice: EngineConfig, error: BaseException) -> Trial:
     return Trial(choice, f"failed: {first_line(error)}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from service.core import config, hardware
 from service.engine import cuda_graph, eager, openvino, tensorrt, torch_compile
 from service.engine.cpu import cpu_graph, onednn, winograd
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import Float32Scores
 from service.models.loader import Network, weight_bytes
@@ -28,7 +28,7 @@ WARM_UP_CALLS = 3
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
-Make = Callable[[nn.Module, Tensor, Choice, config.Engine], Network]
+Make = Callable[[nn.Module, Tensor, EngineConfig, config.Engine], Network]
 BOTH = ("channels_last_3d", "contiguous")
 
 
@@ -37,7 +37,7 @@ def _present() -> str | None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Backend:
     """One engine.
 
     make       prepared module, the batch it will be called with, choice and settings -> network
@@ -72,16 +72,16 @@ class Kind:
     caution: str | None = None
 
 
-def _make_eager(module: nn.Module, _example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
+def _make_eager(module: nn.Module, _example: Tensor, _choice: EngineConfig, _settings: config.Engine) -> Network:
     return eager.make(module)
 
 
-def _make_compiled(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
+def _make_compiled(module: nn.Module, example: Tensor, choice: EngineConfig, settings: config.Engine) -> Network:
     freeze = settings.freeze and example.device.type == "cpu"
     return torch_compile.make(module, choice.compile_mode or "default", freeze=freeze)
 
 
-def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Network:
+def _make_winograd(module: nn.Module, example: Tensor, choice: EngineConfig, settings: config.Engine) -> Network:
     if choice.compile_mode is not None:
         return _make_compiled(module, example, choice, settings)
     # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
@@ -89,20 +89,20 @@ def _make_winograd(module: nn.Module, example: Tensor, choice: Choice, settings:
     return cpu_graph.make(onednn.pack(scores, scores=True), example)
 
 
-def _make_cudagraph(module: nn.Module, example: Tensor, _choice: Choice, _settings: config.Engine) -> Network:
+def _make_cudagraph(module: nn.Module, example: Tensor, _choice: EngineConfig, _settings: config.Engine) -> Network:
     return cuda_graph.make(module, example)
 
 
-def _make_openvino(module: nn.Module, example: Tensor, choice: Choice, _settings: config.Engine) -> Network:
+def _make_openvino(module: nn.Module, example: Tensor, choice: EngineConfig, _settings: config.Engine) -> Network:
     return openvino.make(module, example, choice.precision, choice.streams)
 
 
-def _make_tensorrt(module: nn.Module, example: Tensor, _choice: Choice, settings: config.Engine) -> Network:
+def _make_tensorrt(module: nn.Module, example: Tensor, _choice: EngineConfig, settings: config.Engine) -> Network:
     return tensorrt.make(module, example, tf32=settings.matmul_precision != "highest")
 
 
-KINDS: dict[str, Kind] = {
-    "winograd": Kind(
+KINDS: dict[str, Backend] = {
+    "winograd": Backend(
         _make_winograd,
         {"cpu": ("channels_last_3d",)},
         transform=winograd.accelerate,
@@ -112,7 +112,7 @@ KINDS: dict[str, Kind] = {
         optional=True,
         any_batch=True,
     ),
-    "openvino": Kind(
+    "openvino": Backend(
         _make_openvino,
         {"cpu": ("contiguous",)},
         float32=True,
@@ -121,10 +121,10 @@ KINDS: dict[str, Kind] = {
         slow_build=15.0,
         missing=openvino.missing,
     ),
-    "cudagraph": Kind(_make_cudagraph, {"cuda": BOTH}),
+    "cudagraph": Backend(_make_cudagraph, {"cuda": BOTH}),
     # On the CPU inductor lays convolutions out by itself, and the input's format matters little.
-    "compiled": Kind(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True),
-    "tensorrt": Kind(
+    "compiled": Backend(_make_compiled, {"cpu": ("channels_last_3d",), "cuda": BOTH}, compiles=True),
+    "tensorrt": Backend(
         _make_tensorrt,
         {"cuda": ("contiguous",)},
         packs=True,
@@ -132,7 +132,7 @@ KINDS: dict[str, Kind] = {
         missing=tensorrt.missing,
         caution=tensorrt.UNTESTED,
     ),
-    "eager": Kind(_make_eager, {"cpu": BOTH, "cuda": BOTH}),
+    "eager": Backend(_make_eager, {"cpu": BOTH, "cuda": BOTH}),
 }
 """In the order in which they are tried: first what is fast and quickly made, so that what is slow soon falls behind."""
 
@@ -150,14 +150,14 @@ class Built(NamedTuple):
     network: Network
     seconds: float
     nbytes: int = 0
-    elastic: bool = False
-    lasting: bool = False
+    any_batch_size: bool = False
+    owns_scores: bool = False
     score_bytes: int | None = None
 
 
 def choices(
     settings: config.Engine, device: torch.device, precisions: tuple[str, ...], batch_size: int
-) -> tuple[Choice, ...]:
+) -> tuple[EngineConfig, ...]:
     """Everything that the settings leave open, in the order in which it is worth trying.
 
     precisions  to try, the narrowest first
@@ -169,11 +169,11 @@ def choices(
         modes = compile_modes(settings, kind, device)
         able = (precision for precision in precisions if precision in kind.precisions)
         for precision, mode, memory_format in itertools.product(able, modes, memory_formats(settings, kind, device)):
-            found.append(Choice(name, precision, memory_format, batch_size, mode))
+            found.append(EngineConfig(name, precision, memory_format, batch_size, mode))
     return tuple(found)
 
 
-def unfit(kind: Kind, name: str, device: torch.device, network: nn.Module) -> str | None:
+def unfit(kind: Backend, name: str, device: torch.device, network: nn.Module) -> str | None:
     """Why an engine cannot or need not run `network` there in the precision of that name, None where it may."""
     if device.type not in kind.formats:
         return "needs " + " or ".join("a CUDA device" if place == "cuda" else "a CPU" for place in kind.formats)
@@ -182,7 +182,7 @@ def unfit(kind: Kind, name: str, device: torch.device, network: nn.Module) -> st
     return None if kind.suits(network) else "changes nothing in this network"
 
 
-def memory_formats(settings: config.Engine, kind: Kind, device: torch.device) -> tuple[str, ...]:
+def memory_formats(settings: config.Engine, kind: Backend, device: torch.device) -> tuple[str, ...]:
     """Those of one engine that the settings allow, none where it does not run on such a device."""
     own = kind.formats.get(device.type, ())
     if settings.channels_last == "auto" or kind.float32 or not own:
@@ -190,7 +190,7 @@ def memory_formats(settings: config.Engine, kind: Kind, device: torch.device) ->
     return ("channels_last_3d" if settings.channels_last else "contiguous",)
 
 
-def compile_modes(settings: config.Engine, kind: Kind, device: torch.device) -> tuple[str | None, ...]:
+def compile_modes(settings: config.Engine, kind: Backend, device: torch.device) -> tuple[str | None, ...]:
     """`auto`: where launches cost (CUDA) reduce-overhead, then max-autotune; default elsewhere. None: not compiled."""
     if not kind.compiles:
         return (None,)
@@ -201,22 +201,22 @@ def compile_modes(settings: config.Engine, kind: Kind, device: torch.device) -> 
     return (None, "default") if kind.optional else ("default",)
 
 
-def slow_build(choice: Choice) -> float:
+def slow_build(choice: EngineConfig) -> float:
     """Seconds that making it takes on a slow machine."""
     return KINDS[choice.engine].slow_build if choice.compile_mode is None else SLOW_COMPILATION
 
 
-def one_at_a_time(choice: Choice, settings: config.Engine) -> bool:
+def one_at_a_time(choice: EngineConfig, settings: config.Engine) -> bool:
     """Whether only one batch may be computed at a time: torch.compile's guards want the threads that were there."""
     return choice.compile_mode is not None and not settings.freeze
 
 
-def batch_dtype(choice: Choice) -> torch.dtype:
+def batch_dtype(choice: EngineConfig) -> torch.dtype:
     """What the engine's input and weights are stored in."""
     return torch.float32 if KINDS[choice.engine].float32 else DTYPES[choice.precision]
 
 
-def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.Engine) -> Built:
+def build(module: nn.Module, example: Tensor, choice: EngineConfig, settings: config.Engine) -> Built:
     """`module` as `service.engine.prepare` leaves it, `example` [B, C, z, y, x] the one batch it will be called with.
 
     Raises RuntimeError, OSError or ImportError where this engine does not run here.
@@ -230,17 +230,21 @@ def build(module: nn.Module, example: Tensor, choice: Choice, settings: config.E
         # Now, as engines may take weights out of it, in a layout whose bytes nobody tells.
         nbytes = weight_bytes(transformed)
         network = kind.make(transformed, example, choice, settings)
-        lasting = _warmed_up(network, example)
-        elastic = kind.any_batch and choice.compile_mode is None and is_elastic(network, example, choice.streams)
+        owns_scores = _warmed_up(network, example)
+        any_batch_size = (
+            kind.any_batch and choice.compile_mode is None and takes_any_batch_size(network, example, choice.streams)
+        )
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
     frozen = choice.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     own = (transformed is not module) + (kind.packs or frozen)
     nbytes = own * nbytes + choice.streams * cpu_graph.kept(network)
-    return Built(network, time.perf_counter() - began, nbytes, elastic, lasting, cpu_graph.score_bytes(network))
+    return Built(
+        network, time.perf_counter() - began, nbytes, any_batch_size, owns_scores, cpu_graph.score_bytes(network)
+    )
 
 
-def is_elastic(network: Network, example: Tensor, streams: int) -> bool:
+def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
     """Whether each smaller batch gives what it gives within the whole one, however many of `streams` share the cores.
 
     Libraries choose their algorithms by the number of threads.
@@ -251,17 +255,17 @@ def is_elastic(network: Network, example: Tensor, streams: int) -> bool:
 
     def check(threads: int) -> bool:
         hardware.use_threads(threads)
-        return _is_elastic(network, example)
+        return _takes_any_batch_size(network, example)
 
     # All cores come last: threads that have not asked yet take the number that was set last.
     numbers = sorted({max(cores // among, 1) for among in range(1, streams + 1)})
-    with ThreadPoolExecutor(1, "elastic") as crew:
+    with ThreadPoolExecutor(1, "any_batch_size") as crew:
         checked = list(crew.map(check, numbers))
     return all(checked)
 
 
 @torch.inference_mode()
-def _is_elastic(network: Network, example: Tensor) -> bool:
+def _takes_any_batch_size(network: Network, example: Tensor) -> bool:
     generator = torch.Generator(example.device).manual_seed(0)
     batch = torch.empty_like(example).uniform_(generator=generator)
     scores = network(batch).clone()

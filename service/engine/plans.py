@@ -17,7 +17,7 @@ FOLDER = "plans"
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineConfig:
     """One way to run a network.
 
     engine          as in `engine.kind`, never auto
@@ -51,7 +51,7 @@ class Trial:
     build_seconds       converting, compiling and the first calls
     """
 
-    choice: Choice
+    choice: EngineConfig
     verdict: str
     windows_per_second: float | None = None
     difference: float | None = None
@@ -67,7 +67,7 @@ class EnginePlan:
     """
 
     model: str
-    choice: Choice
+    choice: EngineConfig
     trials: tuple[Trial, ...]
     seconds: float
     circumstances: dict[str, str]

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.cpp_extension import Kernel
+from service.core.cpp_extension import CppExtension
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
-# What each function takes and gives, as `Kernel` says.
+# What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (("stackseg_deflate", "pqqqqpp", "-"),)
 
 # A repetition lies less than 32 KiB back: one pixel more than a line of so many bytes.
 LONGEST_LINE = 2**14
 
 
-class Deflation(Kernel):
+class Deflation(CppExtension):
     """The compiled function, once `prepare` has made it; without a compiler there is none."""
 
     def __init__(self) -> None:

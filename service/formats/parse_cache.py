@@ -1,7 +1,7 @@
 """Which bytes of a file decided what was made of it, and what was made of earlier files with the same ones.
 
 Parsing looks at nothing of a file but its size and what it reads of it. So who parses notes what it reads, and
-`Precedents` keep these bytes beside the answer, for files that differ in pixels alone.
+`ParseCache` keep these bytes beside the answer, for files that differ in pixels alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def renumbered(text: bytes | bytearray) -> bytes:
     return _IDENTIFIER.sub(lambda found: found[1] + b"%036d" % numbers.setdefault(found[2], len(numbers)), text)
 
 
-class Evidence:
+class ReadLog:
     """Collects the parts that are read of a file, until they are too many to be of use."""
 
     def __init__(self) -> None:
@@ -98,29 +98,29 @@ class Evidence:
 class _Watched:
     """What a TIFF reader asks of a stream, noted. The way of its calls is that of `io.BufferedReader`."""
 
-    __slots__ = ("_evidence", "_position", "_stream")
+    __slots__ = ("_position", "_read_log", "_stream")
 
     mode = "rb"
 
-    def __init__(self, stream: BinaryIO, evidence: Evidence) -> None:
-        self._stream, self._evidence = stream, evidence
+    def __init__(self, stream: BinaryIO, read_log: ReadLog) -> None:
+        self._stream, self._read_log = stream, read_log
         self._position = stream.tell()
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(size)
         begin = self._position
         self._position = end = begin + len(data)
-        if b"urn:uuid:" in data and self._evidence.parsing and len(data) <= MOST_BYTES:
-            self._evidence.note_text(begin, end)
+        if b"urn:uuid:" in data and self._read_log.parsing and len(data) <= MOST_BYTES:
+            self._read_log.note_text(begin, end)
             return renumbered(data)
-        self._evidence.note(begin, end)
+        self._read_log.note(begin, end)
         return data
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._stream.readinto(buffer)  # type: ignore[attr-defined]
         begin = self._position
         self._position = end = begin + count
-        self._evidence.note(begin, end)
+        self._read_log.note(begin, end)
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -131,7 +131,7 @@ class _Watched:
         return self._stream.tell()
 
     def __getattr__(self, name: str) -> Any:
-        self._evidence.give_up()
+        self._read_log.give_up()
         return getattr(self._stream, name)
 
 
@@ -194,7 +194,7 @@ class _Precedent(NamedTuple, Generic[T]):
         return sum(map(len, self.pieces)) + sum(len(piece) for _, piece in self.texts)
 
 
-class Precedents(Generic[T]):
+class ParseCache(Generic[T]):
     """What was understood of earlier files, for files with the same evidence. Safe to use from threads.
 
     Holds at most `limit_bytes` of evidence, on files of at most so many kinds, told by their size and by what was

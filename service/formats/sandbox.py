@@ -39,7 +39,7 @@ from service.core.errors import (
 )
 from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
-from service.formats.parse_cache import Part, Precedents
+from service.formats.parse_cache import ParseCache, Part
 from service.formats.pixels import Placement, mapped
 
 STARTUP_SECONDS = 60.0
@@ -96,8 +96,8 @@ class Reader:
         for process in self._children:
             self._idle.put(process)
         self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
-        self._described: Precedents[Description] = Precedents()
-        self._extracted: Precedents[_Extract] = Precedents()
+        self._described: ParseCache[Description] = ParseCache()
+        self._extracted: ParseCache[_Extract] = ParseCache()
         self._closed = False
 
     def inspect(
@@ -108,8 +108,8 @@ class Reader:
 
         def ask() -> tuple[Description, Sequence[Part] | None]:
             with _lent(source) as path:
-                result, evidence = self._ask("inspect", path, selection, limit)
-            return _description(result), evidence
+                result, read_log = self._ask("inspect", path, selection, limit)
+            return _description(result), read_log
 
         return self._described.answer((selection, limit, owner), content, ask)
 
@@ -127,9 +127,9 @@ class Reader:
 
         def ask() -> tuple[_Extract, Sequence[Part] | None]:
             with _lent(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
-                result, evidence = self._ask("extract", path, selection, limit, scratch)
+                result, read_log = self._ask("extract", path, selection, limit, scratch)
             extract = _extract(result, limit)
-            return extract, evidence if extract.file is None else None
+            return extract, read_log if extract.file is None else None
 
         found = self._extracted.answer((selection, limit, owner), content, ask)
         try:
@@ -192,10 +192,10 @@ class Reader:
             raise OSError(reply["errno"], reply["message"], os.fspath(path))
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
-        evidence = reply["evidence"]
-        if evidence is not None:
-            evidence = [Part(int(begin), int(end), bool(text)) for begin, end, text in evidence]
-        return reply["result"], evidence
+        read_log = reply["evidence"]
+        if read_log is not None:
+            read_log = [Part(int(begin), int(end), bool(text)) for begin, end, text in read_log]
+        return reply["result"], read_log
 
 
 class _Child:

@@ -17,7 +17,7 @@ from typing import Any
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Selection, VoxelSize
 from service.formats import tiff_reader
-from service.formats.parse_cache import Evidence
+from service.formats.parse_cache import ReadLog
 
 
 def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -28,16 +28,16 @@ def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What a child does with one request; only errors that a file or a folder may cause are caught.
 
-    Beside a result that is no decoded file stands its `evidence`, the parts of `Evidence`, or null.
+    Beside a result that is no decoded file stands its `read_log`, the parts of `ReadLog`, or null.
     """
     stated = request["selection"]
     selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
-    path, limit_bytes, evidence = Path(request["path"]), request["limit_bytes"], Evidence()
+    path, limit_bytes, read_log = Path(request["path"]), request["limit_bytes"], ReadLog()
     try:
         if request["call"] == "inspect":
-            described = tiff_reader.inspect(path, selection, limit_bytes, evidence)
-            return {"result": asdict(described), "evidence": evidence.parts}
-        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]), evidence)
+            described = tiff_reader.inspect(path, selection, limit_bytes, read_log)
+            return {"result": asdict(described), "evidence": read_log.parts}
+        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]), read_log)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:
@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
         },
-        "evidence": evidence.parts if plain else None,
+        "evidence": read_log.parts if plain else None,
     }
 
 

@@ -31,10 +31,10 @@ from service.core.errors import BadParameter
 from service.core.volume import Array, Description, OutputKind, Segmentation, Selection, Volume, VoxelSize
 from service.formats import axes, ifd, imagej, metadata, pixels, series, tiff_template
 from service.formats.axes import Layout, Part
-from service.formats.parse_cache import Evidence
+from service.formats.parse_cache import ReadLog
 from service.formats.pixels import Placement
 from service.formats.series import StoredImage
-from service.formats.tiff_template import Stencil, Streams
+from service.formats.tiff_template import Streams, TiffTemplate
 
 Compress = Callable[[Array], Streams | None]
 
@@ -51,13 +51,13 @@ _BLOCK_BYTES = 2**22
 _AHEAD = 2
 
 
-def inspect(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Description:
+def inspect(path: Path, selection: Selection, limit_bytes: int, read_log: ReadLog | None = None) -> Description:
     """What a file holds and what the selection would read of it; no pixel is decoded.
 
-    A time point that has yet to be chosen is no error here, but a note. `evidence` hears of every byte that is read.
+    A time point that has yet to be chosen is no error here, but a note. `read_log` hears of every byte that is read.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _opened(path, selection, limit_bytes, evidence) as stack:
+    with _opened(path, selection, limit_bytes, read_log) as stack:
         return stack.describe(selection)
 
 
@@ -98,19 +98,19 @@ class Extract:
 
 
 def extract(
-    path: Path, selection: Selection, limit_bytes: int, scratch: Path, evidence: Evidence | None = None
+    path: Path, selection: Selection, limit_bytes: int, scratch: Path, read_log: ReadLog | None = None
 ) -> Extract:
     """Like `read`, but says where the pixels are: in the file itself, or decoded in a new file in `scratch`.
 
-    That folder is made where there is need for it. `evidence` hears of every byte that is read.
+    That folder is made where there is need for it. `read_log` hears of every byte that is read.
     """
-    with _opened(path, selection, limit_bytes, evidence) as stack:
+    with _opened(path, selection, limit_bytes, read_log) as stack:
         voxel_size = stack.voxel_size(selection)
         placement = stack.place()
         if placement is not None:
             return Extract(path, placement, voxel_size, stack.channels)
-        if evidence is not None:
-            evidence.end()
+        if read_log is not None:
+            read_log.end()
         placement = Placement.dense(pixels.delivered_dtype(stack.image), pixels.shape_of(stack.layout, stack.part))
         scratch.mkdir(mode=0o700, exist_ok=True)
         descriptor, name = tempfile.mkstemp(".raw", "pixels-", scratch)
@@ -192,9 +192,9 @@ class _Stack:
 
 
 @contextmanager
-def _opened(path: Path, selection: Selection, limit_bytes: int, evidence: Evidence | None = None) -> Iterator[_Stack]:
+def _opened(path: Path, selection: Selection, limit_bytes: int, read_log: ReadLog | None = None) -> Iterator[_Stack]:
     with path.open("rb") as file:
-        stream = file if evidence is None else evidence.watch(file)
+        stream = file if read_log is None else read_log.watch(file)
         skeleton = ifd.scan(stream)
         stream.seek(0)
         with series.translated("reading its tags"):
@@ -285,7 +285,7 @@ def _number() -> str:
 
 
 @lru_cache(maxsize=32)
-def _stencil(form: _Form) -> Stencil:
+def _stencil(form: _Form) -> TiffTemplate:
     made = Segmentation(
         # Of the pixels only the shape matters.
         np.broadcast_to(np.zeros((), form.dtype), form.shape),
@@ -298,7 +298,7 @@ def _stencil(form: _Form) -> Stencil:
     def write(stream: BinaryIO) -> None:
         _write(stream, form, itertools.repeat(b"\0", form.pages), tiff_template.NUMBER, bigtiff=False)
 
-    return Stencil.cut(write, imagej.for_imagej(made))
+    return TiffTemplate.cut(write, imagej.for_imagej(made))
 
 
 def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
@@ -369,7 +369,7 @@ def _ahead(compressed: Callable[[Array], Streams], blocks: Iterator[Array]) -> I
 
 
 def _compressed(pixels: Array) -> Streams:
-    """By zlib, which for small planes is faster than the writer's own encoder; in the byte order of a `Stencil`."""
+    """Compress planes by zlib, which is faster than the writer's encoder for small ones; little-endian."""
     little = pixels.dtype.newbyteorder("<")
     streams = [zlib.compress(np.ascontiguousarray(plane, little).data, 1) for plane in _pages(pixels)]
     return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])

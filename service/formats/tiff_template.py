@@ -22,7 +22,7 @@ Streams = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Stencil:
+class TiffTemplate:
     """A classic TIFF of little-endian order, complete but for its pixels and what differs from file to file.
 
     offsets, counts  where in `content` the file says, in 32 bits, where each page's pixels are and how many bytes
@@ -40,7 +40,7 @@ class Stencil:
         return np.stack((self.offsets, self.counts))[..., None] + np.arange(4)
 
     @classmethod
-    def cut(cls, write: Callable[[BinaryIO], None], remark: str) -> Stencil:
+    def cut(cls, write: Callable[[BinaryIO], None], remark: str) -> TiffTemplate:
         """From what `write` writes, with any pixels of one strip per page, and a description as long as can be."""
         stream = io.BytesIO()
         write(stream)

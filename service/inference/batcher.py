@@ -24,7 +24,7 @@ from service.core import hardware
 from service.core.config import MOST_STREAMS, Settings
 from service.core.errors import Cancelled
 from service.inference.windows.blending import Slab
-from service.inference.windows.sliding_window import Image, Part, SlidingWindow
+from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
 
 T = TypeVar("T")
 
@@ -42,16 +42,16 @@ class Share(NamedTuple):
     seconds: float
 
 
-class _Flight:
+class _BatchSlice:
     """Windows of one request on their way through the network, and what came of them once that is known."""
 
-    def __init__(self, lane: _Lane, part: Part) -> None:
-        self.lane, self.part, self.windows = lane, part, len(part.places)
+    def __init__(self, request: _WindowRequest, part: WindowSlice) -> None:
+        self.request, self.part, self.windows = request, part, len(part.places)
         self.outcome: Tensor | Exception | None = None
         self.share: Share | None = None
 
 
-class _Lane:
+class _WindowRequest:
     """The windows of one request, between its own thread and the device's, whose lock guards what several change."""
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -66,9 +66,9 @@ class _Lane:
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
-        self.passage = window.passage(image, overlap)
+        self.scan = window.scan(image, overlap)
         # In the order in which they are blended, whatever the order in which they arrive.
-        self.flights: deque[_Flight] = deque()
+        self.batch_slices: deque[_BatchSlice] = deque()
         self.blending = False
         # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
         self.answers: SimpleQueue[Slab | None] = SimpleQueue()
@@ -83,8 +83,8 @@ class _Lane:
 
         Windows are left, what came of earlier ones was taken, and not too much waits for a batch that is slow.
         """
-        in_step = not self.untaken and len(self.flights) <= self.window.streams
-        return self.passage.left > 0 and not self.failed and in_step
+        in_step = not self.untaken and len(self.batch_slices) <= self.window.streams
+        return self.scan.left > 0 and not self.failed and in_step
 
     def fail(self, error: Exception) -> None:
         """Nothing more is computed or blended; the first error is the one that is told."""
@@ -97,7 +97,7 @@ class _Lane:
         self.untaken += len(slabs)
         for slab in slabs:
             self.answers.put(slab)
-        if self.passage.done == self.passage.total:
+        if self.scan.done == self.scan.total:
             self.over = True
             self.answers.put(None)
 
@@ -105,7 +105,7 @@ class _Lane:
 class _Batch(NamedTuple):
     """What a thread computes next: windows of these requests, in this stream, while so many share the device."""
 
-    flights: list[_Flight]
+    batch_slices: list[_BatchSlice]
     stream: int
     among: int
 
@@ -118,7 +118,7 @@ class _Running(NamedTuple):
     stream: int
 
 
-class Device:
+class WindowBatcher:
     """Owns the threads, named `name`. Before `start` and after `close` nothing is computed.
 
     streams  batches that are computed at the same time, at most, of models that want so many
@@ -141,7 +141,7 @@ class Device:
         self._work = threading.Condition(self._lock)
         # Threads that wait for work, and that nobody has woken.
         self._idle = 0
-        self._lanes: list[_Lane] = []
+        self._requests: list[_WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
         self._calling = self._closed = False
         self._batches = 0
@@ -218,47 +218,47 @@ class Device:
 
         `share` is told there, by one at a time, of each batch with windows of this image. Raises Cancelled.
         """
-        lane = _Lane(window, image, overlap, due, cancelled, progress, share)
+        request = _WindowRequest(window, image, overlap, due, cancelled, progress, share)
         with self._lock:
             self._check()
-            self._lanes.append(lane)
+            self._requests.append(request)
             self._wake()
         try:
-            while (slab := self._next(lane)) is not None:
+            while (slab := self._next(request)) is not None:
                 yield slab
         finally:
             with self._lock:
-                lane.failed = True
-                self._lanes.remove(lane)
+                request.failed = True
+                self._requests.remove(request)
 
     def _check(self) -> None:
         if self._closed:
             raise Cancelled("the device is given up")
 
-    def _next(self, lane: _Lane) -> Slab | None:
+    def _next(self, request: _WindowRequest) -> Slab | None:
         """The next slab of this lane; None after the last one."""
-        slab = self._answer(lane)
-        if lane.error is not None:
-            error, lane.error = lane.error, None
+        slab = self._answer(request)
+        if request.error is not None:
+            error, request.error = request.error, None
             try:
                 raise error
             finally:
                 del error  # which knows this frame, and with it the lane
-        if slab is not None and lane.passage.left:
+        if slab is not None and request.scan.left:
             with self._lock:
-                lane.untaken -= 1
+                request.untaken -= 1
                 self._wake()
         return slab
 
-    def _answer(self, lane: _Lane) -> Slab | None:
+    def _answer(self, request: _WindowRequest) -> Slab | None:
         while True:
             try:
-                return lane.answers.get(timeout=LOOK_SECONDS)
+                return request.answers.get(timeout=LOOK_SECONDS)
             except Empty:
                 with self._lock:
                     self._check()
-            if lane.cancelled():
-                raise Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows")
+            if request.cancelled():
+                raise Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows")
 
     def _wake(self) -> None:
         """Let a thread that has nothing to do look for work, if there is some. With the lock."""
@@ -297,8 +297,8 @@ class Device:
                 if self._may_call():
                     self._calling = True
                     return self._calls.popleft()
-                if lanes := self._may_compute():
-                    batch = self._next_batch(thread, lanes)
+                if requests := self._may_compute():
+                    batch = self._next_batch(thread, requests)
                     self._wake()
                     return batch
                 self._idle += 1
@@ -309,119 +309,119 @@ class Device:
         return bool(self._calls) and not self._calling and not self._busy
 
     def _drop_cancelled(self) -> None:
-        for lane in self._lanes:
-            if not lane.failed and not lane.over and lane.cancelled():
-                lane.fail(Cancelled(f"given up after {lane.passage.done} of {lane.passage.total} windows"))
+        for request in self._requests:
+            if not request.failed and not request.over and request.cancelled():
+                request.fail(Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows"))
 
-    def _may_compute(self) -> list[_Lane]:
+    def _may_compute(self) -> list[_WindowRequest]:
         """Whose windows may be computed now; none where there are none, or not yet."""
         if self._calls or self._calling:
             return []
-        lanes = self._chosen()
-        return lanes if lanes and self._admits(lanes) else []
+        requests = self._chosen()
+        return requests if requests and self._admits(requests) else []
 
-    def _next_batch(self, thread: int, lanes: Sequence[_Lane]) -> _Batch:
+    def _next_batch(self, thread: int, requests: Sequence[_WindowRequest]) -> _Batch:
         """Windows of these."""
-        window = lanes[0].window
+        window = requests[0].window
         # Those that have to take slabs first count too: they will be back in a moment.
-        left = sum([lane.passage.left for lane in self._lanes if lane.window is window and not lane.failed])
-        among = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.room))
+        left = sum([request.scan.left for request in self._requests if request.window is window and not request.failed])
+        among = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.capacity))
         taken = [running.stream for running in self._busy.values()]
         stream = 0
         while stream in taken:
             stream += 1
         self._batches += 1
         self._busy[thread] = _Running(self._batches, window, stream)
-        return _Batch(_boarded(lanes, window.room), stream, among)
+        return _Batch(_fill_batch(requests, window.capacity), stream, among)
 
-    def _admits(self, lanes: Sequence[_Lane]) -> bool:
+    def _admits(self, requests: Sequence[_WindowRequest]) -> bool:
         """Whether a batch of windows of these may be computed beside those that are."""
         if not self._busy:
             return True
-        window = lanes[0].window
+        window = requests[0].window
         fewest = min([window.streams, *[running.window.streams for running in self._busy.values()]])
         if len(self._busy) >= fewest:
             return False
-        return window.elastic or sum([lane.passage.left for lane in lanes]) >= window.room
+        return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
 
-    def _chosen(self) -> list[_Lane]:
+    def _chosen(self) -> list[_WindowRequest]:
         """Those with windows in the next batch, the one that must have some first."""
-        lanes = [lane for lane in self._lanes if lane.wants]
-        if len(lanes) < 2:
-            return lanes
+        requests = [request for request in self._requests if request.wants]
+        if len(requests) < 2:
+            return requests
         if self._batches % 2:
-            lanes.sort(key=lambda lane: (lane.passage.left, lane.due))
+            requests.sort(key=lambda request: (request.scan.left, request.due))
         else:
-            lanes.sort(key=lambda lane: lane.due)
-        return [lane for lane in lanes if lane.window is lanes[0].window]
+            requests.sort(key=lambda request: request.due)
+        return [request for request in requests if request.window is requests[0].window]
 
     def _compute(self, batch: _Batch) -> None:
-        if not self._forward(batch) and len(batch.flights) > 1:
+        if not self._forward(batch) and len(batch.batch_slices) > 1:
             # Whose fault it was does not show; alone, each gets what it deserves.
-            for flight in batch.flights:
-                self._forward(batch._replace(flights=[flight]))
+            for batch_slice in batch.batch_slices:
+                self._forward(batch._replace(batch_slices=[batch_slice]))
 
     def _forward(self, batch: _Batch) -> bool:
         """Compute and blend; False where nothing was computed, which is told to a request that is on its own."""
         began = time.monotonic()
-        flights = batch.flights
-        window, taken = flights[0].lane.window, sum([flight.windows for flight in flights])
+        batch_slices = batch.batch_slices
+        window, taken = batch_slices[0].request.window, sum([batch_slice.windows for batch_slice in batch_slices])
         try:
-            scores = window.forward([flight.part for flight in flights], batch.stream)
+            scores = window.forward([batch_slice.part for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
-            if len(flights) == 1:
-                self._arrive(flights[0], error)
+            if len(batch_slices) == 1:
+                self._arrive(batch_slices[0], error)
             return False
         each = (time.monotonic() - began) / batch.among / taken
-        for flight, own in zip(flights, scores, strict=True):
-            mine = flight.windows
-            flight.share = Share(mine, mine * window.slots(taken) / taken, mine * each)
-            self._arrive(flight, own)
+        for batch_slice, own in zip(batch_slices, scores, strict=True):
+            mine = batch_slice.windows
+            batch_slice.share = Share(mine, mine * window.slots(taken) / taken, mine * each)
+            self._arrive(batch_slice, own)
         return True
 
-    def _arrive(self, flight: _Flight, outcome: Tensor | Exception) -> None:
+    def _arrive(self, batch_slice: _BatchSlice, outcome: Tensor | Exception) -> None:
         """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
-        lane = flight.lane
-        waits = lane.blending or lane.flights[0] is not flight
-        if waits and isinstance(outcome, Tensor) and not lane.window.lasting:
+        request = batch_slice.request
+        waits = request.blending or request.batch_slices[0] is not batch_slice
+        if waits and isinstance(outcome, Tensor) and not request.window.owns_scores:
             # Where it lies, this stream's next batch may lie before it is blended.
             outcome = _kept(outcome)
         with self._lock:
-            flight.outcome = outcome
-            if lane.blending or lane.flights[0] is not flight:
+            batch_slice.outcome = outcome
+            if request.blending or request.batch_slices[0] is not batch_slice:
                 return
-            lane.blending = True
-        landing: _Flight | None = flight
+            request.blending = True
+        landing: _BatchSlice | None = batch_slice
         while landing is not None:
             landing = self._land(landing)
 
-    def _land(self, flight: _Flight) -> _Flight | None:
+    def _land(self, batch_slice: _BatchSlice) -> _BatchSlice | None:
         """Blend one; gives the next, if that has arrived."""
-        lane = flight.lane
-        outcome = [] if lane.failed else _blended(flight)
+        request = batch_slice.request
+        outcome = [] if request.failed else _blended(batch_slice)
         with self._lock:
             if isinstance(outcome, Exception):
-                lane.fail(outcome)
-            elif not lane.failed:
-                lane.give(outcome)
-            lane.flights.popleft()
-            if lane.flights and lane.flights[0].outcome is not None:
-                return lane.flights[0]
-            lane.blending = False
+                request.fail(outcome)
+            elif not request.failed:
+                request.give(outcome)
+            request.batch_slices.popleft()
+            if request.batch_slices and request.batch_slices[0].outcome is not None:
+                return request.batch_slices[0]
+            request.blending = False
             return None
 
 
-def _boarded(lanes: Sequence[_Lane], room: int) -> list[_Flight]:
+def _fill_batch(requests: Sequence[_WindowRequest], capacity: int) -> list[_BatchSlice]:
     """As many of their windows as there is room for."""
-    boarded = []
-    for lane in lanes:
-        if not room:
+    fill_batch = []
+    for request in requests:
+        if not capacity:
             break
-        flight = _Flight(lane, lane.passage.take(room))
-        lane.flights.append(flight)
-        boarded.append(flight)
-        room -= flight.windows
-    return boarded
+        batch_slice = _BatchSlice(request, request.scan.take(capacity))
+        request.batch_slices.append(batch_slice)
+        fill_batch.append(batch_slice)
+        capacity -= batch_slice.windows
+    return fill_batch
 
 
 def _kept(scores: Tensor) -> Tensor | Exception:
@@ -432,22 +432,22 @@ def _kept(scores: Tensor) -> Tensor | Exception:
         return error
 
 
-def _blended(flight: _Flight) -> list[Slab] | Exception:
+def _blended(batch_slice: _BatchSlice) -> list[Slab] | Exception:
     """The slabs that became final, of which the request is told, or what was wrong with these scores."""
-    if not isinstance(flight.outcome, Tensor) or flight.share is None:
-        return flight.outcome if isinstance(flight.outcome, Exception) else RuntimeError("not computed")
-    lane, (passage, places) = flight.lane, flight.part
+    if not isinstance(batch_slice.outcome, Tensor) or batch_slice.share is None:
+        return batch_slice.outcome if isinstance(batch_slice.outcome, Exception) else RuntimeError("not computed")
+    request, (scan, places) = batch_slice.request, batch_slice.part
     try:
-        slabs = passage.blend(places, flight.outcome)
-        lane.share(flight.share)
-        lane.progress(passage.done, passage.total)
+        slabs = scan.blend(places, batch_slice.outcome)
+        request.share(batch_slice.share)
+        request.progress(scan.done, scan.total)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     return slabs
 
 
 @contextmanager
-def device_of(settings: Settings) -> Iterator[Device]:
+def device_of(settings: Settings) -> Iterator[WindowBatcher]:
     """The device of `settings.device.name` as a station has it, for as long as nobody serves. Raises ConfigError."""
     device = make_device(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
     device.start()
@@ -458,9 +458,9 @@ def device_of(settings: Settings) -> Iterator[Device]:
         device.join(CLOSE_SECONDS)
 
 
-def make_device(settings: Settings, *, on_host: bool) -> Device:
+def make_device(settings: Settings, *, on_host: bool) -> WindowBatcher:
     """Make a device with as many streams as a model may have at most, each of which gets its part of the cores."""
     cores = settings.device.threads or hardware.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
-    return Device("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))
+    return WindowBatcher("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))

@@ -34,7 +34,7 @@ Factors = tuple[float, float, float]
 Box = tuple[slice, slice, slice]
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
-Look = Callable[[Tensor], Tensor]
+ScoreWindows = Callable[[Tensor], Tensor]
 
 # Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
 FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.5, 2))
@@ -93,7 +93,7 @@ class Sizing(NamedTuple):
         return f"{how}; state diameter= where that is wrong, or diameter=none to use the stack as it is sampled."
 
 
-class Sight(NamedTuple):
+class ScaleProbe(NamedTuple):
     """What one look found.
 
     factors  voxels of the scaled grid per voxel of the image, along (z, y, x)
@@ -110,7 +110,7 @@ class Sight(NamedTuple):
     windows: int
 
 
-class Sizer:
+class DiameterEstimator:
     """Measures the objects of one image for a model of instances that says which width it wants.
 
     image  normalised, at the sampling of its volume
@@ -118,7 +118,7 @@ class Sizer:
     look   is asked for the scores of a few windows at a time, with zeros where the image ends
     """
 
-    def __init__(self, image: Image, base: Factors, spec: ModelSpec, look: Look) -> None:
+    def __init__(self, image: Image, base: Factors, spec: ModelSpec, look: ScoreWindows) -> None:
         assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._look = image, base, spec, look
@@ -133,19 +133,19 @@ class Sizer:
         rarely as flat in voxels as their sampling would have them, because light blurs them along z.
         """
         places = signals(self._image, self._spec.input.roi_size)
-        base, seen = self._base, list[Sight]()
+        base, seen = self._base, list[ScaleProbe]()
         for scale, windows in FIRST_LOOKS:
             factors = self._allowed((base[0] * scale * stretch**0.5, base[1] * scale, base[2] * scale))
-            seen.append(self.sight(places, factors, windows))
+            seen.append(self.probe(places, factors, windows))
             if self._settled(seen):
                 break
         for _ in range(NEXT_LOOKS):
             further = self._next(seen)
             if further is None or self._settled(seen):
                 break
-            seen.append(self.sight(places, further, WINDOWS))
+            seen.append(self.probe(places, further, WINDOWS))
         best = max(seen, key=_fit)
-        windows = sum(sight.windows for sight in seen)
+        windows = sum(probe.windows for probe in seen)
         if best.fit < LEAST_FIT:
             return Sizing(None, fits=False, objects=best.objects, windows=windows)
         factors = self._refined(best)
@@ -153,20 +153,20 @@ class Sizer:
         diameter = Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
         return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows)
 
-    def _settled(self, seen: Sequence[Sight]) -> bool:
+    def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Whether another look would hardly tell more."""
         best = max(seen, key=_fit)
         return best.fit >= GOOD_FIT and _near(self._refined(best), best.factors, FITTING)
 
-    def _next(self, seen: Sequence[Sight]) -> Factors | None:
+    def _next(self, seen: Sequence[ScaleProbe]) -> Factors | None:
         """Where the best look leads to, or the next best if it leads nowhere new; None where no look does."""
-        for sight in sorted(seen, key=_fit, reverse=True):
-            factors = self._refined(sight)
-            if sight.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
+        for probe in sorted(seen, key=_fit, reverse=True):
+            factors = self._refined(probe)
+            if probe.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
                 return factors
         return None
 
-    def sight(self, places: Sequence[Size], factors: Factors, most: int) -> Sight:
+    def probe(self, places: Sequence[Size], factors: Factors, most: int) -> ScaleProbe:
         """Look at up to `most` windows at this scale, around the first of `places` that are apart."""
         roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
@@ -205,12 +205,12 @@ class Sizer:
             rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
         return rows
 
-    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int) -> Sight:
+    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int) -> ScaleProbe:
         """Of the rows that `_objects` gives. Objects that no axis shows whole are taken to be as deep as wide."""
         known = np.isfinite(objects[:, :3])
         count = int(known[:, 1:].sum()) // 2
         if count < FEWEST:
-            return Sight(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
+            return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
         wide = float(np.median(objects[:, 1:3][known[:, 1:]]))
         deep = float(np.median(objects[known[:, 0], 0])) if known[:, 0].sum() >= FEWEST else wide
         peak = float(np.median(objects[known[:, 1:].any(axis=1), 3]))
@@ -218,14 +218,14 @@ class Sizer:
         flat = max(abs(math.log(wide / deep)) - math.log(ROUND), 0.0)
         far = math.log(factors[1] / self._base[1])
         fit = peak * math.exp(-((off / OFF) ** 2 + (flat / FLAT) ** 2 + (far / FAR) ** 2) / 2)
-        return Sight(factors, (deep, wide, wide), count, fit, windows)
+        return ScaleProbe(factors, (deep, wide, wide), count, fit, windows)
 
-    def _refined(self, sight: Sight) -> Factors:
+    def _refined(self, probe: ScaleProbe) -> Factors:
         """The factors at which what was found would be as wide as the model wants it, as far as they are allowed.
 
         Objects become as wide as deep only from `ROUND` on; less flat ones keep their shape.
         """
-        deep, wide = sight.widths[0] / sight.factors[0], sight.widths[1] / sight.factors[1]
+        deep, wide = probe.widths[0] / probe.factors[0], probe.widths[1] / probe.factors[1]
         flatness = wide / deep / (self._base[1] / self._base[0])
         stretch = flatness / min(max(flatness, 1 / ROUND), ROUND)
         scale = self._wanted / (deep * self._base[0] * (wide * self._base[1]) ** 2 * stretch) ** (1 / 3)
@@ -293,7 +293,7 @@ class Collector:
         return torch.cat(self._slabs, 2).float()
 
 
-def in_a_stack(look: Look) -> Look:
+def in_a_stack(look: ScoreWindows) -> ScoreWindows:
     """Looks at windows through what takes one stack of them, [1, C, N * z, y, x], and gives [1, K, N * z, y, x]."""
 
     def every(windows: Tensor) -> Tensor:
@@ -361,5 +361,5 @@ def _near(one: Factors, other: Factors, ratio: float) -> bool:
     return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
 
 
-def _fit(sight: Sight) -> float:
-    return sight.fit
+def _fit(probe: ScaleProbe) -> float:
+    return probe.fit

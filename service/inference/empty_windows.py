@@ -20,7 +20,7 @@ from service.core.volume import Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.normalize import Blocks
 from service.inference.windows.blending import Blending, Grid
-from service.inference.windows.sliding_window import Image, Passage, Slot, Sparse
+from service.inference.windows.sliding_window import Image, Sparse, WindowScan, WindowSlot
 from service.models.repository import Instances, ModelSpec
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
@@ -38,7 +38,7 @@ USUAL_RANGE = (1.0, 99.8)
 SAMPLE, STEPS = 2**20, 32
 
 
-class Survey(NamedTuple):
+class IntensitySurvey(NamedTuple):
     """What one pass over a volume tells.
 
     brightest  voxel of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf where none is finite
@@ -75,7 +75,7 @@ class Skipping(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Skipper:
+class EmptyWindowFilter:
     """Finds windows of an image in which no voxel exceeds a grey value, and what the network says of such.
 
     image       normalised, on the grid that the windows lie on
@@ -136,13 +136,13 @@ class Skipper:
     def _cut(self, indices: NDArray[np.intp]) -> Tensor:
         """Some windows, float32 [N, C, *roi] on the host."""
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
-        passage = Passage(self._image, self._grid, Blending(), windows.device)
+        scan = WindowScan(self._image, self._grid, Blending(), windows.device)
         for window, index in zip(windows, indices, strict=True):
-            passage.fill(Slot(window), self._place(index))
+            scan.fill(WindowSlot(window), self._place(index))
         return windows
 
 
-def surveyed(volume: Volume, grid: Grid) -> Survey:
+def surveyed(volume: Volume, grid: Grid) -> IntensitySurvey:
     """One pass over the volume, whose windows lie as `grid` says on a grid of any size.
 
     Of a resampled volume a window has all voxels that one of its own was interpolated from.
@@ -159,7 +159,7 @@ def surveyed(volume: Volume, grid: Grid) -> Survey:
             _raise(cells, _finite(block), z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))
-    return Survey(brightest, tuple(samples))
+    return IntensitySurvey(brightest, tuple(samples))
 
 
 def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Sequence[Sequence[slice]]) -> None:

@@ -16,10 +16,10 @@ from torch import nn
 from service.core import hardware
 from service.core.config import MOST_STREAMS, Settings
 from service.engine import autotune, backends, plans, precision, tf32
-from service.engine.plans import Choice, EnginePlan
+from service.engine.plans import EngineConfig, EnginePlan
 from service.engine.prepare import prepare
-from service.inference.label_agreement import OVERLAP, Parity
-from service.inference.throughput import Crews, Pace
+from service.inference.label_agreement import OVERLAP, LabelAgreement
+from service.inference.throughput import Crews, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, weight_bytes
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Warm:
+class ReadyEngine:
     """A network that has run.
 
     window       calls it; `choice` is how
@@ -67,7 +67,7 @@ class Warm:
 
     window: SlidingWindow
     module: nn.Module
-    choice: Choice
+    choice: EngineConfig
     seconds: float
     warnings: tuple[str, ...] = ()
     plan: EnginePlan | None = None
@@ -76,7 +76,7 @@ class Warm:
     score_bytes: int | None = None
 
 
-class WarmUp:
+class EngineSelector:
     """Builds any choice for one model on one device, and finds the one to use.
 
     network       as loaded, float32 on the CPU
@@ -98,12 +98,12 @@ class WarmUp:
         self._native = hardware.native_precisions(device) if native is None else native
         tf32.use(settings.engine, device)
 
-    def preliminary(self) -> Choice:
+    def preliminary(self) -> EngineConfig:
         """What can run before anything was tried: eager, with whatever else is fixed."""
         name = precision.choose(self._settings.engine.precision, self._native).name
         return self._eager(name)
 
-    def run(self, *, tune: bool = True) -> Warm:
+    def run(self, *, tune: bool = True) -> ReadyEngine:
         """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
 
         Without `tune` nothing is tried that takes minutes: what nobody has found out then runs in the first way that is
@@ -135,18 +135,18 @@ class WarmUp:
         """Of the network as it was loaded."""
         return weight_bytes(self._network)
 
-    def build(self, choice: Choice) -> Warm:
+    def build(self, choice: EngineConfig) -> ReadyEngine:
         """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
         module = self.module(choice)
         window = self.sliding_window(module, choice, choice.sw_batch_size)
         built = backends.build(module, window.batch, choice, self._settings.engine)
         caution = backends.KINDS[choice.engine].caution
         warnings = (caution,) if caution else ()
-        network = window.with_network(built.network, elastic=built.elastic, lasting=built.lasting)
-        warm = Warm(network, module, choice, built.seconds, warnings)
+        network = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
+        warm = ReadyEngine(network, module, choice, built.seconds, warnings)
         return replace(warm, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
-    def module(self, choice: Choice) -> nn.Module:
+    def module(self, choice: EngineConfig) -> nn.Module:
         """The prepared module that a choice is built from."""
         memory_format = backends.FORMATS[choice.memory_format]
         return prepare(self._network, self._device, backends.batch_dtype(choice), memory_format)
@@ -156,9 +156,9 @@ class WarmUp:
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
             network = tf32.exactly(network)
-        return self.sliding_window(network, Choice("eager", "fp32", "contiguous", batch_size), batch_size)
+        return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
-    def sliding_window(self, network: Network, choice: Choice, batch_size: int) -> SlidingWindow:
+    def sliding_window(self, network: Network, choice: EngineConfig, batch_size: int) -> SlidingWindow:
         """Windows through `network` in the layout and dtype of `choice`, and in its streams unless memory was short."""
         windows = self._settings.windows
         return SlidingWindow(
@@ -194,7 +194,7 @@ class WarmUp:
             facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         return {name: str(fact) for name, fact in facts.items()}
 
-    def _fixed(self) -> Warm:
+    def _fixed(self) -> ReadyEngine:
         settings = self._settings.engine
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
@@ -217,13 +217,13 @@ class WarmUp:
                 warnings.append(f"The {choice.engine} engine failed, so the model runs {instead}: {reason}")
         return self._warned(self._eager(self._sure), *warnings)
 
-    def _own(self, name: str) -> Choice:
+    def _own(self, name: str) -> EngineConfig:
         """The engine that was asked for, in the precision of that name."""
         settings = self._settings.engine
         kind = backends.KINDS[settings.kind]
         memory_format = backends.memory_formats(settings, kind, self._device)[0]
         mode = backends.compile_modes(settings, kind, self._device)[0]
-        choice = Choice(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
+        choice = EngineConfig(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
         return replace(choice, streams=1) if backends.one_at_a_time(choice, settings) else choice
 
     @property
@@ -232,7 +232,7 @@ class WarmUp:
         wanted = self._settings.engine.precision
         return "fp32" if wanted == "auto" else wanted
 
-    def _at_once(self) -> Warm:
+    def _at_once(self) -> ReadyEngine:
         """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
         parity = self._parity()
         for choice in self._candidates(self._streams):
@@ -249,8 +249,8 @@ class WarmUp:
                 return replace(warm, warnings=(*warm.warnings, UNTUNED))
         return self._warned(self._eager(self._sure), UNTUNED)
 
-    def _parity(self) -> Parity:
-        return Parity(self._spec, self._device, lambda: self.reference(self._batch_size))
+    def _parity(self) -> LabelAgreement:
+        return LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
 
     @property
     def _tolerance(self) -> float:
@@ -258,7 +258,7 @@ class WarmUp:
         settings = self._settings.engine
         return settings.tolerance if settings.precision == "auto" else 1.0
 
-    def _candidates(self, streams: int) -> list[Choice]:
+    def _candidates(self, streams: int) -> list[EngineConfig]:
         """All that the settings leave open, in so many streams where that is possible."""
         settings = self._settings.engine
         names = precision.candidates(settings.precision, self._native)
@@ -267,27 +267,31 @@ class WarmUp:
             for choice in backends.choices(settings, self._device, names, self._batch_size)
         ]
 
-    def _tuned(self, circumstances: dict[str, str]) -> Warm:
+    def _tuned(self, circumstances: dict[str, str]) -> ReadyEngine:
         settings = self._settings.engine
         parity = self._parity()
         rules = autotune.Rules(settings.tune_seconds, self._tolerance)
 
         # Those in the race are held by it, and what has left it gives its memory back.
-        alone: WeakValueDictionary[Choice, Warm] = WeakValueDictionary()
+        alone: WeakValueDictionary[EngineConfig, ReadyEngine] = WeakValueDictionary()
         crews = Crews()
 
-        def enter(choice: Choice) -> autotune.Entrant[Warm]:
+        def enter(choice: EngineConfig) -> autotune.Candidate[ReadyEngine]:
             found = alone.get(replace(choice, streams=1))
             if found is None or backends.KINDS[choice.engine].divides:
                 warm = alone[choice] = self.build(choice)
             else:
                 window = found.window.with_streams(choice.streams)
                 # With fewer cores for each call other algorithms may be chosen.
-                elastic = window.elastic and backends.is_elastic(window.network, window.batch, choice.streams)
-                window = window.with_network(window.network, elastic=elastic, lasting=window.lasting)
+                any_batch_size = window.any_batch_size and backends.takes_any_batch_size(
+                    window.network, window.batch, choice.streams
+                )
+                window = window.with_network(
+                    window.network, any_batch_size=any_batch_size, owns_scores=window.owns_scores
+                )
                 warm = replace(found, choice=choice, window=window)
-            pace = Pace(warm.window, parity.row, OVERLAP, parity.decoder, crews)
-            return autotune.Entrant(pace, pace.windows, lambda: parity.difference(warm.window), warm)
+            pace = Throughput(warm.window, parity.row, OVERLAP, parity.decoder, crews)
+            return autotune.Candidate(pace, pace.windows, lambda: parity.difference(warm.window), warm)
 
         tuner = autotune.Tuner(enter, rules, fits=self._fits)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
@@ -303,7 +307,7 @@ class WarmUp:
         warnings = (*won.made.warnings, *_failures(plan))
         return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=warnings)
 
-    def _fits(self, choice: Choice) -> str | None:
+    def _fits(self, choice: EngineConfig) -> str | None:
         """Why a choice must not be tried, None if it may."""
         kind = backends.KINDS[choice.engine]
         if (missing := kind.missing()) is not None:
@@ -343,11 +347,11 @@ class WarmUp:
             return ()
         return autotune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
 
-    def _eager(self, name: str) -> Choice:
+    def _eager(self, name: str) -> EngineConfig:
         memory_format = backends.memory_formats(self._settings.engine, backends.KINDS["eager"], self._device)[0]
-        return Choice("eager", name, memory_format, self._batch_size, streams=self._streams)
+        return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
-    def _warned(self, choice: Choice, *warnings: str) -> Warm:
+    def _warned(self, choice: EngineConfig, *warnings: str) -> ReadyEngine:
         warm = self.build(choice)
         return replace(warm, warnings=(*warm.warnings, *warnings))
 

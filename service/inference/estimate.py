@@ -140,7 +140,7 @@ def estimate(  # noqa: PLR0913
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Estimator:
     """What can be said of requests to a model before it is loaded, or with what is known once it is.
 
     sw_batch_size  windows per call where the operator leaves that open

@@ -25,7 +25,7 @@ OVERLAP = 0.25
 log = logging.getLogger(__name__)
 
 
-class Parity:
+class LabelAgreement:
     """Labels of one small image as the reference makes them, and how far those of others are from them.
 
     reference  makes the windows that run the FP32 network as it was loaded; called when it is first needed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from service.core import hardware
 from service.core.buffers import allocator
 from service.core.config import Settings
-from service.core.cpp_extension import shelf
+from service.core.cpp_extension import extension_cache
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.timing import Stages
 from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
@@ -26,10 +26,10 @@ from service.engine.plans import Trial
 from service.formats.deflate import deflation
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.watershed_kernel import ascent
-from service.inference.diameter import Collector, Memory, Sizer, in_a_stack, stretch_of
-from service.inference.empty_windows import Skipped, Skipper, Skipping
-from service.inference.engine_selector import Warm, WarmUp
-from service.inference.estimate import Estimate, Outlook, Plan, watched
+from service.inference.diameter import Collector, DiameterEstimator, Memory, in_a_stack, stretch_of
+from service.inference.empty_windows import EmptyWindowFilter, Skipped, Skipping
+from service.inference.engine_selector import EngineSelector, ReadyEngine
+from service.inference.estimate import Estimate, Estimator, Plan, watched
 from service.inference.normalize import Image as Normalised
 from service.inference.normalize import Size, normalised, on_grid, resample, working_size
 from service.inference.windows.blending import Grid, Slab
@@ -154,12 +154,12 @@ class Segmenter:
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.use_cache(settings.engine.cache_folder)
-        shelf.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
+        extension_cache.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
         network = load(spec, self._watched)
-        self._warm_up = WarmUp(spec, settings, self._device, network, self._window_bytes)
+        self._warm_up = EngineSelector(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
-        self._warm: Warm | None = None
-        self.outlook = self._looked_ahead()
+        self._warm: ReadyEngine | None = None
+        self.estimator = self._looked_ahead()
         self._lock = threading.Lock()
         self._sizes = Memory()
         self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -176,7 +176,7 @@ class Segmenter:
                 ascent.prepare()
         warm = self._warm_up.run(tune=tune)
         self._warm, self._choice, self._module = warm, warm.choice, warm.module
-        self.outlook = self._looked_ahead()
+        self.estimator = self._looked_ahead()
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
@@ -204,7 +204,9 @@ class Segmenter:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
         if self._warm is not None:
             window = self._warm.window
-            wrapped = window.with_network(wrap(window.network), elastic=window.elastic, lasting=window.lasting)
+            wrapped = window.with_network(
+                wrap(window.network), any_batch_size=window.any_batch_size, owns_scores=window.owns_scores
+            )
             self._warm = replace(self._warm, window=wrapped)
 
     def segment(  # noqa: PLR0913
@@ -225,7 +227,7 @@ class Segmenter:
         allows, Cancelled once `cancelled()` is true between two
         batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
         """
-        plan, needed = self.outlook.plan(options), self.estimate(volume, options)
+        plan, needed = self.estimator.plan(options), self.estimate(volume, options)
         check_memory(needed, hardware.available_memory())
         stages = Stages()
         with torch.inference_mode(), translated(needed, self._device):
@@ -289,32 +291,32 @@ class Segmenter:
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
         """What segmenting a volume of this shape and voxel size would take. Raises BadParameter and TooLarge."""
-        return self.outlook.estimate(volume, options)
+        return self.estimator.estimate(volume, options)
 
     def output(self, options: Options) -> OutputKind:
         """What would come back. Raises BadParameter for options that do not fit."""
-        return self.outlook.output(options)
+        return self.estimator.output(options)
 
-    def _looked_ahead(self) -> Outlook:
+    def _looked_ahead(self) -> Estimator:
         """What can be said of requests, with what is known of the model by now."""
         window_bytes = self._window_bytes * backends.batch_dtype(self._choice).itemsize // 4
         on_host = self._device.type == "cpu"
         choice = self._choice
         scores = None if self._warm is None else self._warm.score_bytes
-        return Outlook(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams, scores)
+        return Estimator(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams, scores)
 
     def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
         """Estimate the width of the objects, and plan anew with it where that brings something."""
-        plan = self.outlook.plan(options)
+        plan = self.estimator.plan(options)
 
         base = _ratios(working_size(volume, self.spec), volume)
-        sizer = Sizer(image, base, self.spec, self._look(plan, run))
+        sizer = DiameterEstimator(image, base, self.spec, self._look(plan, run))
         found = self._sizes.recall(volume, lambda: sizer.estimate(stretch_of(volume, base)))
         if found.diameter is None or found.fits:
             return _Sized(plan, needed, found.diameter, (found.note,))
         sized = replace(options, diameter=found.diameter)
         try:
-            more = self.outlook.estimate(volume, sized)
+            more = self.estimator.estimate(volume, sized)
             check_memory(more, hardware.available_memory())
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {found.diameter} wide, yet the stack is used as it is sampled: {error}"
@@ -327,7 +329,7 @@ class Segmenter:
             return Skipping(image, None)
         with stages.measure("skip"):
             grid = Grid.cover(_size(image), self.spec.input.roi_size, plan.overlap)
-            skipper = Skipper(image, grid, plan.sw_batch_size, self.spec, self._look(plan, run))
+            skipper = EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, self._look(plan, run))
             return skipper.skip(volume, plan.skip_below)
 
     def _look(self, plan: Plan, run: Slabs) -> Callable[[Tensor], Tensor]:

@@ -51,7 +51,7 @@ class Crews:
             crew.shutdown()
 
 
-class Pace:
+class Throughput:
     """Windows of requests, as many for each stream as one batch has; every call computes them.
 
     Forwards alone do not tell how fast requests are. One stream with all cores may be quickest by itself, and yet waits
@@ -70,7 +70,7 @@ class Pace:
         decoder: Callable[[Tensor], Decoder],
         crews: Crews,
     ) -> None:
-        length = max(window.room, LEAST_WINDOWS)
+        length = max(window.capacity, LEAST_WINDOWS)
         self._window, self._overlap, self._crews = window, overlap, crews
         self._image = row(length)
         self._decoder = partial(decoder, self._image)

@@ -18,11 +18,11 @@ from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.core.timing import Stages
 from service.inference.segmenter import Result
-from service.serving.device_worker import Seat
+from service.serving.device_worker import Reservation
 from service.serving.job_queue import Job, Needs, Progress
-from service.serving.job_store import INPUT, JobStore, Order, Outcome, Record
+from service.serving.job_store import INPUT, AnswerMetadata, JobRequest, JobStore, Record
 from service.serving.parameters import Query
-from service.serving.results import Arrival, Pixels, outcome_of, read_pixels, settle, write_answer
+from service.serving.results import Pixels, ReceivedRequest, outcome_of, read_pixels, settle, write_answer
 from service.serving.runtime import JOIN_SECONDS, Runtime, storage
 
 WRITERS = 2
@@ -48,11 +48,11 @@ class View(NamedTuple):
     loading: bool = False
 
 
-class _Live:
+class _ActiveJob:
     """A job that is not over, in this process. `folder` holds its decoded pixels."""
 
-    def __init__(self, number: str, order: Order, owner: str | None, seat: Seat) -> None:
-        self.id, self.order, self.owner, self.seat = number, order, owner, seat
+    def __init__(self, number: str, order: JobRequest, owner: str | None, reservation: Reservation) -> None:
+        self.id, self.order, self.owner, self.reservation = number, order, owner, reservation
         self.query = Query.model_validate(order.parameters)
         self.stages = Stages()
         self.stages.add("receive", order.receive_seconds)
@@ -62,7 +62,7 @@ class _Live:
         self.job: Job[Result]
 
 
-class Spool:
+class AsyncJobs:
     """Owns the jobs folder, and the threads that write results. All methods but `start` block for a disk at most.
 
     Raises ConfigError for a jobs folder that cannot be used.
@@ -73,7 +73,7 @@ class Spool:
         self._store: JobStore
         if settings.jobs.folder is not None:
             self._store = self._open(settings.jobs.folder)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _ActiveJob] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._runtime: Runtime
@@ -89,7 +89,7 @@ class Spool:
         for record in self._store.recover():
             log.info("job %s of an earlier process runs again", record.id)
             live = self._prepare(record.id, record.order, record.owner)
-            live.seat.station.queue.put(live.job)
+            live.reservation.device_worker.queue.put(live.job)
             self._read_ahead(live)
         self._expiry.start()
 
@@ -115,7 +115,7 @@ class Spool:
         """A new folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""
         return self._store.make_incoming()
 
-    def submit(self, arrival: Arrival, name: str, receive_seconds: float) -> View:
+    def submit(self, received: ReceivedRequest, name: str, receive_seconds: float) -> View:
         """Accept a request in a folder of `make_incoming`; when this returns, the job outlives the process.
 
         The folder holds the file that arrived, as INPUT, or an empty one where the query names a file of the host: that
@@ -123,17 +123,17 @@ class Spool:
         refused at once. Raises what `Runtime.inspect` and `Segmenter.estimate` raise, QueueFull, NotReady and
         OutOfStorage.
         """
-        query, owner = arrival.query, arrival.caller
+        query, owner = received.query, received.caller
         spec = self._runtime.spec(query.model)
-        file = self._runtime.inspect(arrival.source, query.selection, shared=query.input is not None, owner=owner)
+        file = self._runtime.inspect(received.source, query.selection, shared=query.input is not None, owner=owner)
         windows = self._runtime.estimate(spec, file, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
-        order = Order(spec.name, parameters, name, windows, receive_seconds)
-        live = self._prepare(arrival.folder.name, order, owner)
+        order = JobRequest(spec.name, parameters, name, windows, receive_seconds)
+        live = self._prepare(received.folder.name, order, owner)
         try:
-            live.seat.station.queue.offer(live.job)
+            live.reservation.device_worker.queue.offer(live.job)
             with storage():
-                self._store.accept(arrival.folder / INPUT, owner, order)
+                self._store.accept(received.folder / INPUT, owner, order)
         except BaseException:
             live.job.cancel()
             raise
@@ -159,7 +159,7 @@ class Spool:
         if live is not None:
             live.job.cancel()
 
-    def result(self, job: str, owner: str | None) -> tuple[BinaryIO, Outcome]:
+    def result(self, job: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """The open file, which stays whole whatever happens to the job, and what is told beside it.
 
         Raises UnknownJob, NotFinished, ResultGone, and what a failed job failed with.
@@ -192,13 +192,13 @@ class Spool:
             done = record.order.windows if record.state == "done" else 0
             seconds = record.outcome.seconds if record.outcome else {}
             return View(record, Progress(done, record.order.windows), seconds=seconds)
-        queue, job = live.seat.station.queue, live.job
+        queue, job = live.reservation.device_worker.queue, live.job
         progress = job.progress if job.progress.total else Progress(0, record.order.windows)
         seconds = dict(live.stages.seconds)
-        return View(record, progress, queue.position(job), queue.seconds_left(job), seconds, live.seat.loading)
+        return View(record, progress, queue.position(job), queue.seconds_left(job), seconds, live.reservation.loading)
 
-    def _prepare(self, number: str, order: Order, owner: str | None) -> _Live:
-        live = _Live(number, order, owner, self._runtime.seat(order.model))
+    def _prepare(self, number: str, order: JobRequest, owner: str | None) -> _ActiveJob:
+        live = _ActiveJob(number, order, owner, self._runtime.reservation(order.model))
         work, needs = partial(self._segment, live), partial(self._needs, live)
         live.job = Job(order.model, work, windows=order.windows, needs=needs, ready=False)
         with self._lock:
@@ -207,11 +207,11 @@ class Spool:
         live.job.future.add_done_callback(partial(self._settle, live.id))
         return live
 
-    def _read_ahead(self, live: _Live) -> None:
+    def _read_ahead(self, live: _ActiveJob) -> None:
         """Decode the file while others are computed; only then may the job take its turn."""
         self._runtime.readers.submit(self._read, live).add_done_callback(partial(self._was_read, live))
 
-    def _read(self, live: _Live) -> None:
+    def _read(self, live: _ActiveJob) -> None:
         if live.job.cancelled():
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
@@ -222,7 +222,7 @@ class Spool:
                 live.pixels = read_pixels(self._runtime, live.query, source, live.folder, live.owner)
 
     @contextmanager
-    def _source(self, live: _Live) -> Iterator[Path]:
+    def _source(self, live: _ActiveJob) -> Iterator[Path]:
         """The file of a job, the one in its folder or the one that it names."""
         if live.query.input is None:
             yield self._store.input(live.id)
@@ -230,25 +230,25 @@ class Spool:
         with self._runtime.references.open_input(live.query.input, live.owner) as source:
             yield source.path
 
-    def _was_read(self, live: _Live, reading: Future[None]) -> None:
+    def _was_read(self, live: _ActiveJob, reading: Future[None]) -> None:
         error = reading.exception()
         if error is None:
-            live.seat.take(live.job)
+            live.reservation.take(live.job)
             return
         _log_unforeseen(live, error)
         live.job.refuse(error)
 
-    def _needs(self, live: _Live) -> Needs:
+    def _needs(self, live: _ActiveJob) -> Needs:
         """What the work will take, now that the pixels are there."""
         assert live.pixels is not None  # noqa: S101 - they were read
-        return live.seat.needs(live.pixels.segmented, live.query.options)
+        return live.reservation.needs(live.pixels.segmented, live.query.options)
 
-    def _segment(self, live: _Live, job: Job[Result]) -> Result:
+    def _segment(self, live: _ActiveJob, job: Job[Result]) -> Result:
         """The work on the device, in a worker's thread."""
         if self._runtime.draining or live.pixels is None or not self._store.begin(live.id):
             raise Cancelled("not begun")
         live.stages.add("queue", max(job.seconds_waited - live.stages.seconds["read"], 0.0))
-        return live.seat.segment(job, live.pixels.segmented, live.query.options)
+        return live.reservation.segment(job, live.pixels.segmented, live.query.options)
 
     def _settle(self, number: str, future: Future[Result]) -> None:
         """The device is done with it, one way or the other; the rest happens in another thread than the device's."""
@@ -262,31 +262,31 @@ class Spool:
         else:
             self._writers.submit(self._keep, live, future.result()).add_done_callback(partial(self._was_kept, live))
 
-    def _was_kept(self, live: _Live, keeping: Future[None]) -> None:
+    def _was_kept(self, live: _ActiveJob, keeping: Future[None]) -> None:
         error = keeping.exception()
         _log_unforeseen(live, error)
         self._end(live, error)
 
-    def _keep(self, live: _Live, result: Result) -> None:
+    def _keep(self, live: _ActiveJob, result: Result) -> None:
         assert live.pixels is not None  # noqa: S101 - they were segmented
         spec = self._runtime.served(live.order.model)
         live.stages.update(result.seconds)
         own = self._store.input(live.id)
         with storage():
-            arrival = Arrival(live.query, own, own.parent, live.owner, live.job.cancelled)
-            answer = write_answer(self._runtime, arrival, live.pixels.measured, result, spec.identifier)
+            received = ReceivedRequest(live.query, own, own.parent, live.owner, live.job.cancelled)
+            answer = write_answer(self._runtime, received, live.pixels.measured, result, spec.identifier)
             live.stages.update(answer.seconds)
             outcome = outcome_of(spec.identifier, live.order.name, answer, result, live.stages.seconds)
             try:
                 finished = self._store.finish(live.id, answer.path, outcome)
             finally:
-                settle(self._runtime, arrival)
+                settle(self._runtime, received)
             if not finished:
                 return
         count, seconds = result.segmentation.count, live.stages.seconds
         self._runtime.metrics.count_segmentation(spec.name, live.pixels.segmented.voxels, count, seconds)
 
-    def _end(self, live: _Live, error: BaseException | None) -> None:
+    def _end(self, live: _ActiveJob, error: BaseException | None) -> None:
         """Note how it ended. What the service gives up, and not its owner, waits on disk for the next process."""
         try:
             if isinstance(error, Cancelled):
@@ -303,7 +303,7 @@ class Spool:
                 del self._live[live.id]
             live.over.set()
 
-    def _fail(self, live: _Live, error: BaseException) -> None:
+    def _fail(self, live: _ActiveJob, error: BaseException) -> None:
         try:
             self._store.fail(live.id, error)
         except OutOfStorage:
@@ -320,13 +320,13 @@ class Spool:
                 log.exception("old jobs could not be deleted; they are tried again")
 
 
-def _await(lives: list[_Live], seconds: float) -> None:
+def _await(lives: list[_ActiveJob], seconds: float) -> None:
     """Wait until all of them are over, or so many seconds in all."""
     deadline = time.monotonic() + seconds
     for live in lives:
         live.over.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _log_unforeseen(live: _Live, error: BaseException | None) -> None:
+def _log_unforeseen(live: _ActiveJob, error: BaseException | None) -> None:
     if error is not None and not isinstance(error, StackSegError):
         log.error("unexpected failure of job %s", live.id, exc_info=error)

@@ -18,12 +18,12 @@ from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
 from service.inference.batcher import Share, make_device
-from service.inference.estimate import Estimate, Outlook
+from service.inference.estimate import Estimate, Estimator
 from service.inference.segmenter import Result, Segmenter, exhausted
 from service.models.repository import ModelSpec
 from service.serving.job_queue import Free, Job, JobQueue, Needs
 from service.serving.metrics import Metrics
-from service.serving.model_cache import Lease, Residents, too_large
+from service.serving.model_cache import Lease, ModelCache, too_large
 from service.serving.watchdog import Watchdog
 from service.serving.worker import Worker
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Load = Callable[[ModelSpec, Settings], Segmenter]
 
 
-class Station:
+class DeviceWorker:
     """Owns the threads of one device. `start` returns at once, models become ready one after the other.
 
     name      of the station; None: the only one
@@ -66,9 +66,9 @@ class Station:
         self._load_seconds: dict[str, float] = {}
         # How models run here, those that were loaded at some time.
         self.manners: dict[str, str] = {}
-        self._outlooks: dict[str, Outlook] = {}
+        self._estimators: dict[str, Estimator] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free, FRESH_SECONDS)
-        self.residents: Residents[Segmenter] = Residents(
+        self.model_cache: ModelCache[Segmenter] = ModelCache(
             settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
         )
         self._device = make_device(settings, on_host=self._on_host)
@@ -87,7 +87,7 @@ class Station:
         """Serve these models, of which the `first` are loaded at once, and in the meantime no request is worked on."""
         self._specs = specs
         self._device.start()
-        self.residents.start(first)
+        self.model_cache.start(first)
         self._worker.start()
         self.watchdog.start()
 
@@ -98,10 +98,10 @@ class Station:
 
     def stop(self, seconds: float) -> bool:
         """End the threads, once given up; False if one has not ended after so many seconds and as many again."""
-        self.residents.close()
+        self.model_cache.close()
         self._worker.join(seconds)
         self._device.close()
-        return self._device.join(seconds) and self._worker.join(seconds) and self.residents.join(seconds)
+        return self._device.join(seconds) and self._worker.join(seconds) and self.model_cache.join(seconds)
 
     @property
     def ended(self) -> bool:
@@ -121,23 +121,23 @@ class Station:
         Not at all where the device or the model has failed, later where no more may wait or the start is not over, else
         after as many seconds as the work before it should take, and loading the model.
         """
-        failed = self.problem is not None or model in self.residents.problems
-        there = self.residents.look(model) is not None or self.residents.is_awaited(model)
+        failed = self.problem is not None or model in self.model_cache.problems
+        there = self.model_cache.look(model) is not None or self.model_cache.is_awaited(model)
         loading = 0.0 if there else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
-        return failed, self.queue.full or bool(self.residents.starting), self.queue.expected + loading
+        return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected + loading
 
-    def outlook(self, spec: ModelSpec) -> Outlook:
+    def estimator(self, spec: ModelSpec) -> Estimator:
         """What can be said of requests to a model: as it runs here or last did, else as one does that nobody tuned."""
-        if spec.name in self._outlooks:
-            return self._outlooks[spec.name]
+        if spec.name in self._estimators:
+            return self._estimators[spec.name]
         here = self.settings, self._torch_device
         batch_size, streams = engine_selector.batch_size(*here), engine_selector.streams(*here)
-        return Outlook(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
+        return Estimator(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
 
     @property
     def loaded_bytes(self) -> int:
         """Memory that the loaded models take."""
-        return sum(standing.nbytes for standing in self.residents.standings.values())
+        return sum(loaded_model.nbytes for loaded_model in self.model_cache.loaded_models.values())
 
     def segment(self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
         """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
@@ -186,7 +186,7 @@ class Station:
         What is tried at start is timed, and needs the device for itself. On demand a model is made ready beside the
         batches of others, but on CUDA between them: recorded graphs belong to the thread that recorded them.
         """
-        spec, starting = self._specs[name], name in self.residents.starting
+        spec, starting = self._specs[name], name in self.model_cache.starting
         weights, limit = self._weights_size(name), self.settings.models.memory_bytes
         if weights > limit:
             raise BrokenModel(too_large(name, weights, limit))
@@ -199,7 +199,7 @@ class Station:
             needed = self._guess(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
         self._load_seconds[name] = time.monotonic() - began
-        self._outlooks[name] = segmenter.outlook
+        self._estimators[name] = segmenter.estimator
         report = segmenter.report()
         layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
         self.manners[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
@@ -230,11 +230,11 @@ class Station:
         hardware.return_freed(self._torch_device)
 
 
-class Seat:
+class Reservation:
     """Where a request is worked on: at a station, where it uses a model from when that is loaded until it is over."""
 
-    def __init__(self, station: Station, model: str) -> None:
-        self.station, self.model = station, model
+    def __init__(self, worker: DeviceWorker, model: str) -> None:
+        self.device_worker, self.model = worker, model
         self._lease: Lease[Segmenter] | None = None
         self._needs: Needs | None = None
 
@@ -246,7 +246,7 @@ class Seat:
 
     def take(self, job: Job[Any]) -> None:
         """Ask for the model. The job, which is in the station's queue, may begin once it is there, or fails with it."""
-        self._lease = self.station.residents.lease(self.model)
+        self._lease = self.device_worker.model_cache.lease(self.model)
         job.when_over(self._leave)
         # Not the job itself, which would then hold itself, and what it computes.
         self._lease.model.add_done_callback(partial(self._seated, weakref.ref(job)))
@@ -261,8 +261,8 @@ class Seat:
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:
-        """The work itself; see `Station.segment`."""
-        return self.station.segment(job, self._segmenter, volume, options)
+        """The work itself; see `DeviceWorker.segment`."""
+        return self.device_worker.segment(job, self._segmenter, volume, options)
 
     @property
     def _segmenter(self) -> Segmenter:
@@ -275,7 +275,7 @@ class Seat:
             return
         error = model.exception()
         if error is None:
-            self.station.queue.release(job)
+            self.device_worker.queue.release(job)
         else:
             job.refuse(error)
 
@@ -285,7 +285,7 @@ class Seat:
             lease.end()
 
 
-def station_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
+def device_worker_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
     """Name and settings of each device's station; no name where there is but one. Raises ConfigError."""
     wanted = hardware.gpu_names() if settings.device.serve == "all" else settings.device.serve
     if not wanted:

@@ -33,7 +33,7 @@ class Source(NamedTuple):
     name: str
 
 
-class References:
+class HostFiles:
     """What may be named, by whom. Folders are looked at once here; raises ConfigError for those that cannot be used.
 
     Methods take places as they stand in requests, and the caller's name. They raise BadParameter for what is not

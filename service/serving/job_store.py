@@ -56,7 +56,7 @@ _INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
 
 
 @dataclass(frozen=True)
-class Order:
+class JobRequest:
     """What was asked for.
 
     model       name of the model, also where the caller left it to the service
@@ -73,7 +73,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AnswerMetadata:
     """What is told about a result beside its file. `model` has the version; `seconds` are those of the stages.
 
     diameter  of the objects and whether it was stated or estimated; None where it was neither
@@ -100,14 +100,14 @@ class Record:
     number: int
     owner: str | None
     state: JobState
-    order: Order
+    order: JobRequest
     created: float
     started: float | None
     ended: float | None
     attempts: int
     input_bytes: int
     result_bytes: int
-    outcome: Outcome | None
+    outcome: AnswerMetadata | None
     failure: StackSegError | None
 
     @property
@@ -164,7 +164,7 @@ class JobStore:
         folder.mkdir()
         return folder
 
-    def accept(self, upload: Path, owner: str | None, order: Order) -> Record:
+    def accept(self, upload: Path, owner: str | None, order: JobRequest) -> Record:
         """Keep the file INPUT that arrived in a folder of `make_incoming`, whose name becomes the job's id.
 
         From the moment this returns the job outlives the process. Raises OutOfStorage where the quota has no room.
@@ -230,7 +230,7 @@ class JobStore:
         """Running -> waiting, as if it had not begun: the service stops, which is not the job's fault."""
         return self._move(job, ("running",), "state = 'waiting', started = NULL, attempts = attempts - 1")
 
-    def finish(self, job: str, written: Path, outcome: Outcome) -> bool:
+    def finish(self, job: str, written: Path, outcome: AnswerMetadata) -> bool:
         """Running -> done, with a result that was written into the job's folder; False if it was cancelled meanwhile.
 
         Raises OSError and OutOfStorage.
@@ -392,18 +392,18 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _record(row: sqlite3.Row) -> Record:
-    order = Order(row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"])
+    order = JobRequest(row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"])
     own = {field.name for field in fields(Record)} - {"order", "outcome", "failure"}
     plain = {name: row[name] for name in own}
     return Record(**plain, order=order, outcome=_outcome(row["outcome"]), failure=_failure(row["failure"]))
 
 
-def _outcome(text: str | None) -> Outcome | None:
+def _outcome(text: str | None) -> AnswerMetadata | None:
     if text is None:
         return None
     told: dict[str, Any] = json.loads(text)
     size = told["voxel_size"]
-    return Outcome(**told | {"notes": tuple(told["notes"]), "voxel_size": VoxelSize(**size) if size else None})
+    return AnswerMetadata(**told | {"notes": tuple(told["notes"]), "voxel_size": VoxelSize(**size) if size else None})
 
 
 def _failure(text: str | None) -> StackSegError | None:

@@ -13,7 +13,7 @@ INTERVAL_SECONDS = 30.0
 WORK_SECONDS = 1.0
 
 
-class Trimmer:
+class MallocTrimmer:
     """Looks every half minute, in a thread of its own, whether the process has worked, and then gives memory back.
 
     Requests free arrays of all sizes between others that stay, and what is left free between these is kept: by and by

@@ -27,7 +27,7 @@ class Loadable(Protocol):
 T = TypeVar("T", bound=Loadable)
 
 
-class Standing(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model that is loaded: its bytes, how many requests use it or will, and when the last one began or ended.
 
     `used` is on the clock of `time.time`.
@@ -64,7 +64,7 @@ class Lease(Generic[T]):
             self._give_back()
 
 
-class Residents(Generic[T]):
+class ModelCache(Generic[T]):
     """Loads models by name on demand, one at a time, in a thread of its own, in the order in which they are asked for.
 
     A model is never unloaded while somebody uses it. One that has to make room and is in use gets no more users, so
@@ -89,7 +89,7 @@ class Residents(Generic[T]):
     ) -> None:
         self._limit, self._load, self._guess, self._unloaded = limit_bytes, load, guess, unloaded
         self._turn = turn or threading.Lock()
-        self._residents: dict[str, _Resident[T]] = {}
+        self._model_cache: dict[str, _Resident[T]] = {}
         self._sizes: dict[str, int] = {}
         # Who waits for which model, in the order of the first who asked for each.
         self._wanted: dict[str, list[Lease[T]]] = {}
@@ -133,15 +133,15 @@ class Residents(Generic[T]):
             return dict(self._problems)
 
     @property
-    def standings(self) -> dict[str, Standing]:
+    def loaded_models(self) -> dict[str, LoadedModel]:
         """The loaded models by name."""
         with self._changed:
-            return {name: Standing(one.nbytes, one.users, one.used) for name, one in self._residents.items()}
+            return {name: LoadedModel(one.nbytes, one.users, one.used) for name, one in self._model_cache.items()}
 
     def look(self, name: str) -> T | None:
         """The model if it is loaded, without using it."""
         with self._changed:
-            resident = self._residents.get(name)
+            resident = self._model_cache.get(name)
             return None if resident is None else resident.model
 
     def is_awaited(self, name: str) -> bool:
@@ -166,7 +166,7 @@ class Residents(Generic[T]):
 
     def _return(self, name: str) -> None:
         with self._changed:
-            resident = self._residents[name]
+            resident = self._model_cache[name]
             resident.users -= 1
             resident.used = time.time()
             self._wake()
@@ -201,10 +201,10 @@ class Residents(Generic[T]):
     def _step(self) -> _Step | None:
         """Let go of what has to make room, and say which model is loaded then, if there is enough."""
         name = self._next_to_load()
-        unloaded = [other for other, resident in self._residents.items() if resident.leaving and not resident.users]
+        unloaded = [other for other, resident in self._model_cache.items() if resident.leaving and not resident.users]
         for other in unloaded:
-            del self._residents[other]
-        if name is None or any(resident.leaving for resident in self._residents.values()):
+            del self._model_cache[other]
+        if name is None or any(resident.leaving for resident in self._model_cache.values()):
             return _Step(unloaded, None) if unloaded else None
         self._loading = name
         return _Step(unloaded, name)
@@ -213,13 +213,13 @@ class Residents(Generic[T]):
         """Marks those that have to make room for it."""
         for name in [name for name, leases in self._wanted.items() if all(lease.model.cancelled() for lease in leases)]:
             del self._wanted[name]
-        for resident in self._residents.values():
+        for resident in self._model_cache.values():
             resident.leaving = False
-        absent = self._first or [name for name in self._wanted if name not in self._residents]
+        absent = self._first or [name for name in self._wanted if name not in self._model_cache]
         if not absent:
             return None
-        excess = sum(one.nbytes for one in self._residents.values()) + self._size(absent[0]) - self._limit
-        for resident in sorted(self._residents.values(), key=lambda one: (one.users > 0, one.used)):
+        excess = sum(one.nbytes for one in self._model_cache.values()) + self._size(absent[0]) - self._limit
+        for resident in sorted(self._model_cache.values(), key=lambda one: (one.users > 0, one.used)):
             if excess > 0:
                 excess -= resident.nbytes
                 resident.leaving = True
@@ -232,7 +232,7 @@ class Residents(Generic[T]):
         """Those whose model is there, with it."""
         if self._first:
             return []
-        there = {name: one for name, one in self._residents.items() if name in self._wanted and not one.leaving}
+        there = {name: one for name, one in self._model_cache.items() if name in self._wanted and not one.leaving}
         granted = []
         for name, resident in there.items():
             leases = self._waiting((name,))
@@ -258,8 +258,8 @@ class Residents(Generic[T]):
         granted = None
         with self._changed:
             self._sizes[name] = nbytes
-            if nbytes + sum(one.nbytes for one in self._residents.values()) <= self._limit:
-                self._residents[name] = _Resident(model, nbytes, time.time())
+            if nbytes + sum(one.nbytes for one in self._model_cache.values()) <= self._limit:
+                self._model_cache[name] = _Resident(model, nbytes, time.time())
                 self._over(name)
                 # Before it might have to make room for what others wait for.
                 granted = self._granted()

@@ -18,7 +18,7 @@ from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
 from service.core.volume import Segmentation, Volume
 from service.inference.segmenter import Result
-from service.serving.job_store import Outcome
+from service.serving.job_store import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.runtime import Runtime
 
@@ -44,7 +44,7 @@ class Saved(BaseModel):
     objects: int | None
 
 
-class Arrival(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """A request whose file is there.
 
     source    the file, in `folder` unless it was named
@@ -96,33 +96,33 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def small_answer(runtime: Runtime, arrival: Arrival, result: Result) -> Answer | None:
+def small_answer(runtime: Runtime, received: ReceivedRequest, result: Result) -> Answer | None:
     """What `write_answer` would write, in memory; None where that is large, or more than the labels, or to be kept."""
-    if arrival.query.measurements is not None or arrival.query.output_to is not None:
+    if received.query.measurements is not None or received.query.output_to is not None:
         return None
     stages = Stages()
     with stages.measure("write"):
         content = runtime.encode(result.segmentation)
     if content is None:
         return None
-    return _labels(arrival.folder / LABELS, result.segmentation, stages, content)
+    return _labels(received.folder / LABELS, result.segmentation, stages, content)
 
 
-def write_answer(runtime: Runtime, arrival: Arrival, measured: Volume, result: Result, model: str) -> Answer:
+def write_answer(runtime: Runtime, received: ReceivedRequest, measured: Volume, result: Result, model: str) -> Answer:
     """Write what the query asks for, into the request's folder or where it says. Raises what reading and writing raise.
 
     Every channel of `measured` is, also where one of them was segmented. `model` with its version.
     """
-    query, place = arrival.query, arrival.query.output_to
-    answer = _write(runtime, arrival, measured, result.segmentation)
+    query, place = received.query, received.query.output_to
+    answer = _write(runtime, received, measured, result.segmentation)
     if place is None:
         return answer
-    if arrival.given_up():
+    if received.given_up():
         raise Cancelled("given up before its result was put in its place")
     stages = Stages()
     with stages.measure("save"):
-        ticket = arrival.folder.name
-        runtime.references.put(answer.path, place, arrival.caller, ticket, overwrite=bool(query.overwrite))
+        ticket = received.folder.name
+        runtime.references.put(answer.path, place, received.caller, ticket, overwrite=bool(query.overwrite))
     receipt = Saved(
         output=place,
         media_type=answer.media_type,
@@ -131,15 +131,15 @@ def write_answer(runtime: Runtime, arrival: Arrival, measured: Volume, result: R
         objects=result.segmentation.count,
     )
     answer.path.unlink()
-    path = arrival.folder / RECEIPT
+    path = received.folder / RECEIPT
     path.write_text(receipt.model_dump_json(), encoding="utf-8")
     return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
 
 
-def settle(runtime: Runtime, arrival: Arrival) -> None:
+def settle(runtime: Runtime, received: ReceivedRequest) -> None:
     """The answer of `write_answer` is on its way to the caller, or on record."""
-    if arrival.query.output_to is not None:
-        runtime.references.settle(arrival.query.output_to, arrival.caller, arrival.folder.name)
+    if received.query.output_to is not None:
+        runtime.references.settle(received.query.output_to, received.caller, received.folder.name)
 
 
 def check_places(runtime: Runtime, query: Query, caller: str | None) -> None:
@@ -156,8 +156,8 @@ def check_places(runtime: Runtime, query: Query, caller: str | None) -> None:
 _MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 
 
-def _write(runtime: Runtime, arrival: Arrival, measured: Volume, segmentation: Segmentation) -> Answer:
-    query, folder, stages = arrival.query, arrival.folder, Stages()
+def _write(runtime: Runtime, received: ReceivedRequest, measured: Volume, segmentation: Segmentation) -> Answer:
+    query, folder, stages = received.query, received.folder, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
     labels, table = folder / LABELS, folder / MEASUREMENTS
     media_type = _MEDIA_TYPES[query.measurements]
@@ -179,9 +179,9 @@ def _labels(path: Path, segmentation: Segmentation, stages: Stages, content: byt
     return Answer(path, _MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
 
 
-def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> Outcome:
+def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
     """What is told beside the file. `model` with its version, `name` of the posted file, `seconds` of all stages."""
-    return Outcome(
+    return AnswerMetadata(
         model=model,
         media_type=answer.media_type,
         file_name=answer_name(name, answer.suffix),

@@ -35,13 +35,13 @@ from service.inference.estimate import Estimate
 from service.inference.segmenter import Result, Segmenter
 from service.models import repository
 from service.models.repository import ModelSpec
-from service.serving.device_worker import Load, Seat, Station, station_settings
-from service.serving.host_files import References
+from service.serving.device_worker import DeviceWorker, Load, Reservation, device_worker_settings
+from service.serving.host_files import HostFiles
 from service.serving.job_queue import Job
-from service.serving.job_store import Outcome
-from service.serving.malloc_trim import Trimmer
+from service.serving.job_store import AnswerMetadata
+from service.serving.malloc_trim import MallocTrimmer
 from service.serving.metrics import Metrics
-from service.serving.model_cache import Standing
+from service.serving.model_cache import LoadedModel
 from service.serving.result_cache import ResultCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
@@ -78,7 +78,7 @@ class ModelState(NamedTuple):
     spec: ModelSpec | None = None
     segmenter: Segmenter | None = None
     problem: str | None = None
-    loaded: Mapping[str, Standing] = {}
+    loaded: Mapping[str, LoadedModel] = {}
 
 
 class Threads(ThreadPoolExecutor):
@@ -115,16 +115,18 @@ class Runtime:
 
     def __init__(self, settings: Settings, load: Load = Segmenter) -> None:
         self.settings = settings
-        self.references = References(settings.references)
+        self.references = HostFiles(settings.references)
         self.metrics = Metrics()
         self._turn = torch_compile.Turn()
-        self.stations = tuple(
-            Station(name, own, load, self.metrics, self._turn) for name, own in station_settings(settings)
+        self.device_workers = tuple(
+            DeviceWorker(name, own, load, self.metrics, self._turn) for name, own in device_worker_settings(settings)
         )
         self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self._folders = itertools.count()
-        self.cache: ResultCache[tuple[Outcome, str]] = ResultCache(self.root / "cache", settings.limits.cache_bytes)
+        self.cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
+            self.root / "cache", settings.limits.cache_bytes
+        )
         # Threads that wait for a process to read: files to be decoded may not keep others from being looked at.
         self.readers = Threads(WAITING_READERS, "read")
         self.lookers = ThreadPoolExecutor(WAITING_READERS, "look")
@@ -133,7 +135,7 @@ class Runtime:
         self._windows = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._reader: Reader
-        self._trimmer = Trimmer()
+        self._trimmer = MallocTrimmer()
         # What was found in the repository; whether it is loaded the station knows.
         self._found: dict[str, ModelState] = {}
         # What is true of those that can be read, as JSON.
@@ -166,16 +168,16 @@ class Runtime:
         specs = {name: state.spec for name, state in self._found.items() if state.spec is not None}
         self._facts = {name: spec.model_dump_json() for name, spec in specs.items()}
         self._first = tuple(name for name in specs if name in self._wanted_first())
-        for station in self.stations:
-            station.start(specs, self._first)
+        for worker in self.device_workers:
+            worker.start(specs, self._first)
 
     def drain(self) -> None:
         """Stop being ready. What was begun may still finish, but not take longer than server.drain_seconds."""
         if self._draining:
             return
         self._draining = True
-        for station in self.stations:
-            station.watchdog.stop()
+        for worker in self.device_workers:
+            worker.watchdog.stop()
         self._patience = threading.Timer(self.settings.server.drain_seconds, self._give_up)
         self._patience.daemon = True
         self._patience.start()
@@ -183,14 +185,14 @@ class Runtime:
     def stop(self) -> None:
         """Give up what still runs, end threads and child processes, delete what is left on disk."""
         self._draining = True
-        for station in self.stations:
-            station.watchdog.stop()
+        for worker in self.device_workers:
+            worker.watchdog.stop()
         if self._patience is not None:
             self._patience.cancel()
         self._give_up()
-        for station in self.stations:
-            if not station.stop(JOIN_SECONDS):
-                log.warning("%s is still busy after %s s; leaving it behind", station.name, JOIN_SECONDS)
+        for worker in self.device_workers:
+            if not worker.stop(JOIN_SECONDS):
+                log.warning("%s is still busy after %s s; leaving it behind", worker.name, JOIN_SECONDS)
         self._trimmer.stop()
         self._reader.close()
         self.readers.shutdown()
@@ -199,8 +201,8 @@ class Runtime:
         os.close(self._hold)
 
     def _give_up(self) -> None:
-        for station in self.stations:
-            station.give_up()
+        for worker in self.device_workers:
+            worker.give_up()
 
     @property
     def draining(self) -> bool:
@@ -210,7 +212,7 @@ class Runtime:
     @property
     def ended(self) -> bool:
         """Whether nothing is worked on any more, and nothing ever will be."""
-        return all(station.ended for station in self.stations)
+        return all(worker.ended for worker in self.device_workers)
 
     def make_folder(self) -> Path:
         """A new folder for one request."""
@@ -224,18 +226,21 @@ class Runtime:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
         if self._draining:
             raise NotReady("The service is stopping; send the request again when it is back.")
-        free = next((station for station in self.stations if not station.queue.full), self.stations[0])
+        free = next(
+            (worker for worker in self.device_workers if not worker.queue.full),
+            self.device_workers[0],
+        )
         free.queue.check()
 
     @property
     def waiting(self) -> int:
         """How many requests wait for their turn."""
-        return sum(station.queue.waiting for station in self.stations)
+        return sum(worker.queue.waiting for worker in self.device_workers)
 
     @property
     def running(self) -> tuple[Job[Any], ...]:
         """The requests that are worked on."""
-        return tuple(job for station in self.stations for job in station.queue.running)
+        return tuple(job for worker in self.device_workers for job in worker.queue.running)
 
     @property
     def models(self) -> tuple[ModelState, ...]:
@@ -250,12 +255,12 @@ class Runtime:
         reasons = [self._problem] if self._problem else []
         if self._draining:
             reasons.append("The service is stopping.")
-        reasons += [station.problem for station in self.stations if station.problem is not None]
+        reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]
         return (*reasons, *self._unready_models())
 
     def _unready_models(self) -> Iterator[str]:
-        starting = {name for station in self.stations for name in station.residents.starting}
-        failed = {name for station in self.stations for name in station.residents.problems}
+        starting = {name for worker in self.device_workers for name in worker.model_cache.starting}
+        failed = {name for worker in self.device_workers for name in worker.model_cache.problems}
         for name, found in self._found.items():
             if name in starting:
                 yield f"{name} is being loaded and warmed up."
@@ -270,7 +275,7 @@ class Runtime:
     def spec(self, name: str | None) -> ModelSpec:
         """What is true of the model that answers. Raises UnknownModel, BrokenModel, and NotReady during the start."""
         spec = self.served(name)
-        if all(spec.name in station.residents.starting for station in self.stations):
+        if all(spec.name in worker.model_cache.starting for worker in self.device_workers):
             raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
         return spec
 
@@ -297,7 +302,11 @@ class Runtime:
         Raises BadParameter and TooLarge.
         """
         loaded = self._loaded(spec.name)
-        return loaded.estimate(volume, options) if loaded else self.stations[0].outlook(spec).estimate(volume, options)
+        return (
+            loaded.estimate(volume, options)
+            if loaded
+            else self.device_workers[0].estimator(spec).estimate(volume, options)
+        )
 
     def inspect(
         self, source: Path | bytearray, selection: Selection, *, shared: bool = False, owner: str | None = None
@@ -331,13 +340,16 @@ class Runtime:
 
         The same at another start that runs it likewise. Of a model that was never loaded only the first is known.
         """
-        engines = {station.manners[model] for station in self.stations if model in station.manners}
+        engines = {worker.manners[model] for worker in self.device_workers if model in worker.manners}
         return {"version": self._version, "windows": self._windows, "engines": sorted(engines)}
 
-    def seat(self, model: str) -> Seat:
+    def reservation(self, model: str) -> Reservation:
         """Where a request for this model should be worked on, as things are."""
-        first, *others = self.stations
-        return Seat(min(self.stations, key=lambda station: station.reluctance(model)) if others else first, model)
+        first, *others = self.device_workers
+        return Reservation(
+            min(self.device_workers, key=lambda worker: worker.reluctance(model)) if others else first,
+            model,
+        )
 
     def submit(self, spec: ModelSpec, volume: Volume, options: Options, finish: Callable[[Result], T]) -> Job[T]:
         """Let a worker segment the volume, once the model is loaded, and `finish` at once what does not take long.
@@ -345,15 +357,15 @@ class Runtime:
         Raises BadParameter, QueueFull or NotReady.
         """
         windows = self.estimate(spec, volume, options).windows
-        seat = self.seat(spec.name)
+        reservation = self.reservation(spec.name)
 
         def work(job: Job[T]) -> T:
-            return finish(seat.segment(job, volume, options))
+            return finish(reservation.segment(job, volume, options))
 
-        needs = partial(seat.needs, volume, options)
+        needs = partial(reservation.needs, volume, options)
         job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False)
-        seat.station.queue.offer(job)
-        seat.take(job)
+        reservation.device_worker.queue.offer(job)
+        reservation.take(job)
         return job
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
@@ -395,10 +407,10 @@ class Runtime:
         each("stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: _gpu_bytes("memory_total"))
 
     def _loaded_models(self) -> dict[str, float]:
-        return {station.name: float(len(station.residents.standings)) for station in self.stations}
+        return {worker.name: float(len(worker.model_cache.loaded_models)) for worker in self.device_workers}
 
     def _loaded_bytes(self) -> dict[str, float]:
-        return {station.name: float(station.loaded_bytes) for station in self.stations}
+        return {worker.name: float(worker.loaded_bytes) for worker in self.device_workers}
 
     def _read_models(self) -> list[ModelState]:
         models = self.settings.models
@@ -443,22 +455,22 @@ class Runtime:
         """With where it stands at the station."""
         if found.spec is None:
             return found
-        name, everywhere = found.name, [station.residents for station in self.stations]
+        name, everywhere = found.name, [worker.model_cache for worker in self.device_workers]
         segmenter = self._loaded(name)
         loaded = {
-            station.name: standing
-            for station in self.stations
-            if (standing := station.residents.standings.get(name)) is not None
+            worker.name: loaded_model
+            for worker in self.device_workers
+            if (loaded_model := worker.model_cache.loaded_models.get(name)) is not None
         }
         if segmenter is not None and loaded:
             return found._replace(state="ready", segmenter=segmenter, loaded=loaded)
-        if any(residents.is_awaited(name) for residents in everywhere):
+        if any(model_cache.is_awaited(name) for model_cache in everywhere):
             return found._replace(state="loading")
-        problem = next((residents.problems[name] for residents in everywhere if name in residents.problems), None)
+        problem = next((model_cache.problems[name] for model_cache in everywhere if name in model_cache.problems), None)
         return found if problem is None else found._replace(state="failed", problem=problem)
 
     def _loaded(self, name: str) -> Segmenter | None:
-        return next(filter(None, (station.residents.look(name) for station in self.stations)), None)
+        return next(filter(None, (worker.model_cache.look(name) for worker in self.device_workers)), None)
 
 
 def _gpu_bytes(field: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from service.api.admission import Direct, Express, TimeLimit, WorkFolder, while_connected, with_fields
+from service.api.admission import Direct, DirectDispatch, TimeLimit, WorkFolder, while_connected, with_fields
 from service.api.threads import FILES, followed, in_thread
 from service.core.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
 from service.serving.parameters import Query
@@ -269,6 +269,6 @@ def test_only_direct_endpoints_are_asked_at_once() -> None:
         await PlainTextResponse("framework")(scope, receive, send)
 
     direct, other = Direct("/direct", here, methods=["POST"]), APIRoute("/other", here, methods=["POST"])
-    client = TestClient(Express(framework, [direct, other]))
+    client = TestClient(DirectDispatch(framework, [direct, other]))
     assert client.post("/direct").text == "here"
     assert {client.get("/direct").text, client.post("/direct/").text, client.post("/other").text} == {"framework"}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from service.api.api_keys import ANONYMOUS, Allowance, Keys, hash_of, new_key
+from service.api.api_keys import ANONYMOUS, Keys, RateLimit, hash_of, new_key
 from service.core.errors import RateLimited, Unauthorized
 
 
@@ -47,55 +47,55 @@ def test_without_keys_everyone_is_anonymous() -> None:
 
 def test_rate_allows_a_burst_and_then_its_pace() -> None:
     clock = Clock()
-    allowance = Allowance(6, 0, clock)
+    rate_limit = RateLimit(6, 0, clock)
     for _ in range(6):
-        allowance.spend()
+        rate_limit.spend()
     with pytest.raises(RateLimited) as caught:
-        allowance.spend()
+        rate_limit.spend()
     assert caught.value.retry_after == 10
     clock.now += 9.5
     with pytest.raises(RateLimited) as caught:
-        allowance.spend()
+        rate_limit.spend()
     assert caught.value.retry_after == 1
     clock.now += 0.5
-    allowance.spend()
+    rate_limit.spend()
     clock.now += 3600
     for _ in range(6):
-        allowance.spend()
+        rate_limit.spend()
     with pytest.raises(RateLimited):
-        allowance.spend()
+        rate_limit.spend()
 
 
 def test_who_waits_as_long_as_told_is_let_in() -> None:
     clock = Clock()
-    allowance = Allowance(7, 0, clock)
+    rate_limit = RateLimit(7, 0, clock)
     refused = 0
     for _ in range(200):
         try:
-            allowance.spend()
+            rate_limit.spend()
         except RateLimited as error:
             refused += 1
             clock.now += error.retry_after
-            allowance.spend()
+            rate_limit.spend()
     assert refused > 20
 
 
 def test_only_so_many_are_worked_on_at_once() -> None:
-    allowance = Allowance(0, 2)
-    with allowance.hold():
-        with allowance.hold(), pytest.raises(RateLimited), allowance.hold():
+    rate_limit = RateLimit(0, 2)
+    with rate_limit.hold():
+        with rate_limit.hold(), pytest.raises(RateLimited), rate_limit.hold():
             pass
-        with allowance.hold():
+        with rate_limit.hold():
             pass
-    with pytest.raises(ValueError, match="broken"), allowance.hold():
+    with pytest.raises(ValueError, match="broken"), rate_limit.hold():
         raise ValueError("broken")
-    with allowance.hold(), allowance.hold():
+    with rate_limit.hold(), rate_limit.hold():
         pass
 
 
 def test_zero_means_no_limit() -> None:
-    allowance = Allowance(0, 0)
+    rate_limit = RateLimit(0, 0)
     for _ in range(10_000):
-        allowance.spend()
-    with allowance.hold(), allowance.hold(), allowance.hold():
+        rate_limit.spend()
+    with rate_limit.hold(), rate_limit.hold(), rate_limit.hold():
         pass

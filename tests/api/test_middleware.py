@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from service.api.middleware import Lingering
+from service.api.middleware import DrainBody
 
 
 def exchange(
@@ -33,7 +33,7 @@ def exchange(
     sent: list[int] = []
     closed: list[bool] = []
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    asyncio.run(Lingering(app, seconds)({"type": "http", "headers": raw}, receive, send))
+    asyncio.run(DrainBody(app, seconds)({"type": "http", "headers": raw}, receive, send))
     return left[0], sent[0], closed[0]
 
 

@@ -8,9 +8,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.api.responses import SMALL_BYTES, Found, respond
-from service.serving.job_store import Outcome
+from service.serving.job_store import AnswerMetadata
 
-OUTCOME = Outcome("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
+OUTCOME = AnswerMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
 
 
 @pytest.mark.parametrize("length", [0, 10, SMALL_BYTES, SMALL_BYTES + 1])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.core import buffers
-from service.core.buffers import ALIGNMENT, Pool, Spare, allocator, on_disk, release
+from service.core.buffers import ALIGNMENT, BufferCache, BufferPool, allocator, on_disk, release
 from service.core.errors import OutOfStorage
 
 
@@ -61,7 +61,7 @@ def test_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) ->
 
 
 def test_memory_of_a_pool_serves_again_once_no_view_of_it_is_left() -> None:
-    pool = Pool(1000, idle=2)
+    pool = BufferPool(1000, idle=2)
     one = pool.take()
     place, view = one.ctypes.data, one.view(np.float32)[10:20]
     view[:] = 7
@@ -75,14 +75,14 @@ def test_memory_of_a_pool_serves_again_once_no_view_of_it_is_left() -> None:
 
 
 def test_arrays_of_a_pool_begin_where_lines_of_the_cache_do() -> None:
-    pool = Pool(100, idle=0)
+    pool = BufferPool(100, idle=0)
     buffers = [pool.take() for _ in range(20)]
     assert all(made.nbytes == 100 and made.ctypes.data % ALIGNMENT == 0 for made in buffers)
     assert len({made.ctypes.data for made in buffers}) == 20
 
 
 def test_no_more_memory_waits_in_a_pool_than_it_may_keep() -> None:
-    pool, kept = Pool(2**24, idle=1), 2**24 + ALIGNMENT
+    pool, kept = BufferPool(2**24, idle=1), 2**24 + ALIGNMENT
     tracemalloc.start()
     try:
         held = [pool.take() for _ in range(3)]
@@ -94,39 +94,39 @@ def test_no_more_memory_waits_in_a_pool_than_it_may_keep() -> None:
 
 
 def test_memory_of_a_pool_that_has_ended_serves_the_next_of_its_size() -> None:
-    spare = Spare(10_000)
-    one = Pool(1000, 2, spare).take()
+    spare = BufferCache(10_000)
+    one = BufferPool(1000, 2, spare).take()
     place = one.ctypes.data
-    assert Pool(1000, 2, spare).take().ctypes.data != place, "somebody still has it"
+    assert BufferPool(1000, 2, spare).take().ctypes.data != place, "somebody still has it"
     del one
-    assert Pool(999, 2, spare).take().ctypes.data != place
-    again = Pool(1000, 2, spare).take()
+    assert BufferPool(999, 2, spare).take().ctypes.data != place
+    again = BufferPool(1000, 2, spare).take()
     assert again.ctypes.data == place
-    assert Pool(1000, 2, spare).take().ctypes.data != place
+    assert BufferPool(1000, 2, spare).take().ctypes.data != place
 
 
 def test_what_a_pool_has_left_behind_is_not_its_own_any_more() -> None:
     """Not even where one is asked after its end, as Python may end both what asks and what it asks."""
-    spare, taken = Spare(10_000), list[Any]()
+    spare, taken = BufferCache(10_000), list[Any]()
 
     class Late:
-        def __init__(self, pool: Pool) -> None:
+        def __init__(self, pool: BufferPool) -> None:
             self.pool, self.me = pool, self
 
         def __del__(self) -> None:
             taken.append(self.pool.take())
 
-    pool = Pool(1000, 2, spare)
+    pool = BufferPool(1000, 2, spare)
     pool.take()
     pool.late = late = Late(pool)  # type: ignore[attr-defined]
     del pool, late
     gc.collect()
     (one,) = taken
-    assert Pool(1000, 2, spare).take().ctypes.data != one.ctypes.data
+    assert BufferPool(1000, 2, spare).take().ctypes.data != one.ctypes.data
 
 
 def test_no_more_is_spared_than_was_said_and_the_oldest_goes_first() -> None:
-    spare, made = Spare(2500), [np.empty(1000, np.uint8) for _ in range(4)]
+    spare, made = BufferCache(2500), [np.empty(1000, np.uint8) for _ in range(4)]
     for memory in (*made, np.empty(3000, np.uint8), np.empty(0, np.uint8)):
         spare.keep(memory)
     assert spare.take(3000) is None
@@ -135,7 +135,7 @@ def test_no_more_is_spared_than_was_said_and_the_oldest_goes_first() -> None:
 
 
 def test_what_several_threads_take_is_never_the_same() -> None:
-    spare, made = Spare(2**20), [np.empty(100, np.uint8) for _ in range(1000)]
+    spare, made = BufferCache(2**20), [np.empty(100, np.uint8) for _ in range(1000)]
     for memory in made:
         spare.keep(memory)
     with ThreadPoolExecutor(8) as crew:

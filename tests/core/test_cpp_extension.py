@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import until
 
-from service.core.cpp_extension import Shelf
+from service.core.cpp_extension import ExtensionCache
 
 FLAGS = ("-shared", "-fPIC")
 
@@ -33,10 +33,10 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilation
     return lambda: len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def shelf_in(folder: Path) -> Shelf:
-    shelf = Shelf()
-    shelf.use(folder)
-    return shelf
+def shelf_in(folder: Path) -> ExtensionCache:
+    extension_cache = ExtensionCache()
+    extension_cache.use(folder)
+    return extension_cache
 
 
 def answer(library: ctypes.CDLL) -> int:
@@ -74,7 +74,7 @@ def test_headers_that_a_source_includes_count_wherever_they_are(
 
 
 def test_without_a_folder_nothing_is_kept(source: Path, compilations: Compilations) -> None:
-    assert [answer(Shelf().load(source, FLAGS)) for _ in range(2)] == [42, 42]
+    assert [answer(ExtensionCache().load(source, FLAGS)) for _ in range(2)] == [42, 42]
     assert compilations() == 2
 
 
@@ -141,6 +141,6 @@ def test_compiler_that_takes_too_long_is_ended_with_all_that_it_has_started(
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(OSError, match="more than 3 s"):
-        Shelf(compiler_seconds=3).load(source, FLAGS)
+        ExtensionCache(compiler_seconds=3).load(source, FLAGS)
     state = Path(f"/proc/{started.read_text().strip()}/stat")
     until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z")

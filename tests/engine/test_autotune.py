@@ -2,12 +2,12 @@ import math
 
 import pytest
 
-from service.engine.autotune import Entrant, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
-from service.engine.plans import Choice
+from service.engine.autotune import Candidate, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
+from service.engine.plans import EngineConfig
 
-EAGER = Choice("eager", "fp32", "contiguous", 2)
-COMPILED = Choice("compiled", "fp32", "channels_last_3d", 2, "default")
-NARROW = Choice("eager", "bf16", "contiguous", 2)
+EAGER = EngineConfig("eager", "fp32", "contiguous", 2)
+COMPILED = EngineConfig("compiled", "fp32", "channels_last_3d", 2, "default")
+NARROW = EngineConfig("eager", "bf16", "contiguous", 2)
 
 
 class World:
@@ -35,7 +35,7 @@ class World:
             self.now += seconds * max(choice.streams / self.cores, 1) * (1 + self.waste * (choice.streams - 1))
 
         windows = choice.streams * choice.sw_batch_size
-        return Entrant(call, windows, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
+        return Candidate(call, windows, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
 
     def tune(self, *candidates, sizes=(2,), streams=(), seconds=180.0, **options):
         tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
@@ -74,7 +74,7 @@ def test_compiling_must_bring_more_than_each_start_pays_for_it():
 def test_more_windows_at_once_must_bring_more_than_memory_is_worth():
     made, trials = World({("eager", "fp32"): 1.0}, per_call=0.03).tune(EAGER, sizes=(2, 4))
     assert made == EAGER
-    more = trials[Choice("eager", "fp32", "contiguous", 4)]
+    more = trials[EngineConfig("eager", "fp32", "contiguous", 4)]
     assert more.verdict == "hardly faster: 101% of the chosen is not worth more windows at once"
 
 
@@ -133,7 +133,7 @@ def test_the_last_resort_is_tried_whatever_the_time():
 
 def test_a_tune_ends_in_time_whatever_is_open():
     world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, builds={"compiled": 40.0})
-    many = [Choice("compiled", "fp32", "contiguous", 2, mode) for mode in "abcdefgh"]
+    many = [EngineConfig("compiled", "fp32", "contiguous", 2, mode) for mode in "abcdefgh"]
     world.tune(EAGER, *many, sizes=(1, 2, 4, 8))
     assert world.now < 180 + 40
 
@@ -191,7 +191,7 @@ def test_several_streams_may_be_disturbed_in_their_first_calls(disturbed, stream
 def test_a_rate_counts_the_windows_of_a_call():
     calls = []
     tuner = Tuner(
-        lambda choice: Entrant(lambda: calls.append(choice), 6, lambda: 0.0, choice),
+        lambda choice: Candidate(lambda: calls.append(choice), 6, lambda: 0.0, choice),
         Rules(180, 0.001),
         clock=lambda: float(len(calls)),
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from service.core import config, hardware
 from service.engine import backends
 from service.engine.backends import KINDS, build, choices
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.models.loader import ShuffleUNet
@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def choice_of(engine, precision="fp32", memory_format="contiguous", mode=None):
-    return Choice(engine, precision, memory_format, 2, mode)
+    return EngineConfig(engine, precision, memory_format, 2, mode)
 
 
 class Counting(nn.Module):
@@ -68,13 +68,13 @@ def test_an_error_without_words_is_called_by_its_name():
 
 
 def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
-    kind = backends.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
+    kind = backends.Backend(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
     monkeypatch.setitem(KINDS, "other", kind)
     assert isinstance(build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
-    ("network", "any_batch", "elastic"),
+    ("network", "any_batch", "any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
@@ -82,24 +82,24 @@ def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     ],
     ids=["any batch", "not said to be", "other scores"],
 )
-def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch, network, any_batch, elastic):
-    kind = backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
+def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch, network, any_batch, any_batch_size):
+    kind = backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
     monkeypatch.setitem(KINDS, "other", kind)
-    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).elastic == elastic
+    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).any_batch_size == any_batch_size
 
 
-@pytest.mark.parametrize(("streams", "elastic"), [(1, True), (2, False)])
-def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, streams, elastic):
+@pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
+def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, streams, any_batch_size):
     def network(x):
         # As libraries do that choose an algorithm by the threads there are.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
-    monkeypatch.setitem(KINDS, "other", backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
+    monkeypatch.setitem(KINDS, "other", backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
     before = torch.get_num_threads()
     hardware.use_threads(2)
     try:
         choice = replace(choice_of("other"), streams=streams)
-        assert build(Counting(), EXAMPLE, choice, config.Engine()).elastic == elastic
+        assert build(Counting(), EXAMPLE, choice, config.Engine()).any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
         hardware.use_threads(before)
@@ -109,13 +109,13 @@ BUFFER = torch.empty(EXAMPLE.shape)
 
 
 @pytest.mark.parametrize(
-    ("network", "lasting"),
+    ("network", "owns_scores"),
     [(lambda x: 2 * x, True), (lambda x: x.view(-1), False), (lambda x: BUFFER.copy_(x).view(-1), False)],
     ids=["new", "the batch itself", "the same buffer"],
 )
-def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, lasting):
-    monkeypatch.setitem(KINDS, "other", backends.Kind(lambda *_: network, {"cpu": ("contiguous",)}))
-    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).lasting == lasting
+def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, owns_scores):
+    monkeypatch.setitem(KINDS, "other", backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}))
+    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).owns_scores == owns_scores
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -129,7 +129,7 @@ def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compil
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
     choice = choice_of("winograd", precision, memory_format="channels_last_3d")
     built = build(module, example, choice, config.Engine())
-    assert built.elastic
+    assert built.any_batch_size
     with torch.inference_mode():
         expected = copy.deepcopy(module).float()(example.float())
         difference = (built.network(example).float() - expected).abs().max()
@@ -159,7 +159,7 @@ def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_comp
 
 
 def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
-    kind = backends.Kind(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
+    kind = backends.Backend(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
     monkeypatch.setitem(KINDS, "other", kind)
     with pytest.raises(ImportError, match="install it"):
         build(Counting(), EXAMPLE, choice_of("other"), config.Engine())

@@ -4,13 +4,16 @@ from pathlib import Path
 import pytest
 
 from service.engine import plans
-from service.engine.plans import Choice, EnginePlan, Trial
+from service.engine.plans import EngineConfig, EnginePlan, Trial
 
-CHOICE = Choice("compiled", "bf16", "channels_last_3d", 4, "default")
+CHOICE = EngineConfig("compiled", "bf16", "channels_last_3d", 4, "default")
 PLAN = EnginePlan(
     "nuclei",
     CHOICE,
-    (Trial(CHOICE, "chosen", 12.5, 0.0005, 9.0), Trial(Choice("eager", "fp32", "contiguous", 2), "skipped: no time")),
+    (
+        Trial(CHOICE, "chosen", 12.5, 0.0005, 9.0),
+        Trial(EngineConfig("eager", "fp32", "contiguous", 2), "skipped: no time"),
+    ),
     31.5,
     {"device": "a processor", "torch": "2.13", "weights": "abc", "threads": "2"},
 )

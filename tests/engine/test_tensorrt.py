@@ -11,7 +11,7 @@ from torch import nn
 from service.core import config
 from service.core.errors import BadParameter
 from service.engine import backends, tensorrt
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -43,7 +43,7 @@ def module():
 
 
 def choice():
-    return Choice("tensorrt", "fp32", "contiguous", 2)
+    return EngineConfig("tensorrt", "fp32", "contiguous", 2)
 
 
 def test_without_the_package_it_says_how_to_get_it(module, monkeypatch):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from service.core.errors import AmbiguousAxes
 from service.core.volume import Description, Selection, VoxelSize
 from service.formats import sandbox_child
-from service.formats.parse_cache import MOST_BYTES, MOST_PARTS, Evidence, Part, Precedents, renumbered
+from service.formats.parse_cache import MOST_BYTES, MOST_PARTS, ParseCache, Part, ReadLog, renumbered
 from service.formats.sandbox import Reader
 
 LIMIT = 2**28
@@ -75,7 +75,7 @@ def test_no_byte_beside_the_evidence_decides(container: str, call: str, tmp_path
     content = CONTAINERS[container](stack)
     path.write_bytes(content)
     told = answer(path, call)
-    known: Precedents[dict[str, Any]] = Precedents()
+    known: ParseCache[dict[str, Any]] = ParseCache()
     known.keep("?", content, told["evidence"], told)
     assert known.find("?", content) == told
 
@@ -93,56 +93,56 @@ def test_no_byte_beside_the_evidence_decides(container: str, call: str, tmp_path
 
 @given(st.lists(st.tuples(st.sampled_from(["read", "readinto"]), st.integers(0, 60), st.integers(0, 30)), max_size=20))
 def test_every_byte_that_was_given_is_evidence(reads: list[tuple[str, int, int]]) -> None:
-    evidence, given = Evidence(), set()
-    stream = evidence.watch(io.BytesIO(bytes(range(50))))
+    read_log, given = ReadLog(), set()
+    stream = read_log.watch(io.BytesIO(bytes(range(50))))
     for call, place, size in reads:
         stream.seek(place)
         buffer = bytearray(size)
         data = stream.read(size) if call == "read" else buffer[: stream.readinto(buffer)]
         assert stream.tell() == place + len(data)
         given |= set(data)
-    parts = evidence.parts
+    parts = read_log.parts
     assert parts is not None
     assert {place for part in parts for place in range(part.begin, part.end)} == given
     assert all(one.end < other.begin for one, other in itertools.pairwise(parts))
 
 
 def test_reading_on_and_from_the_end_is_followed() -> None:
-    evidence = Evidence()
-    stream = evidence.watch(io.BytesIO(bytes(100)))
+    read_log = ReadLog()
+    stream = read_log.watch(io.BytesIO(bytes(100)))
     stream.read(4)
     stream.seek(6, io.SEEK_CUR)
     stream.read(2)
     stream.seek(-5, io.SEEK_END)
     stream.read()
     stream.read(1)
-    assert evidence.parts == (Part(0, 4), Part(10, 12), Part(95, 100))
+    assert read_log.parts == (Part(0, 4), Part(10, 12), Part(95, 100))
 
 
 def test_what_is_not_known_to_have_been_read_is_no_evidence() -> None:
-    evidence = Evidence()
-    stream = evidence.watch(io.BytesIO(b"some\nlines"))
+    read_log = ReadLog()
+    stream = read_log.watch(io.BytesIO(b"some\nlines"))
     assert stream.readline() == b"some\n"
     assert stream.read(2) == b"li"
-    assert evidence.parts is None
+    assert read_log.parts is None
 
 
 @pytest.mark.parametrize(("count", "size", "step"), [(MOST_PARTS + 1, 1, 2), (1, MOST_BYTES + 1, 0), (10_000, 2, 3)])
 def test_too_much_is_no_evidence(count: int, size: int, step: int) -> None:
-    evidence = Evidence()
-    stream = evidence.watch(io.BytesIO(bytes(count * step + size)))
+    read_log = ReadLog()
+    stream = read_log.watch(io.BytesIO(bytes(count * step + size)))
     for number in range(count):
         stream.seek(number * step)
         stream.read(size)
-    assert evidence.parts is None
+    assert read_log.parts is None
 
 
 def test_ten_thousand_reads_side_by_side_are_one_range() -> None:
-    evidence = Evidence()
-    stream = evidence.watch(io.BytesIO(bytes(10_000)))
+    read_log = ReadLog()
+    stream = read_log.watch(io.BytesIO(bytes(10_000)))
     while stream.read(1):
         pass
-    assert evidence.parts == (Part(0, 10_000),)
+    assert read_log.parts == (Part(0, 10_000),)
 
 
 OWN, OTHER, THIRD = (b"01234567-89ab-cdef-0123-%012x" % number for number in (1, 2, 3))
@@ -171,19 +171,19 @@ def test_which_files_are_the_same_is_all_that_is_left_of_their_identifiers() -> 
 @pytest.mark.parametrize("decoding", [False, True])
 def test_identifiers_are_kept_from_who_parses_and_pixels_are_not_changed(decoding: bool) -> None:
     content = b"header, " + described(OWN, OWN)
-    evidence = Evidence()
-    stream = evidence.watch(io.BytesIO(content))
+    read_log = ReadLog()
+    stream = read_log.watch(io.BytesIO(content))
     stream.read(8)
     if decoding:
-        evidence.end()
+        read_log.end()
     assert stream.read() == (content[8:] if decoding else renumbered(content[8:]))
-    assert evidence.parts == (None if decoding else (*HEADER, Part(8, len(content), text=True)))
+    assert read_log.parts == (None if decoding else (*HEADER, Part(8, len(content), text=True)))
 
 
 def test_bytes_that_were_also_read_otherwise_count_as_they_are() -> None:
     content, other = b"header, " + described(OWN), b"header, " + described(OTHER)
     text = Part(8, len(content), text=True)
-    known: Precedents[str] = Precedents()
+    known: ParseCache[str] = ParseCache()
     known.keep("what?", content, (*HEADER, text), "an identifier")
     assert known.find("what?", other) == "an identifier"
     assert known.find("what?", b"header, " + described(OTHER).upper()) is None
@@ -193,7 +193,7 @@ def test_bytes_that_were_also_read_otherwise_count_as_they_are() -> None:
 
 
 def test_the_same_question_about_a_file_of_the_same_size_only() -> None:
-    known: Precedents[str] = Precedents()
+    known: ParseCache[str] = ParseCache()
     known.keep("what?", b"header, pixels", HEADER, "a header")
     assert known.find("what?", b"header, PIXELS") == "a header"
     assert known.find("what?", b"header, pixels.") is None
@@ -205,14 +205,14 @@ def test_the_same_question_about_a_file_of_the_same_size_only() -> None:
     "parts", [[], [Part(8, 12)], [Part(0, MOST_BYTES + 1)], [Part(2 * i, 2 * i + 1) for i in range(MOST_PARTS + 1)]]
 )
 def test_what_cannot_be_true_or_is_too_much_is_not_kept(parts: list[Part]) -> None:
-    known: Precedents[str] = Precedents()
+    known: ParseCache[str] = ParseCache()
     content = bytes(2 * MOST_BYTES)
     known.keep("what?", content, parts, "nonsense")
     assert known.find("what?", content) is None
 
 
 def test_only_a_few_of_a_kind_are_kept_and_the_last_of_them() -> None:
-    known: Precedents[int] = Precedents()
+    known: ParseCache[int] = ParseCache()
     contents = [b"%08d pixels" % number for number in range(20)]
     for number, content in enumerate(contents):
         known.keep("what?", content, HEADER, number)
@@ -223,7 +223,7 @@ def test_only_a_few_of_a_kind_are_kept_and_the_last_of_them() -> None:
 
 @pytest.mark.parametrize("bounds", [{"kinds": 3}, {"limit_bytes": 24}])
 def test_what_was_not_used_for_longest_goes(bounds: dict[str, int]) -> None:
-    known: Precedents[int] = Precedents(**bounds)
+    known: ParseCache[int] = ParseCache(**bounds)
     content = b"header, pixels"
     for question in range(3):
         known.keep(question, content, HEADER, question)

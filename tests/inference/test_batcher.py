@@ -15,7 +15,7 @@ from fakes import until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.inference.batcher import Device, Share
+from service.inference.batcher import Share, WindowBatcher
 from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow
 
@@ -49,7 +49,7 @@ class Requests:
 
     def __init__(self, pool: ThreadPoolExecutor, streams: int = 1) -> None:
         self.divisions: list[int] = []
-        self.device = Device("device", streams, self.divisions.append)
+        self.device = WindowBatcher("device", streams, self.divisions.append)
         self._pool = pool
         self.shares: list[Share] = []
 
@@ -70,9 +70,9 @@ class Requests:
             )
             return whole(slabs)
 
-        before = len(self.device._lanes)
+        before = len(self.device._requests)
         future = self._pool.submit(work)
-        until(lambda: len(self.device._lanes) > before or future.done())
+        until(lambda: len(self.device._requests) > before or future.done())
         return future
 
 
@@ -89,20 +89,20 @@ def streaming() -> Iterator[Requests]:
 
 def before_a_device(streams: int) -> Iterator[Requests]:
     with ThreadPoolExecutor(12) as pool:
-        standing = Requests(pool, streams)
-        yield standing
-        standing.device.close()
-    assert standing.device.join(10)
-    assert standing.device._lanes == []
+        loaded_model = Requests(pool, streams)
+        yield loaded_model
+        loaded_model.device.close()
+    assert loaded_model.device.join(10)
+    assert loaded_model.device._requests == []
 
 
 def windows(
-    network: Network, room: int = 4, streams: int = 1, *, elastic: bool = False, lasting: bool = False
+    network: Network, capacity: int = 4, streams: int = 1, *, any_batch_size: bool = False, owns_scores: bool = False
 ) -> SlidingWindow:
     batches = SlidingWindow(
-        network, 1, ROI, room, blending=Blending("constant"), device=torch.device("cpu"), streams=streams
+        network, 1, ROI, capacity, blending=Blending("constant"), device=torch.device("cpu"), streams=streams
     )
-    return batches.with_network(network, elastic=elastic, lasting=lasting)
+    return batches.with_network(network, any_batch_size=any_batch_size, owns_scores=owns_scores)
 
 
 def whole(slabs: Iterator[Slab]) -> Tensor:
@@ -128,10 +128,10 @@ def test_small_images_share_batches_and_everyone_gets_what_belongs_to_it(request
     assert sum(share.windows for share in requests.shares) == sum(share.slots for share in requests.shares) == 8
 
 
-@pytest.mark.parametrize("room", [1, 3, 4])
-def test_images_of_every_size_at_once(requests: Requests, room: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 3, 4])
+def test_images_of_every_size_at_once(requests: Requests, capacity: int) -> None:
     network = Counted()
-    window = windows(network, room)
+    window = windows(network, capacity)
     requests.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (16, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2)]
     images = [torch.rand(1, 1, *size) for size in sizes]
@@ -141,7 +141,7 @@ def test_images_of_every_size_at_once(requests: Requests, room: int) -> None:
     assert len({tuple(batch.shape) for batch in network.batches}) == 1
 
 
-def alone(device: Device, window: SlidingWindow, one: Tensor) -> Tensor:
+def alone(device: WindowBatcher, window: SlidingWindow, one: Tensor) -> Tensor:
     got = torch.zeros_like(one)
     for slab in device.run(window, one, 0.0, cancelled=lambda: False, progress=lambda _done, _total: None):
         _, _, z, y, _ = slab.scores.shape
@@ -200,7 +200,7 @@ def test_large_one_that_is_due_gets_half_of_the_device_however_many_small_ones_c
         here = [window.max().item() for window in batch]
         seen.extend(here)
         others = 5 - sum(value > 1 for value in here) - (seen.count(1) == 20)
-        until(lambda: stop.is_set() or sum(lane.wants for lane in list(requests.device._lanes)) >= others)
+        until(lambda: stop.is_set() or sum(request.wants for request in list(requests.device._requests)) >= others)
         return network(batch)
 
     window = windows(crowded, 2)
@@ -211,7 +211,7 @@ def test_large_one_that_is_due_gets_half_of_the_device_however_many_small_ones_c
             alone(requests.device, window, image(1, value))
 
     small = [requests._pool.submit(keep_coming, value) for value in (2, 3, 4, 5)]
-    until(lambda: len(requests.device._lanes) == 5)
+    until(lambda: len(requests.device._requests) == 5)
     requests.device.start()
     large.result(10)
     stop.set()
@@ -243,7 +243,7 @@ def test_nothing_is_computed_ahead_of_a_request_that_does_not_keep_up(requests: 
     time.sleep(0.1)
     assert len(network.batches) <= 3
     slabs.close()
-    assert requests.device._lanes == []
+    assert requests.device._requests == []
 
 
 def test_device_is_free_within_two_batches_of_a_cancel(requests: Requests) -> None:
@@ -315,9 +315,9 @@ class Reused:
         return answer[: len(batch)].copy_(batch)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_streams_give_everyone_the_same_as_one_does(streaming: Requests, elastic: bool) -> None:
-    window = windows(Reused(), 2, streams=3, elastic=elastic)
+@pytest.mark.parametrize("any_batch_size", [False, True])
+def test_streams_give_everyone_the_same_as_one_does(streaming: Requests, any_batch_size: bool) -> None:
+    window = windows(Reused(), 2, streams=3, any_batch_size=any_batch_size)
     streaming.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
@@ -401,7 +401,7 @@ def test_a_batch_that_costs_no_more_than_its_windows_waits_for_nothing(streaming
         return batch
 
     streaming.device.start()
-    window, requests = windows(network, 2, streams=3, elastic=True), list[Future[Tensor]]()
+    window, requests = windows(network, 2, streams=3, any_batch_size=True), list[Future[Tensor]]()
     for value in (1, 2, 3):
         requests.append(streaming.post(window, image(1, value)))
         # Two that come at once may share a batch.
@@ -457,7 +457,7 @@ class Full(Tensor):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
-def late_then_early(device: Device) -> tuple[Network, Tensor]:
+def late_then_early(device: WindowBatcher) -> tuple[Network, Tensor]:
     """A network and an image of two windows, of which the second arrives first and cannot be copied."""
     first = threading.Event()
 
@@ -486,7 +486,7 @@ def test_no_memory_for_scores_that_have_to_wait_fails_their_request_only(streami
 
 def test_scores_that_last_wait_where_they_are(streaming: Requests) -> None:
     network, stack = late_then_early(streaming.device)
-    request = streaming.post(windows(network, 1, streams=3, lasting=True), stack)
+    request = streaming.post(windows(network, 1, streams=3, owns_scores=True), stack)
     streaming.device.start()
     assert torch.equal(request.result(10), stack)
 
@@ -524,7 +524,10 @@ def test_nobody_is_left_waiting_whatever_comes_together(streaming: Requests) -> 
     random, device = Random(0), streaming.device
     device.start()
     kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
-    choices = [windows(Counted(), room, streams, elastic=elastic) for room, streams, elastic in kinds]
+    choices = [
+        windows(Counted(), capacity, streams, any_batch_size=any_batch_size)
+        for capacity, streams, any_batch_size in kinds
+    ]
 
     def slowly(window: SlidingWindow, size: int, pause: float, looks: int) -> None:
         answers = (count > looks for count in itertools.count())

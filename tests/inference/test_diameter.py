@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Volume, VoxelSize
-from service.inference.diameter import ROUND, Collector, Sizer, Sizing, in_a_stack, signals, stretch_of
+from service.inference.diameter import ROUND, Collector, DiameterEstimator, Sizing, in_a_stack, signals, stretch_of
 from service.inference.normalize import Image, Scaling
 from service.models.repository import Instances, ModelSpec
 
@@ -46,7 +46,7 @@ def image_of(pixels: NDArray[Any]) -> Image:
 
 
 def sized(pixels: NDArray[Any], spec: ModelSpec, look: Any = see, stretch: float = 1.0) -> Sizing:
-    return Sizer(image_of(pixels), (1, 1, 1), spec, look).estimate(stretch)
+    return DiameterEstimator(image_of(pixels), (1, 1, 1), spec, look).estimate(stretch)
 
 
 @pytest.mark.parametrize(("width", "flatness"), [(5, 1), (7, 1), (14, 1), (20, 1), (12, 2.5), (16, 4)])
@@ -108,7 +108,7 @@ def test_only_planes_of_windows_are_read_one_at_a_time(spec: ModelSpec) -> None:
         return pixels[None, z0:z1]
 
     volume = Volume((1, *pixels.shape), pixels.dtype, read)
-    found = Sizer(Image(volume, [Scaling(0, 1)]), (1, 1, 1), spec, see).estimate()
+    found = DiameterEstimator(Image(volume, [Scaling(0, 1)]), (1, 1, 1), spec, see).estimate()
     assert found.diameter is not None
     assert all(z1 - z0 == 1 for z0, z1 in reads)
     assert len({z0 for z0, _ in reads}) < 400

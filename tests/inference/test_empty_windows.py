@@ -15,7 +15,15 @@ from torch.nn import functional
 
 from service.core.config import Device, Engine, Settings, Windows
 from service.core.volume import Diameter, Options, Volume
-from service.inference.empty_windows import DIMMEST, NOISE, Skipped, Skipper, background, surveyed, usual_scores
+from service.inference.empty_windows import (
+    DIMMEST,
+    NOISE,
+    EmptyWindowFilter,
+    Skipped,
+    background,
+    surveyed,
+    usual_scores,
+)
 from service.inference.normalize import Image, Scaling
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Grid
@@ -105,10 +113,10 @@ def test_background_of_a_stack_that_is_mostly_one_value_is_that_value(value: int
     assert background(sample) == value
 
 
-def skipper(pixels: NDArray[Any], spec: ModelSpec, look: Any, batch_size: int = 2) -> Skipper:
+def skipper(pixels: NDArray[Any], spec: ModelSpec, look: Any, batch_size: int = 2) -> EmptyWindowFilter:
     depth, height, width = pixels.shape
     grid = Grid.cover((depth, height, width), spec.input.roi_size, 0.25)
-    return Skipper(Image(volume_of(pixels), [Scaling(0, 1)]), grid, batch_size, spec, look)
+    return EmptyWindowFilter(Image(volume_of(pixels), [Scaling(0, 1)]), grid, batch_size, spec, look)
 
 
 def seen(bright: float) -> Any:

@@ -11,9 +11,9 @@ from torch import nn
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.inference import engine_selector
-from service.inference.engine_selector import WarmUp, batch_size
+from service.inference.engine_selector import EngineSelector, batch_size
 from service.models.loader import load
 
 CPU = torch.device("cpu")
@@ -63,16 +63,16 @@ def use_two_threads():
 def warm_up(spec, chosen, network=None, window_bytes=1000):
     # Whatever else this machine computes: a narrow precision is another race, with other labels.
     native = frozenset({torch.float32})
-    return WarmUp(spec, chosen, CPU, load(spec) if network is None else network, window_bytes, native)
+    return EngineSelector(spec, chosen, CPU, load(spec) if network is None else network, window_bytes, native)
 
 
 def kind_of(make):
-    return backends.Kind(lambda module, *_: make(module), {"cpu": ("contiguous",)})
+    return backends.Backend(lambda module, *_: make(module), {"cpu": ("contiguous",)})
 
 
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     warm = warm_up(bands, settings(kind="eager")).run()
-    assert warm.choice == Choice(
+    assert warm.choice == EngineConfig(
         "eager", warm.choice.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
     )
     assert warm.plan is None
@@ -361,14 +361,14 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     only("eager", other=replace(kind_of(make), precisions=precisions))
     chosen = settings()
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    warm = WarmUp(bands, chosen, CPU, Wide(load(bands)), 1000, BOTH).run()
+    warm = EngineSelector(bands, chosen, CPU, Wide(load(bands)), 1000, BOTH).run()
     assert (warm.choice.engine, warm.choice.precision) == (engine, "fp32")
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
 def test_on_demand_what_was_never_compared_runs_in_float32(bands, settings, only, precision, expected):
     only("eager")
-    warm = WarmUp(bands, settings(precision=precision), CPU, load(bands), 1000, BOTH).run(tune=False)
+    warm = EngineSelector(bands, settings(precision=precision), CPU, load(bands), 1000, BOTH).run(tune=False)
     assert (warm.choice.engine, warm.choice.precision) == ("eager", expected)
 
 
@@ -383,12 +383,12 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
     eager = replace(backends.KINDS["eager"], precisions=())
     only(eager=eager, other=replace(kind_of(moody), any_batch=True))
     warming = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
-    alone = Choice("other", "fp32", "contiguous", 2)
-    assert warming.build(alone).window.elastic
-    assert not warming.build(replace(alone, streams=2)).window.elastic
+    alone = EngineConfig("other", "fp32", "contiguous", 2)
+    assert warming.build(alone).window.any_batch_size
+    assert not warming.build(replace(alone, streams=2)).window.any_batch_size
     tuned = warming.run()
     assert tuned.choice.streams == 2, "who sleeps needs no core"
-    assert not tuned.window.elastic
+    assert not tuned.window.any_batch_size
 
 
 def test_plans_depend_on_what_measures_engines() -> None:

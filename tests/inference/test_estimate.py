@@ -13,7 +13,7 @@ from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter
 from service.core.volume import Description, Options, Volume, VoxelSize
 from service.inference.decoding.watershed_kernel import ascent
-from service.inference.estimate import Outlook, Plan, activation_bytes, estimate, make_plan
+from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.windows.blending import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import Stitching, stitching
 
@@ -142,7 +142,7 @@ def test_estimate_needs_no_pixels_only_shape_and_voxel_size(bands):
 def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
     stored = ((3, 32, 64, 64), "uint16", None, "not stated", ("DAPI", "", "Cy5"), 1)
     with pytest.raises(BadParameter, match=r"the volume has 3: 0 \(DAPI\), 1, 2 \(Cy5\); choose"):
-        Outlook(bands, SETTINGS).estimate(Description("TIFF", "CZYX", (3, 32, 64, 64), *stored), Options())
+        Estimator(bands, SETTINGS).estimate(Description("TIFF", "CZYX", (3, 32, 64, 64), *stored), Options())
 
 
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
@@ -168,12 +168,12 @@ def test_a_window_that_is_alone_is_not_summed_up(bands):
 
 
 def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size(bands):
-    known = Outlook(bands, Settings(), 2, window_bytes=10**6)
+    known = Estimator(bands, Settings(), 2, window_bytes=10**6)
     kept = replace(known, score_bytes=1000)
 
     def saved(batch_size):
         options = Options(sw_batch_size=batch_size, overlap=0.0)
-        one, other = (outlook.estimate(volume_of(16, 64, 96), options).host_bytes for outlook in (known, kept))
+        one, other = (estimator.estimate(volume_of(16, 64, 96), options).host_bytes for estimator in (known, kept))
         return one - other
 
     assert [saved(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]

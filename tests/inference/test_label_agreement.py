@@ -6,7 +6,7 @@ import torch
 from live import as_tiff
 
 from service.core.volume import Segmentation
-from service.inference.label_agreement import OVERLAP, Parity, image_of, noise, share_differing
+from service.inference.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
 from service.inference.windows.blending import Blending, Grid
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.repository import Sample
@@ -20,7 +20,7 @@ def windows_of(spec, network):
 
 @pytest.fixture
 def parity(bands, bands_network):
-    return Parity(bands, CPU, lambda: windows_of(bands, bands_network))
+    return LabelAgreement(bands, CPU, lambda: windows_of(bands, bands_network))
 
 
 def test_the_reference_agrees_with_itself(parity, bands, bands_network):
@@ -62,7 +62,7 @@ def test_noise_stands_for_a_sample_that_cannot_be_read(bands, tmp_path, caplog):
 def test_a_sample_smaller_than_a_window_is_enough(bands, bands_network, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(np.full((3, 20, 40), 2400, np.uint16)))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    parity = Parity(spec, CPU, lambda: windows_of(bands, bands_network))
+    parity = LabelAgreement(spec, CPU, lambda: windows_of(bands, bands_network))
     assert parity.row(1).shape == (1, 1, 16, 32, 32)
     assert parity.difference(windows_of(bands, bands_network)) == 0
 

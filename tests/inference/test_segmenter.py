@@ -14,7 +14,7 @@ from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.torch_compile import graphs
 from service.inference import batcher as device_module
-from service.inference.estimate import Estimate, Outlook
+from service.inference.estimate import Estimate, Estimator
 from service.inference.segmenter import Segmenter, check_memory, exhausted, translated
 from service.models.repository import Instances, RangeNormalisation
 
@@ -330,8 +330,8 @@ def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones
     assert (counted[0], counted[-1]) == ((0, total), (total, total))
     sampled = segmenter.segment(cones, Options(diameter="none"))
     assert (sampled.width, sampled.notes) == (None, ())
-    outlook = Outlook(segmenter.spec, settings_of())
-    sizes = [outlook.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
+    estimator = Estimator(segmenter.spec, settings_of())
+    sizes = [estimator.object_size(Options(diameter=said)) for said in (None, "none", "auto", auto.diameter)]
     assert sizes == ["auto", "none", "auto", auto.diameter]
 
 
@@ -339,9 +339,9 @@ def test_buffers_that_were_set_aside_are_not_in_the_estimate(write_model, random
     arguments = random_nuclei_content["architecture"]["arguments"] | {"widths": [16, 16]}
     spec = write_model(random_nuclei_content | {"architecture": {"name": "ShuffleUNet", "arguments": arguments}})
     segmenter = Segmenter(spec, settings_of("winograd"))
-    assert segmenter.outlook.score_bytes is None
+    assert segmenter.estimator.score_bytes is None
     segmenter.warm_up()
-    assert segmenter.outlook.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
+    assert segmenter.estimator.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
 
 
 def test_a_width_is_estimated_once_for_a_stack(measuring, cones):
@@ -370,7 +370,7 @@ def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
     fives = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
     alone = [measuring(fives).segment(stack, Options()) for stack in stacks]
-    segmenter, device, asked, shares = measuring(fives), device_module.Device("device"), [], []
+    segmenter, device, asked, shares = measuring(fives), device_module.WindowBatcher("device"), [], []
 
     def run(window, image, overlap, **options):
         asked.append(image)

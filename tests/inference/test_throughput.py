@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from service.inference.throughput import Crews, Pace
+from service.inference.throughput import Crews, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 
@@ -48,7 +48,7 @@ def test_a_call_computes_a_batch_of_each_stream_and_no_window_alone(crews, batch
         calls.append(len(batch))
         return batch.clone()
 
-    pace = Pace(windows(network, batch_size, streams), row, OVERLAP, lambda image: Decoder(image, seen), crews)
+    pace = Throughput(windows(network, batch_size, streams), row, OVERLAP, lambda image: Decoder(image, seen), crews)
     assert pace.windows == expected
     calls.clear()
     pace()
@@ -57,7 +57,9 @@ def test_a_call_computes_a_batch_of_each_stream_and_no_window_alone(crews, batch
 
 def test_the_rows_of_the_call_before_are_decoded_elsewhere(crews):
     seen = []
-    pace = Pace(windows(lambda batch: batch.clone(), 2, 2), row, OVERLAP, lambda image: Decoder(image, seen), crews)
+    pace = Throughput(
+        windows(lambda batch: batch.clone(), 2, 2), row, OVERLAP, lambda image: Decoder(image, seen), crews
+    )
     assert not seen
     pace()
     assert len(seen) == 2
@@ -75,7 +77,7 @@ def test_streams_compute_at_the_same_time_in_threads_of_their_own(crews):
         threads.add(threading.current_thread().name)
         return batch.clone()
 
-    Pace(windows(network, 2, 2), row, OVERLAP, lambda image: Decoder(image, []), crews)()
+    Throughput(windows(network, 2, 2), row, OVERLAP, lambda image: Decoder(image, []), crews)()
     assert len(threads) == 2
     assert threading.current_thread().name not in threads
 
@@ -87,12 +89,12 @@ def test_one_stream_computes_where_it_is_called(crews):
         threads.add(threading.current_thread())
         return batch.clone()
 
-    Pace(windows(network, 2, 1), row, OVERLAP, lambda image: Decoder(image, []), crews)()
+    Throughput(windows(network, 2, 1), row, OVERLAP, lambda image: Decoder(image, []), crews)()
     assert threads == {threading.current_thread()}
 
 
 def test_scores_that_are_not_finite_are_for_others_to_find(crews):
-    pace = Pace(windows(lambda b: b * float("nan"), 2, 1), row, OVERLAP, lambda image: Decoder(image, []), crews)
+    pace = Throughput(windows(lambda b: b * float("nan"), 2, 1), row, OVERLAP, lambda image: Decoder(image, []), crews)
     pace()
 
 
@@ -101,4 +103,4 @@ def test_what_a_network_raises_comes_out(crews):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        Pace(windows(broken, 2, 2), row, OVERLAP, lambda image: Decoder(image, []), crews)
+        Throughput(windows(broken, 2, 2), row, OVERLAP, lambda image: Decoder(image, []), crews)

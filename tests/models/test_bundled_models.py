@@ -15,7 +15,7 @@ from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_size
 from service.engine.prepare import prepare
 from service.formats import tiff_reader
-from service.inference.label_agreement import Parity
+from service.inference.label_agreement import LabelAgreement
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
@@ -204,7 +204,7 @@ def test_bfloat16_is_within_the_tolerance_of_tuning(nuclei: ModelSpec) -> None:
             layer.weight.data = to_bfloat16(layer.weight.data)
             layer.register_forward_pre_hook(lambda _layer, given: to_bfloat16(given[0]))
             layer.register_forward_hook(lambda _layer, _given, made: to_bfloat16(made))
-    parity = Parity(nuclei, CPU, lambda: windows(nuclei, load(nuclei)))
+    parity = LabelAgreement(nuclei, CPU, lambda: windows(nuclei, load(nuclei)))
     assert 0 < parity.difference(windows(nuclei, network)) <= read_settings(None, {}).engine.tolerance
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from service.core import config
 from service.core.errors import BadParameter, ConfigError, OutputExists
-from service.serving.host_files import References
+from service.serving.host_files import HostFiles
 
 
 @pytest.fixture
@@ -21,13 +21,13 @@ def host(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def references(host: Path, **keys: tuple[str, ...]) -> References:
+def references(host: Path, **keys: tuple[str, ...]) -> HostFiles:
     roots = {name: {"folder": host / name, "keys": keys.get(name, ())} for name in ("scans", "results")}
     inputs, outputs = {"scans": roots["scans"]}, {"results": roots["results"]}
-    return References(config.References.model_validate({"inputs": inputs, "outputs": outputs}))
+    return HostFiles(config.References.model_validate({"inputs": inputs, "outputs": outputs}))
 
 
-def read(made: References, place: str, caller: str | None = None) -> bytes:
+def read(made: HostFiles, place: str, caller: str | None = None) -> bytes:
     with made.open_input(place, caller) as source:
         assert source.name == place.rpartition("/")[2]
         return source.path.read_bytes()
@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def refused(made: References, place: str, caller: str | None = None) -> str:
+def refused(made: HostFiles, place: str, caller: str | None = None) -> str:
     with pytest.raises(BadParameter) as refusal:
         read(made, place, caller)
     return str(refusal.value)
@@ -118,7 +118,7 @@ def test_folders_are_for_the_keys_that_are_named(host: Path) -> None:
 
 
 def test_without_folders_nothing_can_be_named(host: Path) -> None:
-    assert "post the stack itself" in refused(References(config.References()), "scans/2026/stack.tif")
+    assert "post the stack itself" in refused(HostFiles(config.References()), "scans/2026/stack.tif")
 
 
 def test_file_is_put_whole_and_on_record_once_settled(host: Path) -> None:
@@ -188,4 +188,4 @@ def test_link_in_the_place_of_the_result_is_replaced_and_not_written_through(hos
 def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
     for kind in ("inputs", "outputs"):
         with pytest.raises(ConfigError, match=f"references.{kind}: scans"):
-            References(config.References.model_validate({kind: {"scans": str(host / "nowhere")}}))
+            HostFiles(config.References.model_validate({kind: {"scans": str(host / "nowhere")}}))

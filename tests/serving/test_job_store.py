@@ -19,10 +19,10 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.volume import VoxelSize
-from service.serving.job_store import INPUT, JobStore, Order, Outcome
+from service.serving.job_store import INPUT, AnswerMetadata, JobRequest, JobStore
 
-ORDER = Order("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
-OUTCOME = Outcome(
+ORDER = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
+OUTCOME = AnswerMetadata(
     "nuclei/1",
     "image/tiff",
     "embryo_labels.ome.tif",

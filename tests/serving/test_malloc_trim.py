@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from fakes import until
 
-from service.serving.malloc_trim import WORK_SECONDS, Trimmer
+from service.serving.malloc_trim import WORK_SECONDS, MallocTrimmer
 
 
 class Process:
@@ -11,7 +11,7 @@ class Process:
     def __init__(self, seconds: float = 30.0) -> None:
         self.worked = 5.0
         self.given_back: list[float] = []
-        self.trimmer = Trimmer(lambda: self.given_back.append(self.worked), lambda: self.worked, seconds)
+        self.trimmer = MallocTrimmer(lambda: self.given_back.append(self.worked), lambda: self.worked, seconds)
 
 
 def test_memory_is_given_back_after_work_and_not_again_before_there_was_more() -> None:

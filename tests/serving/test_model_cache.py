@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BrokenModel, Cancelled, OutOfMemory
-from service.serving.model_cache import Lease, Residents
+from service.serving.model_cache import Lease, ModelCache
 
 
 class Model(NamedTuple):
@@ -18,7 +18,7 @@ class Model(NamedTuple):
 
 
 class Shelf:
-    """Residents that load models of the given sizes, as soon as `gate` is open; `loads` in their order."""
+    """ModelCache that load models of the given sizes, as soon as `gate` is open; `loads` in their order."""
 
     def __init__(self, limit: int, **sizes: int) -> None:
         self.gate = threading.Event()
@@ -27,7 +27,7 @@ class Shelf:
         self.loads: list[str] = []
         self.unloads: list[str] = []
         self.error: Exception | None = None
-        self.residents: Residents[Model] = Residents(
+        self.model_cache: ModelCache[Model] = ModelCache(
             limit, self.load, guess=self.guesses.__getitem__, unloaded=self.unloads.append
         )
 
@@ -40,7 +40,7 @@ class Shelf:
 
     def use(self, name: str) -> Lease[Model]:
         """A lease whose model is there."""
-        lease = self.residents.lease(name)
+        lease = self.model_cache.lease(name)
         assert lease.model.result(10).name == name
         return lease
 
@@ -50,41 +50,41 @@ class Shelf:
 
 
 @contextmanager
-def shelf(limit: int, *first: str, **sizes: int) -> Iterator[Shelf]:
+def extension_cache(limit: int, *first: str, **sizes: int) -> Iterator[Shelf]:
     made = Shelf(limit, **sizes)
-    made.residents.start(first)
+    made.model_cache.start(first)
     yield made
     made.gate.set()
-    made.residents.close()
-    assert made.residents.join(10)
+    made.model_cache.close()
+    assert made.model_cache.join(10)
 
 
 def test_models_are_loaded_when_they_are_first_asked_for_and_then_stay() -> None:
-    with shelf(10, "a", a=3, b=4) as shelves:
-        until(lambda: not shelves.residents.starting)
-        assert (shelves.loads, list(shelves.residents.standings)) == (["a"], ["a"])
+    with extension_cache(10, "a", a=3, b=4) as shelves:
+        until(lambda: not shelves.model_cache.starting)
+        assert (shelves.loads, list(shelves.model_cache.loaded_models)) == (["a"], ["a"])
         shelves.touch("b", "a", "b")
         assert shelves.loads == ["a", "b"]
-        assert {name: one.nbytes for name, one in shelves.residents.standings.items()} == {"a": 3, "b": 4}
+        assert {name: one.nbytes for name, one in shelves.model_cache.loaded_models.items()} == {"a": 3, "b": 4}
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    with shelf(10, a=4, b=4, c=4, d=8) as shelves:
+    with extension_cache(10, a=4, b=4, c=4, d=8) as shelves:
         shelves.touch("a", "b", "a", "c")
         until(lambda: shelves.unloads == ["b"])
-        assert set(shelves.residents.standings) == {"a", "c"}
+        assert set(shelves.model_cache.loaded_models) == {"a", "c"}
         shelves.touch("d")
-        assert set(shelves.residents.standings) == {"d"}
+        assert set(shelves.model_cache.loaded_models) == {"d"}
         shelves.touch("b")
-        assert set(shelves.residents.standings) == {"b"}
+        assert set(shelves.model_cache.loaded_models) == {"b"}
 
 
 def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:
-    with shelf(10, a=6, b=6) as shelves:
+    with extension_cache(10, a=6, b=6) as shelves:
         mine, also_mine = shelves.use("a"), shelves.use("a")
-        other = shelves.residents.lease("b")
-        until(lambda: shelves.residents.is_awaited("b"))
-        late = shelves.residents.lease("a")
+        other = shelves.model_cache.lease("b")
+        until(lambda: shelves.model_cache.is_awaited("b"))
+        late = shelves.model_cache.lease("a")
         mine.end()
         assert not other.model.done()
         assert not late.model.done(), "or b would wait for ever while others use a"
@@ -98,53 +98,53 @@ def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_ha
 
 
 def test_whoever_waits_for_room_and_gives_up_lets_others_use_what_is_there() -> None:
-    with shelf(10, a=6, b=6) as shelves:
+    with extension_cache(10, a=6, b=6) as shelves:
         mine = shelves.use("a")
-        other, late = shelves.residents.lease("b"), shelves.residents.lease("a")
+        other, late = shelves.model_cache.lease("b"), shelves.model_cache.lease("a")
         other.end()
         assert other.model.cancelled()
         mine.end()
         assert late.model.result(10).name == "a"
         late.end()
         late.end()
-        assert shelves.residents.standings["a"].users == 0
+        assert shelves.model_cache.loaded_models["a"].users == 0
     assert shelves.unloads == []
 
 
 def test_a_model_that_is_larger_than_was_guessed_still_keeps_to_the_budget() -> None:
-    with shelf(10, a=6, b=6) as shelves:
+    with extension_cache(10, a=6, b=6) as shelves:
         shelves.guesses["b"] = 1
         shelves.touch("a", "b")
         assert shelves.loads == ["a", "b", "b"], "it is known to take 6 only once it was loaded"
         shelves.touch("a")
         assert shelves.loads == ["a", "b", "b", "a"]
-        assert set(shelves.residents.standings) == {"a"}
+        assert set(shelves.model_cache.loaded_models) == {"a"}
 
 
 def test_a_model_larger_than_the_budget_is_refused_and_others_stay() -> None:
-    with shelf(10, a=6, huge=11) as shelves:
+    with extension_cache(10, a=6, huge=11) as shelves:
         shelves.guesses["huge"] = 1
         shelves.touch("a")
-        lease = shelves.residents.lease("huge")
+        lease = shelves.model_cache.lease("huge")
         with pytest.raises(BrokenModel, match=r"huge takes .*models\.memory_bytes allows"):
             lease.model.result(10)
-        assert "huge" in shelves.residents.problems
+        assert "huge" in shelves.model_cache.problems
         with pytest.raises(BrokenModel):
-            shelves.residents.lease("huge").model.result(10)
+            shelves.model_cache.lease("huge").model.result(10)
         assert shelves.loads == ["a", "huge"]
         shelves.touch("a")
         assert shelves.loads == ["a", "huge"]
 
 
 def test_while_one_is_loaded_others_are_used() -> None:
-    with shelf(10, a=3, b=3) as shelves:
+    with extension_cache(10, a=3, b=3) as shelves:
         shelves.touch("a")
         shelves.gate.clear()
-        waiting = shelves.residents.lease("b")
+        waiting = shelves.model_cache.lease("b")
         until(lambda: shelves.loads == ["a", "b"])
         shelves.touch("a")
         assert not waiting.model.done()
-        assert shelves.residents.is_awaited("b")
+        assert shelves.model_cache.is_awaited("b")
         shelves.gate.set()
         assert waiting.model.result(10).name == "b"
 
@@ -152,28 +152,28 @@ def test_while_one_is_loaded_others_are_used() -> None:
 def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
     shelves = Shelf(10, a=3, b=3)
     shelves.gate.clear()
-    lease = shelves.residents.lease("a")
-    shelves.residents.start(("a", "b"))
+    lease = shelves.model_cache.lease("a")
+    shelves.model_cache.start(("a", "b"))
     until(lambda: "a" in shelves.loads)
-    assert shelves.residents.starting == ("a", "b")
+    assert shelves.model_cache.starting == ("a", "b")
     assert not lease.model.done()
     shelves.gate.set()
     assert lease.model.result(10).name == "a"
     assert shelves.loads == ["a", "b"]
-    shelves.residents.close()
-    assert shelves.residents.join(10)
+    shelves.model_cache.close()
+    assert shelves.model_cache.join(10)
 
 
 @pytest.mark.parametrize(("error", "again"), [(OutOfMemory("none left", 3), True), (RuntimeError("odd"), False)])
 def test_a_model_that_does_not_load_is_tried_again_if_only_memory_was_missing(error: Exception, again: bool) -> None:
-    with shelf(10, a=3) as shelves:
+    with extension_cache(10, a=3) as shelves:
         shelves.error = error
-        lease = shelves.residents.lease("a")
+        lease = shelves.model_cache.lease("a")
         with pytest.raises(type(error)):
             lease.model.result(10)
         shelves.error = None
-        assert bool(shelves.residents.problems) is not again
-        second = shelves.residents.lease("a")
+        assert bool(shelves.model_cache.problems) is not again
+        second = shelves.model_cache.lease("a")
         if again:
             assert second.model.result(10).name == "a"
         else:
@@ -182,32 +182,32 @@ def test_a_model_that_does_not_load_is_tried_again_if_only_memory_was_missing(er
 
 
 def test_who_waits_when_it_closes_is_told_so() -> None:
-    with shelf(10, a=3, b=3) as shelves:
+    with extension_cache(10, a=3, b=3) as shelves:
         shelves.gate.clear()
-        loading, waiting = shelves.residents.lease("a"), shelves.residents.lease("b")
+        loading, waiting = shelves.model_cache.lease("a"), shelves.model_cache.lease("b")
         until(lambda: shelves.loads == ["a"])
-        shelves.residents.close()
-        for lease in (loading, waiting, shelves.residents.lease("a")):
+        shelves.model_cache.close()
+        for lease in (loading, waiting, shelves.model_cache.lease("a")):
             with pytest.raises(Cancelled):
                 lease.model.result(10)
 
 
 def test_many_users_of_more_models_than_fit() -> None:
     sizes = dict.fromkeys("abcde", 4)
-    with shelf(10, **sizes) as shelves:
+    with extension_cache(10, **sizes) as shelves:
         wrong: list[str] = []
 
         def use(names: str) -> None:
             for name in names:
                 lease = shelves.use(name)
-                if shelves.residents.look(name) is None or len(shelves.residents.standings) > 2:
+                if shelves.model_cache.look(name) is None or len(shelves.model_cache.loaded_models) > 2:
                     wrong.append(name)
                 lease.end()
 
         threads = [threading.Thread(target=use, args=("abcde"[turn:] * 4,)) for turn in range(5)]
         run(threads)
         assert wrong == []
-        until(lambda: len(shelves.loads) - len(shelves.unloads) == len(shelves.residents.standings))
+        until(lambda: len(shelves.loads) - len(shelves.unloads) == len(shelves.model_cache.loaded_models))
 
 
 def run(threads: list[threading.Thread]) -> None:

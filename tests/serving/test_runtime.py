@@ -31,7 +31,7 @@ from service.core.volume import Options, Volume
 from service.inference.segmenter import Result, Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.serving.device_worker import station_settings
+from service.serving.device_worker import device_worker_settings
 from service.serving.job_queue import Job
 from service.serving.runtime import MARKER, Runtime, make_held_folder, storage, sweep
 
@@ -327,13 +327,13 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
     }
     with running(settings(three, tmp_path, **sections), Segmenter) as runtime:
         until(lambda: runtime.obstacles() == ())
-        spec, station = runtime.spec("beta"), runtime.stations[0]
-        expected = station.outlook(spec)
+        spec, worker = runtime.spec("beta"), runtime.device_workers[0]
+        expected = worker.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
         submitted(runtime, spec, stack, Options()).future.result(60)
-        known = runtime.segmenter("beta").outlook
+        known = runtime.segmenter("beta").estimator
         assert expected == replace(known, window_bytes=None)
-        assert station.outlook(spec) == known
+        assert worker.estimator(spec) == known
 
 
 def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready
     three: Path, tmp_path: Path, models: dict[str, Any]
 ) -> None:
     with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
-        until(lambda: not runtime.stations[0].residents.starting)
+        until(lambda: not runtime.device_workers[0].model_cache.starting)
         assert [reason for reason in runtime.obstacles() if "delta" in reason]
 
 
@@ -370,7 +370,7 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         given_up.cancel()
         fakes["beta"].gate.set()
         assert waiting.future.result(10)
-        until(lambda: not runtime.stations[0].residents.is_awaited("gamma"))
+        until(lambda: not runtime.device_workers[0].model_cache.is_awaited("gamma"))
         assert "gamma" not in fakes, "nobody waits for it any more"
 
 
@@ -424,8 +424,8 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
 
     with running(chosen, load) as runtime:
         until(lambda: runtime.obstacles() == ())
-        one, other = runtime.stations
-        assert [station.settings.device.name for station in runtime.stations] == ["cpu", "cpu"]
+        one, other = runtime.device_workers
+        assert [worker.settings.device.name for worker in runtime.device_workers] == ["cpu", "cpu"]
         for fake in fakes:
             fake.gate.clear()
         jobs = [submitted(runtime, runtime.spec("alpha"), stack, Options()) for _ in range(2)]
@@ -437,19 +437,21 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
         submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
-        holder = next(station for station in runtime.stations if station.residents.look("beta"))
+        holder = next(worker for worker in runtime.device_workers if worker.model_cache.look("beta"))
         for _ in range(3):
             submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
-        assert [station for station in runtime.stations if station.residents.look("beta")] == [holder]
+        assert [worker for worker in runtime.device_workers if worker.model_cache.look("beta")] == [holder]
 
 
 def test_threads_of_the_processor_are_shared_by_its_stations(bands_repository: Path, tmp_path: Path) -> None:
     chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
-    found = station_settings(chosen)
+    found = device_worker_settings(chosen)
     assert [name for name, _ in found] == ["cpu", "cpu-2"]
     cores = hardware.usable_cores()
     assert all(1 <= own.device.threads <= max(cores // 2, 1) for _, own in found)
-    assert station_settings(settings(bands_repository, tmp_path)) == [(None, settings(bands_repository, tmp_path))]
+    assert device_worker_settings(settings(bands_repository, tmp_path)) == [
+        (None, settings(bands_repository, tmp_path))
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

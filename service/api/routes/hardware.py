@@ -21,14 +21,14 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
     models = {model.name: model.segmenter.report() for model in runtime.models if model.segmenter is not None}
     devices = [
         DeviceReport(
-            name=station.name,
-            waiting=station.queue.waiting,
-            running=len(station.queue.running),
-            models=sorted(station.residents.standings),
-            loaded_bytes=station.loaded_bytes,
-            problem=station.problem,
+            name=worker.name,
+            waiting=worker.queue.waiting,
+            running=len(worker.queue.running),
+            models=sorted(worker.model_cache.loaded_models),
+            loaded_bytes=worker.loaded_bytes,
+            problem=worker.problem,
         )
-        for station in runtime.stations
+        for worker in runtime.device_workers
     ]
     found = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."

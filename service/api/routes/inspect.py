@@ -10,7 +10,7 @@ from service.api.threads import in_thread
 from service.core.errors import RequestError
 from service.core.timing import Stages
 from service.core.volume import Description
-from service.inference.estimate import Outlook
+from service.inference.estimate import Estimator
 
 router = APIRouter(tags=["segmentation"])
 
@@ -27,15 +27,15 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
         def look() -> Description:
             arrived.land()
-            caller = arrived.arrival.caller
+            caller = arrived.received.caller
             return runtime.inspect(arrived.source, query.selection, shared=arrived.shared, owner=caller)
 
         file = await while_connected(request, in_thread(look, runtime.lookers))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
-        outlook = Outlook(spec, runtime.settings)
-        output = outlook.output(query.options)
-        diameter = str(outlook.object_size(query.options))
+        estimator = Estimator(spec, runtime.settings)
+        output = estimator.output(query.options)
+        diameter = str(estimator.object_size(query.options))
         estimate = runtime.estimate(spec, file, query.options)
     except RequestError as error:
         problem = str(error)

@@ -14,8 +14,8 @@ from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 from service.api.admission import (
     REQUEST,
     AdmittedQuery,
+    AsyncJobsDependency,
     RuntimeDependency,
-    SpoolDependency,
     caller_of,
     check_output,
     incoming_folder,
@@ -27,7 +27,7 @@ from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import in_thread
 from service.core.errors import StackSegError, UnknownJob
 from service.core.timing import Stages
-from service.serving.async_jobs import Spool, View
+from service.serving.async_jobs import AsyncJobs, View
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 
@@ -63,48 +63,50 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 
 @router.post("/jobs", status_code=202, responses=ACCEPTED, openapi_extra=REQUEST)
 async def submit(
-    request: Request, runtime: RuntimeDependency, spool: SpoolDependency, query: AdmittedQuery
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, query: AdmittedQuery
 ) -> Response:
     """Segment a 3D stack later: the same body and parameters as `/segment`, answered with the address of a job.
 
     What can be known to be wrong without decoding a pixel is refused at once.
     """
-    return await accept(request, runtime, spool, query)
+    return await accept(request, runtime, async_jobs, query)
 
 
 @router.get("/jobs")
 async def list_jobs(
     request: Request,
-    spool: SpoolDependency,
+    async_jobs: AsyncJobsDependency,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many jobs at most.")] = 100,
 ) -> JobList:
     """The caller's jobs, newest first."""
-    views = await in_thread(partial(spool.of, caller_of(request), limit))
-    return JobList(jobs=[report(spool, view) for view in views])
+    views = await in_thread(partial(async_jobs.of, caller_of(request), limit))
+    return JobList(jobs=[report(async_jobs, view) for view in views])
 
 
 @router.get("/jobs/{job}")
-async def show(request: Request, spool: SpoolDependency, job: JobId) -> JobReport:
+async def show(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> JobReport:
     """State, position in the queue, progress in windows, seconds left, stage times, warnings."""
-    return report(spool, await in_thread(partial(spool.view, job, caller_of(request))))
+    return report(async_jobs, await in_thread(partial(async_jobs.view, job, caller_of(request))))
 
 
 @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
-async def events(request: Request, runtime: RuntimeDependency, spool: SpoolDependency, job: JobId) -> StreamingResponse:
+async def events(
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
+) -> StreamingResponse:
     """The same as server-sent events, until the job is over."""
     caller = caller_of(request)
-    first = await in_thread(partial(spool.view, job, caller))
+    first = await in_thread(partial(async_jobs.view, job, caller))
     return StreamingResponse(
-        _changes(runtime, spool, first, caller),
+        _changes(runtime, async_jobs, first, caller),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=ANSWER)
-async def result(request: Request, spool: SpoolDependency, job: JobId) -> LabelResponse:
+async def result(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> LabelResponse:
     """What `/segment` would have answered: the labels with their headers, or the problem that the job failed with."""
-    file, outcome = await in_thread(partial(spool.result, job, caller_of(request)))
+    file, outcome = await in_thread(partial(async_jobs.result, job, caller_of(request)))
     # Open already, so that a result that has to make room meanwhile is still sent whole.
     response = respond(opened(file), outcome)
     response.held.callback(file.close)
@@ -112,29 +114,29 @@ async def result(request: Request, spool: SpoolDependency, job: JobId) -> LabelR
 
 
 @router.delete("/jobs/{job}", status_code=204)
-async def cancel(request: Request, spool: SpoolDependency, job: JobId) -> None:
+async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
     """Cancel a job that waits or runs: the device stops before its next batch of windows. Forget one that is over."""
-    await in_thread(partial(spool.cancel, job, caller_of(request)))
+    await in_thread(partial(async_jobs.cancel, job, caller_of(request)))
 
 
-async def accept(request: Request, runtime: Runtime, spool: Spool, query: Parameters) -> Response:
+async def accept(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
     """Receive the file into the jobs folder, and answer with the job."""
     stages = Stages()
-    async with posted(request, runtime, query, stages, incoming_folder(spool)) as arrived:
+    async with posted(request, runtime, query, stages, incoming_folder(async_jobs)) as arrived:
         check_output(runtime, arrived.query)
 
         def enter() -> View:
             with stages.measure("receive"):
                 arrived.land()
-            return spool.submit(arrived.arrival, arrived.name, stages.seconds["receive"])
+            return async_jobs.submit(arrived.received, arrived.name, stages.seconds["receive"])
 
         # Among what touches the disk: a large file takes a while until it is safe there.
         view = await while_connected(request, in_thread(enter))
-    told = report(spool, view)
+    told = report(async_jobs, view)
     return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})
 
 
-def report(spool: Spool, view: View) -> JobReport:
+def report(async_jobs: AsyncJobs, view: View) -> JobReport:
     """A job in the JSON that is spoken."""
     record, outcome = view.record, view.record.outcome
     return JobReport(
@@ -146,7 +148,7 @@ def report(spool: Spool, view: View) -> JobReport:
         created=_time(record.created),
         started=_moment(record.started),
         ended=_moment(record.ended),
-        expires=None if record.ended is None else _time(record.ended + spool.keep_seconds),
+        expires=None if record.ended is None else _time(record.ended + async_jobs.keep_seconds),
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
@@ -160,10 +162,10 @@ def report(spool: Spool, view: View) -> JobReport:
     )
 
 
-async def _changes(runtime: Runtime, spool: Spool, view: View, caller: str | None) -> AsyncIterator[str]:
+async def _changes(runtime: Runtime, async_jobs: AsyncJobs, view: View, caller: str | None) -> AsyncIterator[str]:
     told, silent = "", 0.0
     while True:
-        text = report(spool, view).model_dump_json()
+        text = report(async_jobs, view).model_dump_json()
         if text != told:
             yield f"data: {text}\n\n"
             told, silent = text, 0.0
@@ -175,7 +177,7 @@ async def _changes(runtime: Runtime, spool: Spool, view: View, caller: str | Non
         await asyncio.sleep(EVENT_SECONDS)
         silent += EVENT_SECONDS
         try:
-            view = await in_thread(partial(spool.view, view.record.id, caller))
+            view = await in_thread(partial(async_jobs.view, view.record.id, caller))
         except UnknownJob:
             return
 

@@ -46,8 +46,8 @@ def _info(model: ModelState) -> ModelInfo:
         engine=engine,
         loaded=model.segmenter is not None,
         devices=[
-            Loaded(device=device, bytes=standing.nbytes, used=datetime.fromtimestamp(standing.used, UTC))
-            for device, standing in model.loaded.items()
+            Loaded(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
+            for device, loaded_model in model.loaded.items()
         ],
         problem=model.problem,
     )

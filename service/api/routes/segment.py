@@ -20,9 +20,9 @@ from service.api.admission import (
     Direct,
     Posted,
     admission,
+    async_jobs_of,
     posted,
     runtime_of,
-    spool_of,
     wants_a_job,
     while_connected,
 )
@@ -34,7 +34,7 @@ from service.core.timing import Stages
 from service.inference.segmenter import Result
 from service.models.repository import ModelSpec
 from service.serving.job_queue import Job
-from service.serving.job_store import Outcome
+from service.serving.job_store import AnswerMetadata
 from service.serving.result_cache import Kept
 from service.serving.results import (
     Answer,
@@ -72,7 +72,7 @@ async def segment(request: Request) -> Response:
     admitted = await admission(request, runtime)
     query = admitted.query
     if wants_a_job(request):
-        response = await accept(request, runtime, await spool_of(request), query)
+        response = await accept(request, runtime, await async_jobs_of(request), query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     stages = Stages()
@@ -87,7 +87,7 @@ class _Known(NamedTuple):
     """The result of an earlier request for the same, under its key."""
 
     key: str
-    result: Kept[tuple[Outcome, str]]
+    result: Kept[tuple[AnswerMetadata, str]]
 
 
 class _Made(NamedTuple):
@@ -106,7 +106,7 @@ class _Work:
 
     def __init__(self, runtime: Runtime, posted: Posted, spec: ModelSpec, stages: Stages) -> None:
         self._runtime, self._posted, self._spec, self._stages = runtime, posted, spec, stages
-        self._caller = posted.arrival.caller
+        self._caller = posted.received.caller
         self._digest: str | None = None
         self._pixels: Pixels
         self._voxels = 0
@@ -159,10 +159,10 @@ class _Work:
         """In a thread, for which was `asked` on the clock `perf_counter`: read the file and wait for the device."""
         posted, stages = self._posted, self._stages
         stages.add("read", time.perf_counter() - asked)
-        arrival, query = posted.arrival, posted.query
+        received, query = posted.received, posted.query
         self._check_wanted()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime, query, posted.source, arrival.folder, self._caller)
+            self._pixels = read_pixels(self._runtime, query, posted.source, received.folder, self._caller)
             posted.let_go()
         self._voxels = self._pixels.segmented.voxels
         self._check_wanted()
@@ -176,7 +176,7 @@ class _Work:
 
     def _finish(self, result: Result) -> _Made:
         """In the thread that has segmented."""
-        answer = small_answer(self._runtime, self._posted.arrival, result)
+        answer = small_answer(self._runtime, self._posted.received, result)
         if answer is not None:
             # Nobody looks at its pixels any more.
             del self._pixels
@@ -213,7 +213,7 @@ class _Work:
         await in_thread(partial(self._keep, key, answer, outcome))
         return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
 
-    def _keep(self, key: str, answer: Answer, outcome: Outcome) -> None:
+    def _keep(self, key: str, answer: Answer, outcome: AnswerMetadata) -> None:
         """In a thread, for who asks the same again; where the disk is full, this caller has an answer nevertheless."""
         kept = answer.path if answer.content is None else answer.content
         try:
@@ -223,9 +223,9 @@ class _Work:
 
     def _write(self, result: Result) -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
-        arrival = self._posted.arrival
-        written = write_answer(self._runtime, arrival, self._pixels.measured, result, self._spec.identifier)
-        settle(self._runtime, arrival)
+        received = self._posted.received
+        written = write_answer(self._runtime, received, self._pixels.measured, result, self._spec.identifier)
+        settle(self._runtime, received)
         return written, Found.at(written.path)
 
     def _key(self) -> str | None:

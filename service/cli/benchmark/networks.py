@@ -18,10 +18,10 @@ from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, cuda_graph, precision, torch_compile
 from service.engine.cpu import winograd
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
-from service.inference.engine_selector import FAILURES, WarmUp
+from service.inference.engine_selector import FAILURES, EngineSelector
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
 from service.models.repository import ModelSpec
@@ -131,10 +131,10 @@ def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_siz
     """Every engine that the settings leave open and that makes anything of the network, at every batch size."""
     network = load(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
-    warming = WarmUp(spec, settings, device, network, window_bytes)
+    warming = EngineSelector(spec, settings, device, network, window_bytes)
     names = precision.candidates(settings.engine.precision, hardware.native_precisions(device))
 
-    def build(choice: Choice) -> Runner:
+    def build(choice: EngineConfig) -> Runner:
         window = warming.build(choice).window
         return Runner(
             label(choice), choice.sw_batch_size, choice.precision, calling(window.network, window.batch, device)
@@ -146,7 +146,7 @@ def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_siz
                 yield Maker(label(choice), size, partial(build, choice))
 
 
-def label(choice: Choice) -> str:
+def label(choice: EngineConfig) -> str:
     """A choice without its batch size."""
     mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
     return f"{choice.engine}{mode} {choice.precision} {choice.memory_format}"

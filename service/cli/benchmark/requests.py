@@ -22,7 +22,7 @@ from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.core.volume import Array, Options, Segmentation, Selection
 from service.formats import tiff_reader
-from service.inference.batcher import Device
+from service.inference.batcher import WindowBatcher
 from service.inference.label_agreement import image_of
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab
@@ -45,7 +45,7 @@ class Requests:
     threads  of all streams of the device together
     """
 
-    def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: Device, threads: int) -> None:
+    def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
         self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
         self._threads = threads
         self._seen: tuple[SlidingWindow, Image, float] | None = None
@@ -82,8 +82,8 @@ class Requests:
         What is left over is computed by all threads together, as a device does it.
         """
         window = self._latest[0]
-        batches, last = divmod(self.windows, window.room)
-        if last and not window.elastic:
+        batches, last = divmod(self.windows, window.capacity)
+        if last and not window.any_batch_size:
             batches, last = batches + 1, 0
         each, rest = divmod(batches, window.streams)
         if window.streams > 1:

@@ -19,7 +19,7 @@ from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
 from service.core import hardware
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
-from service.engine.plans import Choice
+from service.engine.plans import EngineConfig
 from service.inference.batcher import device_of
 from service.inference.segmenter import EngineReport, Segmenter
 from service.models.loader import load
@@ -221,5 +221,5 @@ def _spreads(runs: list[dict[str, float]]) -> dict[str, Spread]:
 
 
 def _in_use(line: Requests, engine: EngineReport) -> Runner:
-    choice = Choice(engine.engine, engine.precision, engine.memory_format, len(line.batch), engine.compile_mode)
+    choice = EngineConfig(engine.engine, engine.precision, engine.memory_format, len(line.batch), engine.compile_mode)
     return Runner(f"in use: {label(choice)}", len(line.batch), engine.precision, line.forward)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from service.core.buffers import ALIGNMENT, Pool
+from service.core.buffers import ALIGNMENT, BufferPool
 from service.engine.cpu import strided_conv
 from service.engine.cpu.kernel_call import NO_MEMORY, Call, Steps, overheard
 from service.models.loader import Network
@@ -53,16 +53,16 @@ LEAVE: set[Any] = {Tensor.numpy, Tensor.tolist}
 log = logging.getLogger(__name__)
 
 
-class Untaped(Exception):
+class NotCapturable(Exception):
     """What the network does that is no step of a tape."""
 
 
-class Taped:
+class CpuGraph:
     """`module` for batches like `example` [B, C, z, y, x] or of fewer windows, whose scores are its own to the bit.
 
     Others go through the module. Several threads may call it at the same time; each has an arena of its own.
 
-    Raises Untaped where that cannot be, OSError where the kernel cannot be compiled.
+    Raises NotCapturable where that cannot be, OSError where the kernel cannot be compiled.
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
@@ -75,7 +75,7 @@ class Taped:
         self.nbytes = max(tape.arena for tape in self._tapes.values())
         self.score_bytes = self._tapes[batch[:1].shape].nbytes
         most = max(tape.nbytes for tape in self._tapes.values())
-        self._scores = Pool(most, IDLE_BYTES // most)
+        self._scores = BufferPool(most, IDLE_BYTES // most)
         self._own = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Arena:
         self.places = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
-class Tape:
+class CapturedGraph:
     """Steps from a batch to its scores.
 
     numbers  the steps as `tape.cpp` reads them
@@ -116,7 +116,7 @@ class Tape:
         self.nbytes = like.nbytes
         self._fixed = tuple(fixed)
 
-    def play(self, x: Tensor, arena: Arena, pool: Pool) -> Tensor:
+    def play(self, x: Tensor, arena: Arena, pool: BufferPool) -> Tensor:
         """The scores of `x`, in memory of the pool. Raises MemoryError."""
         scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
         places = arena.places
@@ -128,34 +128,34 @@ class Tape:
 
 def kept(network: Network) -> int:
     """Bytes that each thread keeps which has called it."""
-    return network.nbytes if isinstance(network, Taped) else 0
+    return network.nbytes if isinstance(network, CpuGraph) else 0
 
 
 def score_bytes(network: Network) -> int | None:
     """Bytes of one window's scores, where a forward takes nothing else beside what is kept; None: it takes more."""
-    return network.score_bytes if isinstance(network, Taped) else None
+    return network.score_bytes if isinstance(network, CpuGraph) else None
 
 
 def make(module: nn.Module, example: Tensor) -> Network:
     """`module` as one call for batches like `example` and shorter ones, or as it is where that cannot be."""
     try:
-        return Taped(module, example)
-    except (Untaped, RuntimeError) as reason:
+        return CpuGraph(module, example)
+    except (NotCapturable, RuntimeError) as reason:
         # Such as TorchScript makes of any error. A module that does not run either will say so itself.
         log.info("The network runs layer by layer: %s", reason)
         return module
 
 
-def record(module: nn.Module, x: Tensor) -> Tape:
-    """A tape of what `module` does with `x`. Raises Untaped."""
+def record(module: nn.Module, x: Tensor) -> CapturedGraph:
+    """A tape of what `module` does with `x`. Raises NotCapturable."""
     recorder = _Recorder(x)
     with _Leaving(), recorder, overheard(recorder.hear):
         scores = module(x)
     tape = recorder.tape(scores)
     # Of another batch, as something may be made of this one unseen.
     other = _some_like(x, 1)
-    if not torch.equal(tape.play(other, Arena(tape.arena), Pool(tape.nbytes, 0)), module(other)):
-        raise Untaped("other scores come of the steps that were seen")
+    if not torch.equal(tape.play(other, Arena(tape.arena), BufferPool(tape.nbytes, 0)), module(other)):
+        raise NotCapturable("other scores come of the steps that were seen")
     return tape
 
 
@@ -165,13 +165,13 @@ def _some_like(batch: Tensor, seed: int) -> Tensor:
 
 
 class _Leaving(TorchFunctionMode):
-    """Raises Untaped where values leave torch."""
+    """Raises NotCapturable where values leave torch."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in LEAVE:
-            raise Untaped(f"{function.__name__}() is no step")
+            raise NotCapturable(f"{function.__name__}() is no step")
         return function(*args, **(kwargs or {}))
 
 
@@ -211,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute, and look what that was. Raises Untaped."""
+        """Compute, and look what that was. Raises NotCapturable."""
         given, result = _tensors((args, kwargs)), operator(*args, **(kwargs or {}))
         made = _tensors(result)
         self._kept += made
@@ -220,25 +220,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif operator in SUMS and _adds(args, kwargs):
             self._add(args[0], args[1], result)
         elif operator._schema.is_mutable or not (_is_view(given, made) or self._is_constant(operator, given)):
-            raise Untaped(f"{operator} is no step")
+            raise NotCapturable(f"{operator} is no step")
         return result
 
-    def tape(self, scores: Any) -> Tape:
-        """What was seen, of which `scores` came. Raises Untaped."""
+    def tape(self, scores: Any) -> CapturedGraph:
+        """What was seen, of which `scores` came. Raises NotCapturable."""
         self._follow()
         self._whole_buffer(scores).place = SCORES
         arena = _lay_out([buffer for buffer in self._buffers.values() if buffer.place == ARENA and buffer.first >= 0])
         numbers = [number for call in self._calls for number in self._numbers(call)]
         tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
         fixed = [tensor for tensor in tensors if not self._varies(tensor)]
-        return Tape(numbers, len(self._calls), arena, scores, fixed)
+        return CapturedGraph(numbers, len(self._calls), arena, scores, fixed)
 
     def _whole_buffer(self, scores: Any) -> _Buffer:
-        """That which scores fill and a step writes. Raises Untaped."""
+        """That which scores fill and a step writes. Raises NotCapturable."""
         whole = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
         buffer = self._buffer(scores) if whole else None
         if buffer is None or buffer.first < 0:
-            raise Untaped("scores are no tensor of their own")
+            raise NotCapturable("scores are no tensor of their own")
         return buffer
 
     def _add(self, one: Tensor, other: Tensor, total: Tensor) -> None:
@@ -261,16 +261,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not random and not any(self._varies(tensor) for tensor in given)
 
     def _follow(self) -> None:
-        """Find out from when until when each buffer is needed. Raises Untaped where a step does what none may."""
+        """Find out from when until when each buffer is needed. Raises NotCapturable where a step does what none may."""
         for index, call in enumerate(self._calls):
             for buffer in (self._buffer(tensor) for tensor in call.read):
                 if buffer is not None and buffer.first < 0:
-                    raise Untaped(f"{call.step} reads what nothing has written")
+                    raise NotCapturable(f"{call.step} reads what nothing has written")
                 if buffer is not None:
                     buffer.last = index
             written = self._buffer(call.written)
             if written is None:
-                raise Untaped(f"{call.step} writes what is not its own")
+                raise NotCapturable(f"{call.step} writes what is not its own")
             written.first = index if written.first < 0 else written.first
             written.last = index
 

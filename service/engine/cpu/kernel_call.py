@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.core.cpp_extension import Kernel
+from service.core.cpp_extension import CppExtension
 
 NO_MEMORY = "no memory for what a kernel works in"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
-class Steps(Kernel):
+class Steps(CppExtension):
     """Functions of one source: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
     They read all tensors but the last, which they write, and return 0, or something else where memory ran out.
 
     steps    their names
-    others   functions that are called in another way, as `Kernel` takes them
+    others   functions that are called in another way, as `CppExtension` takes them
     """
 
     def __init__(

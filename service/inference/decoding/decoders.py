@@ -19,7 +19,7 @@ from service.core.buffers import LARGE_BYTES, Allocate, release
 from service.core.volume import OutputKind, Segmentation, VoxelSize, label_dtype
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import Basins, Watershed
-from service.inference.decoding.watershed_kernel import BLOCK, CPU, Ascent, Terms, ascent
+from service.inference.decoding.watershed_kernel import BLOCK, CPU, Terms, WatershedKernel, ascent
 from service.models.repository import Instances, ModelSpec
 
 Size = tuple[int, int, int]
@@ -70,7 +70,7 @@ class Needed(NamedTuple):
 
 
 def decoding_bytes(
-    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: Ascent = ascent
+    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: WatershedKernel = ascent
 ) -> Needed:
     """What decoding a volume of `size` (Z, Y, X) takes, whose scores are on the host or not."""
     voxels = math.prod(size)
@@ -182,13 +182,13 @@ class InstanceDecoder:
         decoding: Instances,
         size: Size,
         voxel_size: VoxelSize | None,
-        kernel: Ascent = ascent,
+        kernel: WatershedKernel = ascent,
     ) -> None:
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
         self._threshold = _logit(decoding.threshold)
-        self._relief = Relief(decoding.persistence, squashed=spec.activation == "sigmoid")
+        self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
         self._landscape: Landscape | None = None
@@ -227,10 +227,10 @@ class InstanceDecoder:
     def _onto(self, device: torch.device, *, across: bool) -> Landscape:
         if self._landscape is None:
             if self._kernel.suits(device, self._size):
-                terms = Terms(self._threshold, self._relief.depth, self._relief.squashed)
+                terms = Terms(self._threshold, self._persistence.depth, self._persistence.logits)
                 self._landscape = self._kernel.landscape(self._size, terms, across=across)
             else:
-                self._landscape = TorchLandscape(self._size, self._threshold, self._relief, device, across=across)
+                self._landscape = TorchLandscape(self._size, self._threshold, self._persistence, device, across=across)
         return self._landscape
 
     def finish(self) -> Segmentation:
@@ -261,30 +261,30 @@ class TorchLandscape:
         self,
         size: Size,
         threshold: float,
-        relief: Relief,
+        persistence: Persistence,
         device: torch.device,
         block: int = BLOCK,
         *,
         across: bool = False,
     ) -> None:
-        self._threshold, self._relief = threshold, relief
-        self._watershed = Watershed(size, relief.floor, device, block, across=across)
+        self._threshold, self._persistence = threshold, persistence
+        self._watershed = Watershed(size, persistence.floor, device, block, across=across)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
         self._watershed.add(heights.float(), above(inside, self._threshold))
 
     def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        return label_basins(self._watershed.finish(), self._relief, minimum_size, whole=whole)
+        return label_basins(self._watershed.finish(), self._persistence, minimum_size, whole=whole)
 
 
-class Relief(NamedTuple):
+class Persistence(NamedTuple):
     """How deep a pass must lie below a peak to part two objects: `persistence`, in units of the distance.
 
     squashed   the landscape holds logits of the distance, which climb alike and need no sigmoid for each voxel
     """
 
     persistence: float
-    squashed: bool
+    logits: bool
 
     @property
     def depth(self) -> float:
@@ -297,12 +297,12 @@ class Relief(NamedTuple):
         Those of `torch.sigmoid` differ in the last bits where a tensor ends in the midst of a vector, and peaks of one
         plateau would be two.
         """
-        return 1 / (1 + torch.exp(-heights.double())) if self.squashed else heights.double()
+        return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
 
     def floor(self, peaks: Tensor) -> Tensor:
         """Heights from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
         lowest = self.distance(peaks) - self.depth
-        if self.squashed:
+        if self.logits:
             lowest = torch.logit(lowest.clamp(0, 1))
         return (lowest - 1e-5 * lowest.abs()).float()
 
@@ -356,7 +356,7 @@ def _average(heights: Tensor, axis: int) -> Tensor:
 
 
 def label_basins(
-    basins: Basins, relief: Relief, minimum_size: int, *, whole: bool = False
+    basins: Basins, persistence: Persistence, minimum_size: int, *, whole: bool = False
 ) -> tuple[NDArray[np.unsignedinteger], int]:
     """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number.
 
@@ -364,7 +364,7 @@ def label_basins(
     whole         and it must not touch a face of the volume, unless that is one voxel wide there
     """
     # In NumPy, which takes a fraction of torch's time for so few numbers.
-    group = merge_shallow(basins, relief)
+    group = merge_shallow(basins, persistence)
     voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
     kept = voxels >= max(minimum_size, 1)
@@ -399,15 +399,15 @@ def _at_faces(basins: Basins) -> Tensor:
     return touching[touching >= 0]
 
 
-def merge_shallow(basins: Basins, relief: Relief) -> NDArray[np.int64]:
+def merge_shallow(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
     """Join a basin to its higher neighbour where its peak rises less than the persistence above the pass between them.
 
     Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
     of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
     because merging only raises peaks, and is therefore left out beforehand.
     """
-    peaks = relief.distance(basins.peaks).cpu().numpy()
-    first, second, height = shallow_passes(basins, relief)
+    peaks = persistence.distance(basins.peaks).cpu().numpy()
+    first, second, height = shallow_passes(basins, persistence)
     parent = list(range(len(peaks)))
 
     def root(basin: int) -> int:
@@ -420,21 +420,21 @@ def merge_shallow(basins: Basins, relief: Relief) -> NDArray[np.int64]:
         high, low = root(one), root(other)
         if peaks[high] < peaks[low]:
             high, low = low, high
-        if high != low and peaks[low] - saddle < relief.depth:
+        if high != low and peaks[low] - saddle < persistence.depth:
             parent[low] = high
     roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
     return np.unique(roots, return_inverse=True)[1]
 
 
-def shallow_passes(basins: Basins, relief: Relief) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Pairs of basins and the distance at the highest pass between them, where it is shallow to the lower peak.
 
     Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
     """
     one, other = (side.cpu().numpy() for side in basins.passes[:2])
-    height, peaks = (relief.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
+    height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
     first, second = np.minimum(one, other), np.maximum(one, other)
-    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < relief.depth)
+    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < persistence.depth)
     pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
     highest = np.full(len(pairs), -np.inf)
     np.maximum.at(highest, inverse, height[shallow])

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.cpp_extension import Kernel
+from service.core.cpp_extension import CppExtension
 from service.core.volume import label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
-# What each function takes and gives, as `Kernel` says.
+# What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (
     ("stackseg_landscape", "pifdiq", "p"),
     ("stackseg_forget", "p", "-"),
@@ -63,10 +63,10 @@ class Terms(NamedTuple):
 
     threshold: float
     depth: float
-    squashed: bool
+    logits: bool
 
 
-class Ascent(Kernel):
+class WatershedKernel(CppExtension):
     """The compiled functions, once `prepare` has made them; without a compiler there are none."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Ascent(Kernel):
 
 
 class Landscape:
-    """Takes planes of a landscape, and labels its objects; made by `Ascent.landscape`."""
+    """Takes planes of a landscape, and labels its objects; made by `WatershedKernel.landscape`."""
 
     def __init__(
         self, kernel: tuple[ctypes.CDLL, ctypes.PyDLL], size: Size, terms: Terms, *, across: bool, block: int
@@ -155,5 +155,5 @@ class Landscape:
         return labels, int(count)
 
 
-ascent = Ascent()
+ascent = WatershedKernel()
 """The one of this process; a service prepares it when it starts, so that no request waits for a compiler."""

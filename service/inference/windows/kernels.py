@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.buffers import Pool, Spare
-from service.core.cpp_extension import Kernel
+from service.core.buffers import BufferCache, BufferPool
+from service.core.cpp_extension import CppExtension
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
-# What each function takes and gives, as `Kernel` says.
+# What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
     ("stackseg_rank", "pqqp", "q"),
@@ -42,7 +42,7 @@ BRIEF = 2**20
 IDLE = 4
 
 # Of a request's sums and means, so many bytes wait for the next one: those of 64 x 512 x 512 voxels and two outputs.
-SPARE = Spare(2**26)
+SPARE = BufferCache(2**26)
 
 # Voxels beyond the edge of a window that the kernel may look at, whose weight is nothing.
 BEYOND = 16
@@ -85,8 +85,8 @@ class Margins:
         sizes = depth * height * outputs * columns, depth * height * outputs * columns, depth * rows * outputs * size[2]
         # A layer is large, and there are many windows to one.
         layer = np.empty(planes * outputs * math.prod(size[1:]), np.float32)
-        self._memory: list[NDArray[Any]] = [*(Pool(4 * count, 1, SPARE).take() for count in sizes), layer]
-        self._means = Pool(4 * outputs * depth * height * size[2], IDLE, SPARE)
+        self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, SPARE).take() for count in sizes), layer]
+        self._means = BufferPool(4 * outputs * depth * height * size[2], IDLE, SPARE)
         beyond = torch.zeros(BEYOND)
         # As the kernel takes it.
         self.every_weight = torch.cat([*weights, beyond, torch.full((across,), least), beyond])
@@ -101,7 +101,7 @@ class Margins:
         return whole[: outputs * planes * rows * self.width].view(outputs, planes, rows, self.width)
 
 
-class Stitching(Kernel):
+class Stitching(CppExtension):
     """The compiled functions, once `prepare` has made them; without a compiler there are none."""
 
     def __init__(self) -> None:
@@ -168,8 +168,8 @@ class Stitching(Kernel):
         if window.shape != margins.edges or not window.is_cpu or not inside:
             raise ValueError(f"scores {list(window.shape)} cannot be added to windows {margins.edges} at {index}")
         outputs, planes, rows = margins.edges[0], margins.leaving[0][index[0]], margins.leaving[1][index[1]]
-        room = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
-        if not room or means.shape != (outputs, planes, rows, margins.width):
+        capacity = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
+        if not capacity or means.shape != (outputs, planes, rows, margins.width):
             raise ValueError(f"{planes} planes and {rows} rows cannot leave to {means.dtype} {list(means.shape)}")
         threads = torch.get_num_threads()
         failed = self._functions.stackseg_blend(

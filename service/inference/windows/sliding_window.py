@@ -70,7 +70,7 @@ class Sparse:
         return self.image[box]
 
 
-class Slot:
+class WindowSlot:
     """Where one window is put: its place in a batch, [C, *roi], and the channels of that."""
 
     def __init__(self, whole: Tensor) -> None:
@@ -82,7 +82,7 @@ class _Stream:
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
-        self.slots = tuple(map(Slot, batch.unbind()))
+        self.slots = tuple(map(WindowSlot, batch.unbind()))
         # By their number of windows.
         self.beginnings = tuple(batch[:length] for length in range(len(batch) + 1))
 
@@ -112,17 +112,17 @@ class SlidingWindow:
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
         kernel: Stitching = stitching,
-        elastic: bool = False,
-        lasting: bool = False,
+        any_batch_size: bool = False,
+        owns_scores: bool = False,
     ) -> None:
-        self._network, self._elastic, self._lasting = network, elastic, lasting
+        self._network, self._any_batch_size, self._owns_scores = network, any_batch_size, owns_scores
         self._kernel = kernel
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
         empty = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
         self._streams = tuple(_Stream(batch.to(memory_format=memory_format)) for batch in empty)
-        self._room = batch_size
+        self._capacity = batch_size
 
     @property
     def batch(self) -> Tensor:
@@ -145,19 +145,21 @@ class SlidingWindow:
         return self._network
 
     @property
-    def elastic(self) -> bool:
+    def any_batch_size(self) -> bool:
         """Whether a batch that is not full takes less time than a full one."""
-        return self._elastic
+        return self._any_batch_size
 
     @property
-    def lasting(self) -> bool:
+    def owns_scores(self) -> bool:
         """Whether scores are valid beyond the next call of their stream."""
-        return self._lasting
+        return self._owns_scores
 
-    def with_network(self, network: Network, *, elastic: bool = False, lasting: bool = False) -> SlidingWindow:
+    def with_network(
+        self, network: Network, *, any_batch_size: bool = False, owns_scores: bool = False
+    ) -> SlidingWindow:
         """The same windows in the same batch buffers through another network."""
         other = copy.copy(self)
-        other._network, other._elastic, other._lasting = network, elastic, lasting
+        other._network, other._any_batch_size, other._owns_scores = network, any_batch_size, owns_scores
         return other
 
     def with_streams(self, streams: int) -> SlidingWindow:
@@ -167,13 +169,13 @@ class SlidingWindow:
         return other
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Windows per call of the network, at most."""
-        return self._room
+        return self._capacity
 
     def slots(self, windows: int) -> int:
         """What a batch of so many windows has room for."""
-        return windows if self._elastic else self._room
+        return windows if self._any_batch_size else self._capacity
 
     @torch.inference_mode()
     def run(
@@ -189,30 +191,30 @@ class SlidingWindow:
 
         Raises Cancelled when `cancelled()` says so before a batch, NonFiniteScores for NaN or infinite scores.
         """
-        passage = self.passage(image, overlap)
-        while passage.left:
+        scan = self.scan(image, overlap)
+        while scan.left:
             if cancelled():
-                raise Cancelled(f"given up after {passage.done} of {passage.total} windows")
-            part = passage.take(self.room)
+                raise Cancelled(f"given up after {scan.done} of {scan.total} windows")
+            part = scan.take(self.capacity)
             (scores,) = self.forward([part], stream)
-            yield from passage.blend(part.places, scores)
-            progress(passage.done, passage.total)
+            yield from scan.blend(part.places, scores)
+            progress(scan.done, scan.total)
 
-    def passage(self, image: Image, overlap: float) -> Passage:
+    def scan(self, image: Image, overlap: float) -> WindowScan:
         """The way of `image` through these windows, from the first on."""
         grid = Grid.cover(triple(image.shape[2:]), self._roi, overlap)
-        return Passage(image, grid, self._blending, self.batch.device, self._kernel, lasting=self._lasting)
+        return WindowScan(image, grid, self._blending, self.batch.device, self._kernel, owns_scores=self._owns_scores)
 
-    def forward(self, parts: Sequence[Part], stream: int = 0) -> Sequence[Tensor]:
-        """Call the network once, on windows of one image or of several, no more than there is `room` for.
+    def forward(self, parts: Sequence[WindowSlice], stream: int = 0) -> Sequence[Tensor]:
+        """Call the network once, on windows of one image or of several, no more than there is `capacity` for.
 
         Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
-        call, or for good where they are `lasting`. To be called in torch's inference mode.
+        call, or for good where they are `owns_scores`. To be called in torch's inference mode.
         """
         mine, taken = self._streams[stream], 0
-        for passage, places in parts:
+        for scan, places in parts:
             for place in places:
-                passage.fill(mine.slots[taken], place)
+                scan.fill(mine.slots[taken], place)
                 taken += 1
         length = self.slots(taken)
         for slot in mine.slots[taken:length]:
@@ -229,17 +231,17 @@ class SlidingWindow:
         return torch.split(scores, [len(part.places) for part in parts])
 
 
-class Part(NamedTuple):
+class WindowSlice(NamedTuple):
     """Some windows of one image, by their places."""
 
-    passage: Passage
+    scan: WindowScan
     places: list[Size]
 
 
-class Passage:
+class WindowScan:
     """One image on its way through windows: taken from it in order, computed anywhere, and blended in order.
 
-    Made by `SlidingWindow.passage`, whose scores are `lasting` or not. One thread at a time may take and one at a time
+    Made by `SlidingWindow.scan`, whose scores are `owns_scores` or not. One thread at a time may take and one at a time
     may blend; filling is anybody's.
     """
 
@@ -251,7 +253,7 @@ class Passage:
         device: torch.device,
         kernel: Stitching = stitching,
         *,
-        lasting: bool = False,
+        owns_scores: bool = False,
     ) -> None:
         skipped, self._elsewhere = frozenset[Size](), NOWHERE
         if isinstance(image, Sparse):
@@ -260,7 +262,7 @@ class Passage:
         self._image, self._grid = image, grid
         # Asking a protocol takes longer than slicing.
         self._writer = image if isinstance(image, Writer) else None
-        self._blending, self._device, self._kernel, self._lasting = blending, device, kernel, lasting
+        self._blending, self._device, self._kernel, self._owns_scores = blending, device, kernel, owns_scores
         places = grid.positions()
         self._positions = (place for place in places if place not in skipped) if skipped else places
         self._to_blend = grid.positions()
@@ -275,20 +277,20 @@ class Passage:
         self._skips = bool(skipped)
         self.done = 0
 
-    def take(self, most: int) -> Part:
+    def take(self, most: int) -> WindowSlice:
         """The next windows, at most so many."""
         places = list(itertools.islice(self._positions, most))
         self.left -= len(places)
-        return Part(self, places)
+        return WindowSlice(self, places)
 
-    def fill(self, slot: Slot, place: Size) -> None:
+    def fill(self, slot: WindowSlot, place: Size) -> None:
         """Put the window at `place` where it belongs."""
         (z, y, x), (depth, height, width) = place, self._grid.roi
         box = (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
         if self._padded:
             # What an earlier window left there would show in the padding.
             slot.whole.zero_()
-            slot = Slot(slot.whole[self._inside])
+            slot = WindowSlot(slot.whole[self._inside])
         if self._writer is not None:
             self._writer.write(box, slot.channels)
         else:
@@ -304,7 +306,7 @@ class Passage:
             self.done = 1
             inside = finite(scores, self._kernel)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
-            return [Slab(0, 0, inside if self._lasting else inside.clone())]
+            return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
         if self._blender is None:
             self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
         slabs = list[Slab]()

@@ -34,7 +34,7 @@ class Service:
     """The application with a fake segmenter, called without a socket; `caller` is who asks."""
 
     def __init__(self, client: TestClient) -> None:
-        self.client, self.runtime, self.spool = client, client.app.state.runtime, client.app.state.spool
+        self.client, self.runtime, self.async_jobs = client, client.app.state.runtime, client.app.state.async_jobs
         self.caller: str | None = None
 
     @property
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_before_a_job_is_made(
     response = service.client.post(f"/jobs?{query}", content=body, headers=TIFF)
     assert (response.status_code, response.json()["type"]) == (status, f"urn:stackseg:problem:{slug}")
     assert service.client.get("/jobs?limit=1000").json() == before
-    assert list(service.spool._store._incoming.iterdir()) == []
+    assert list(service.async_jobs._store._incoming.iterdir()) == []
 
 
 def test_job_that_fails_says_why_as_segment_would(service: Service) -> None:
@@ -206,7 +206,7 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     gone = service.result(running)
     assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     until(lambda: list(service.runtime.scratch.iterdir()) == [])
-    until(lambda: not service.spool._store.input(running["id"]).parent.exists())
+    until(lambda: not service.async_jobs._store.input(running["id"]).parent.exists())
     service.fake.gate.set()
     assert service.wait(service.submit(), "done")
 
@@ -321,7 +321,7 @@ def test_without_a_folder_jobs_end_with_the_service_and_leave_nothing(bands_repo
 
 def test_result_is_sent_whole_though_it_has_to_make_room(service: Service) -> None:
     job = service.wait(service.submit(), "done")
-    file, _ = service.spool.result(job["id"], None)
+    file, _ = service.async_jobs.result(job["id"], None)
     with file:
         service.client.delete(f"/jobs/{job['id']}")
         assert np.array_equal(tifffile.imread(io.BytesIO(file.read())), np.ones((3, 8, 8)))
@@ -386,7 +386,7 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
     assert writing.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     go_on.set()
-    until(lambda: job["id"] not in service.spool._live)
+    until(lambda: job["id"] not in service.async_jobs._live)
     assert service.show(job)["state"] == "cancelled"
     assert list(results.iterdir()) == []
 
@@ -395,7 +395,7 @@ def test_full_disk_fails_the_job_and_leaves_nothing_hidden(
     host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, results = host
-    store, calls = service.spool._store, []
+    store, calls = service.async_jobs._store, []
 
     def full(*given: Any) -> bool:
         calls.append(given)

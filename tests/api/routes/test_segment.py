@@ -26,7 +26,7 @@ from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.volume import VoxelSize
 from service.models.repository import ModelSpec
-from service.serving.job_store import Outcome
+from service.serving.job_store import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.results import answer_name, fingerprint
 from service.serving.runtime import WAITING_READERS, Runtime
@@ -357,7 +357,7 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
             thread.start()
         # The first of the two waits as well, until the worker has noticed it.
         until(lambda: runtime.running and runtime.waiting == 1)
-        runtime.stations[0].queue.cancel_all()
+        runtime.device_workers[0].queue.cancel_all()
         for thread in threads:
             thread.join(20)
         assert [answer.status_code for answer in answers] == [503, 503]
@@ -473,8 +473,8 @@ def test_without_folders_no_file_of_the_host_is_read(client: TestClient) -> None
     assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
 
 
-def outcome(**facts: Any) -> Outcome:
-    return Outcome("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", facts.pop("seconds", {}), **facts)
+def outcome(**facts: Any) -> AnswerMetadata:
+    return AnswerMetadata("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", facts.pop("seconds", {}), **facts)
 
 
 def test_notes_reach_the_client_as_plain_text() -> None:

@@ -91,7 +91,9 @@ def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands,
         segmenter, calls = Segmenter(bands, settings), []
         device.call(segmenter.warm_up)
         window = segmenter._warm.window
-        counted = window.with_network(lambda batch: calls.append(len(batch)) or window.network(batch), elastic=True)
+        counted = window.with_network(
+            lambda batch: calls.append(len(batch)) or window.network(batch), any_batch_size=True
+        )
         segmenter._warm = replace(segmenter._warm, window=counted)
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
         line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)

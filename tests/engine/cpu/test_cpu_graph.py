@@ -10,9 +10,9 @@ import torch
 from fakes import untried
 from torch import nn
 
-from service.core.buffers import Pool
+from service.core.buffers import BufferPool
 from service.engine.cpu import cpu_graph, onednn, winograd
-from service.engine.cpu.cpu_graph import Taped
+from service.engine.cpu.cpu_graph import CpuGraph
 from service.engine.prepare import prepare
 from service.models.loader import ShuffleUNet
 
@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
     if channels == 2:
         # Folded, as ATen would convert it first.
         x = x.contiguous()
-    taped = Taped(module, x)
+    taped = CpuGraph(module, x)
     before = torch.get_num_threads()
     try:
         for threads, windows in itertools.product((1, 2), (1, 2, 3)):
@@ -77,7 +77,7 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
 @torch.inference_mode()
 def test_it_does_not_come_back_to_python():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = Taped(module, x)
+    taped = CpuGraph(module, x)
     expected = module(x)
     module.forward = None
     assert torch.equal(taped(x), expected)
@@ -93,14 +93,14 @@ def test_weights_stay_as_long_as_the_tape():
     rest = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
     arena = cpu_graph.Arena(played.arena)
     arena.memory.fill_(255)
-    assert torch.equal(played.play(x, arena, Pool(played.nbytes, 0)), expected)
+    assert torch.equal(played.play(x, arena, BufferPool(played.nbytes, 0)), expected)
     assert rest
 
 
 @torch.inference_mode()
 def test_scores_last_and_nothing_is_left_of_earlier_calls():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = Taped(module, x)
+    taped = CpuGraph(module, x)
     first, kept = taped(x), module(x)
     bad = x.clone()
     bad[0, 0, 3, 4, 5] = torch.nan
@@ -114,7 +114,7 @@ def test_scores_last_and_nothing_is_left_of_earlier_calls():
 def test_memory_of_scores_serves_again_once_nobody_looks_at_them():
     """Also for batches of other lengths; and no more of it waits than may be kept."""
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = Taped(module, x)
+    taped = CpuGraph(module, x)
     scores = taped(x)
     place, part = scores.data_ptr(), scores[1:]
     expected = part.clone()
@@ -128,7 +128,7 @@ def test_memory_of_scores_serves_again_once_nobody_looks_at_them():
 def test_threads_do_not_disturb_each_other():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
     with torch.inference_mode():
-        taped, inputs = Taped(module, x), [torch.randn_like(x) for _ in range(4)]
+        taped, inputs = CpuGraph(module, x), [torch.randn_like(x) for _ in range(4)]
         expected = [module(each) for each in inputs]
 
     @torch.inference_mode()
@@ -142,7 +142,7 @@ def test_threads_do_not_disturb_each_other():
 @torch.inference_mode()
 def test_what_it_was_not_made_for_goes_through_the_module():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = Taped(module, x)
+    taped = CpuGraph(module, x)
     strided = torch.randn(3, 1, 8, 16, 48)[..., ::2]
     for other in (batch(1, 4), batch(1, size=(16, 16, 16)), strided, strided[..., :16]):
         assert torch.equal(taped(other), module(other))
@@ -151,7 +151,7 @@ def test_what_it_was_not_made_for_goes_through_the_module():
 @torch.inference_mode()
 def test_examples_with_gaps_are_no_promise_for_batches_like_them():
     module, example = ready(ShuffleUNet(1, 2, (16, 32))), torch.randn(2, 1, 8, 16, 48)[..., ::2]
-    assert torch.equal(Taped(module, example)(example), module(example))
+    assert torch.equal(CpuGraph(module, example)(example), module(example))
 
 
 class Other(nn.Module):
@@ -224,7 +224,7 @@ CAN = {
 def test_what_can_be_taped_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
     network = cpu_graph.make(module, x)
-    assert isinstance(network, Taped)
+    assert isinstance(network, CpuGraph)
     for windows in (1, 2):
         assert torch.equal(network(x[:windows]), module(x[:windows]))
 
@@ -256,4 +256,4 @@ def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setattr(cpu_graph, "KERNEL", untried(cpu_graph.KERNEL))
     with pytest.raises(OSError, match="nowhere"):
-        Taped(nn.Identity(), batch(1))
+        CpuGraph(nn.Identity(), batch(1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.core.buffers import on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
-from service.inference.decoding.decoders import CACHED, Relief, Smoother, decoding_bytes, in_parts, make_decoder
+from service.inference.decoding.decoders import CACHED, Persistence, Smoother, decoding_bytes, in_parts, make_decoder
 from service.inference.decoding.watershed_kernel import ascent
 from service.models.repository import Instances, ModelSpec
 from service.training.evaluate import score
@@ -120,7 +120,7 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
 
 def test_equal_heights_are_equal_distances_wherever_they_lie() -> None:
     for height in np.linspace(-8, 8, 401):
-        distances = Relief(0.0, squashed=True).distance(torch.full((67,), height))
+        distances = Persistence(0.0, logits=True).distance(torch.full((67,), height))
         assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
 
 

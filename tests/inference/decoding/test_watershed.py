@@ -13,7 +13,7 @@ from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
-from service.inference.decoding.decoders import Relief, shallow_passes
+from service.inference.decoding.decoders import Persistence, shallow_passes
 from service.inference.decoding.watershed import NEAR, Watershed
 from service.inference.decoding.watershed_kernel import BLOCK
 from service.training.evaluate import score
@@ -47,15 +47,15 @@ def test_planes_along_either_axis_give_the_same_basins(
     heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
-    relief = Relief(0.1, squashed=False)
-    expected = basins_of(heights, relief)
+    persistence = Persistence(0.1, logits=False)
+    expected = basins_of(heights, persistence)
     inner = tuple(sorted(cut for cut in cuts if cut < size[1]))
-    found = basins_of(heights, relief, inner, planes * (size[0] + 2) * (size[2] + 2), across=True)
+    found = basins_of(heights, persistence, inner, planes * (size[0] + 2) * (size[2] + 2), across=True)
     assert found.pieces.shape == size
     assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
     assert torch.equal(found.voxels, expected.voxels)
-    for one, other in zip(shallow_passes(found, relief), shallow_passes(expected, relief), strict=True):
+    for one, other in zip(shallow_passes(found, persistence), shallow_passes(expected, persistence), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -99,8 +99,8 @@ def test_basins_are_those_of_the_watershed_of_scikit_image(seed: int) -> None:
 
 def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
     heights = hills(1, (12, 30, 30))
-    relief = Relief(np.inf, squashed=False)
-    basins = basins_of(heights, relief, block=1)
+    persistence = Persistence(np.inf, logits=False)
+    basins = basins_of(heights, persistence, block=1)
     basin = basins.basin_of.numpy()[basins.pieces.numpy()]
     expected: dict[tuple[int, int], float] = {}
     for step in itertools.product((-1, 0, 1), repeat=3):
@@ -112,7 +112,7 @@ def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
         lower = np.minimum(heights[here], heights[there])[crossing]
         for a, b, height in zip(basin[here][crossing], basin[there][crossing], lower, strict=True):
             expected[a, b] = max(expected.get((a, b), -np.inf), float(height))
-    first, second, height = shallow_passes(basins, relief)
+    first, second, height = shallow_passes(basins, persistence)
     assert len(expected) > 5
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(expected)
     for a, b, found in zip(first, second, height, strict=True):
@@ -122,7 +122,7 @@ def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
 
 def test_basins_know_their_size_and_peak() -> None:
     heights = hills(2, (10, 24, 24))
-    basins = basins_of(heights, Relief(0.1, squashed=False), cuts=(4,), block=1)
+    basins = basins_of(heights, Persistence(0.1, logits=False), cuts=(4,), block=1)
     basin = basins.basin_of.numpy()[basins.pieces.numpy()] + 1
     assert np.bincount(basin.ravel())[1:].tolist() == basins.voxels.tolist()
     expected = maximum(heights, basin, np.arange(1, basin.max() + 1))

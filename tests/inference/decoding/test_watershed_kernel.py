@@ -14,25 +14,25 @@ from torch import Tensor
 
 from service.core.config import Settings
 from service.inference.decoding.decoders import InstanceDecoder
-from service.inference.decoding.watershed_kernel import BLOCK, Ascent, Landscape, Terms
+from service.inference.decoding.watershed_kernel import BLOCK, Landscape, Terms, WatershedKernel
 from service.inference.segmenter import Segmenter
 from service.models.repository import Instances, ModelSpec
 
-TERMS = Terms(0.0, 0.1, squashed=False)
+TERMS = Terms(0.0, 0.1, logits=False)
 
 Size = tuple[int, int, int]
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Ascent:
-    made = Ascent()
+def kernel() -> WatershedKernel:
+    made = WatershedKernel()
     made.prepare()
     assert made.suits(CPU)
     return made
 
 
 def compare(
-    kernel: Ascent,
+    kernel: WatershedKernel,
     heights: Array,
     persistence: float,
     minimum_size: int = 0,
@@ -40,12 +40,12 @@ def compare(
     block: int = BLOCK,
     *,
     across: bool = False,
-    squashed: bool = False,
+    logits: bool = False,
     whole: bool = False,
 ) -> Array:
     """Assert that both ways give the same labels, of the same type; these."""
     (expected, many), (labels, count) = (
-        decode(heights, persistence, minimum_size, cuts, block, one, across=across, squashed=squashed, whole=whole)
+        decode(heights, persistence, minimum_size, cuts, block, one, across=across, logits=logits, whole=whole)
         for one in (None, kernel)
     )
     assert count == many == labels.max(initial=0)
@@ -61,7 +61,7 @@ def compare(
     sigma=st.sampled_from([0.5, 1.0, 2.5]),
     levels=st.sampled_from([0, 1, 3, 40]),
     persistence=st.sampled_from([0.0, 0.02, 0.1, 2.0, np.inf]),
-    squashed=st.booleans(),
+    logits=st.booleans(),
     cuts=st.sets(st.integers(1, 22)),
     planes=st.integers(1, 10),
     across=st.booleans(),
@@ -69,13 +69,13 @@ def compare(
     whole=st.booleans(),
 )
 def test_labels_are_those_of_torch(
-    kernel: Ascent,
+    kernel: WatershedKernel,
     seed: int,
     size: Size,
     sigma: float,
     levels: int,
     persistence: float,
-    squashed: bool,
+    logits: bool,
     cuts: set[int],
     planes: int,
     across: bool,
@@ -88,42 +88,44 @@ def test_labels_are_those_of_torch(
         heights = np.round(heights * levels) / levels
     inner = tuple(sorted(cut for cut in cuts if cut < size[across]))
     block = planes * (size[not across] + 2) * (size[2] + 2)
-    compare(*(kernel, heights, persistence, minimum_size, inner, block), across=across, squashed=squashed, whole=whole)
+    compare(*(kernel, heights, persistence, minimum_size, inner, block), across=across, logits=logits, whole=whole)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
 @pytest.mark.parametrize("height", [1.0, 0.0, -0.0, -3.0, 90.0, 1e-40, -1e30, -np.inf])
-@pytest.mark.parametrize("squashed", [False, True])
-def test_plateaus_of_every_height_and_shape(kernel: Ascent, size: Size, height: float, squashed: bool) -> None:
-    labels = compare(kernel, np.full(size, height), 0.1, squashed=squashed)
+@pytest.mark.parametrize("logits", [False, True])
+def test_plateaus_of_every_height_and_shape(kernel: WatershedKernel, size: Size, height: float, logits: bool) -> None:
+    labels = compare(kernel, np.full(size, height), 0.1, logits=logits)
     assert np.count_nonzero(labels) == (height > -np.inf) * np.prod(size)
     if np.isfinite(height):
         assert labels.max() == 1
 
 
-def test_single_voxels_anywhere(kernel: Ascent) -> None:
+def test_single_voxels_anywhere(kernel: WatershedKernel) -> None:
     for place in np.ndindex(3, 4, 5):
         heights = np.full((3, 4, 5), -np.inf)
         heights[place] = 0.5
-        assert np.argwhere(compare(kernel, heights, 0.1, squashed=True)).tolist() == [list(place)]
+        assert np.argwhere(compare(kernel, heights, 0.1, logits=True)).tolist() == [list(place)]
         at_a_face = place[0] != 1 or place[1] in {0, 3} or place[2] in {0, 4}
         assert compare(kernel, heights, 0.1, whole=True).any() != at_a_face
 
 
-def test_thin_stretched_and_flattened_objects(kernel: Ascent) -> None:
+def test_thin_stretched_and_flattened_objects(kernel: WatershedKernel) -> None:
     for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
         heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
         compare(kernel, heights, 0.2, cuts=(3,))
 
 
-def test_crowds_of_passes_in_any_blocks(kernel: Ascent) -> None:
+def test_crowds_of_passes_in_any_blocks(kernel: WatershedKernel) -> None:
     heights = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
         assert compare(kernel, heights, persistence, cuts=(7,), block=3 * 27 * 28).any()
 
 
 @pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
-def test_labels_are_wide_enough_for_their_number(kernel: Ascent, edge: int, dtype: type[np.unsignedinteger]) -> None:
+def test_labels_are_wide_enough_for_their_number(
+    kernel: WatershedKernel, edge: int, dtype: type[np.unsignedinteger]
+) -> None:
     heights = np.full((edge, edge, edge), -np.inf)
     heights[::2, ::2, ::2] = 1.0
     labels, count = decode(heights, kernel=kernel)
@@ -133,7 +135,9 @@ def test_labels_are_wide_enough_for_their_number(kernel: Ascent, edge: int, dtyp
     assert np.count_nonzero(labels) == count
 
 
-def decoded(spec: ModelSpec, decoding: Instances, kernel: Ascent, scores: Tensor, depth: int, rows: int) -> Array:
+def decoded(
+    spec: ModelSpec, decoding: Instances, kernel: WatershedKernel, scores: Tensor, depth: int, rows: int
+) -> Array:
     """Labels of scores [1, K, Z, Y, X], of which so many planes come at once and then the others, by rows."""
     z, y, x = scores.shape[2:]
     decoder = InstanceDecoder(spec, decoding, (z, y, x), None, kernel)
@@ -168,7 +172,7 @@ LAYOUTS = (
     activation=st.sampled_from(["none", "sigmoid"]),
 )
 def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
-    kernel: Ascent,
+    kernel: WatershedKernel,
     random_nuclei: ModelSpec,
     seed: int,
     size: Size,
@@ -201,13 +205,13 @@ def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
     )
     spec = random_nuclei.model_copy(update={"activation": activation})
     depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
-    expected = decoded(spec, decoding, Ascent(), scores, depth, rows)
+    expected = decoded(spec, decoding, WatershedKernel(), scores, depth, rows)
     found = decoded(spec, decoding, kernel, LAYOUTS[layout](scores), depth, rows)
     assert found.dtype == expected.dtype
     assert np.array_equal(found, expected)
 
 
-def test_nothing_is_read_or_written_that_is_not_there(kernel: Ascent) -> None:
+def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -> None:
     heights, inside = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
 
     def made() -> Landscape:
@@ -232,7 +236,7 @@ def test_nothing_is_read_or_written_that_is_not_there(kernel: Ascent) -> None:
             kernel.landscape(size, TERMS)
 
 
-def test_what_memory_does_not_hold_is_a_memory_error(kernel: Ascent) -> None:
+def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
         kernel.landscape((17 * 10**7, 17 * 10**7, 1), TERMS)
 
@@ -241,7 +245,7 @@ def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
     random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    none = Ascent()
+    none = WatershedKernel()
     with caplog.at_level(logging.WARNING):
         none.prepare()
         none.prepare()
@@ -251,7 +255,7 @@ def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
     assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1
 
 
-def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: Ascent) -> None:
+def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: WatershedKernel) -> None:
     assert not kernel.suits(torch.device("cuda"))
     assert kernel.suits(CPU, (2000, 2000, 2000))
     assert not kernel.suits(CPU, (2**15, 10, 2**15))
@@ -261,7 +265,7 @@ def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: A
 def test_warming_up_prepares_it_where_instances_are_decoded(
     random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh = Ascent()
+    fresh = WatershedKernel()
     monkeypatch.setattr("service.inference.segmenter.ascent", fresh)
     settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     segmenter = Segmenter(random_nuclei, settings)

@@ -128,14 +128,14 @@ def test_what_an_earlier_volume_left_in_the_batch_does_not_show():
     assert torch.equal(whole(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
 
 
-@pytest.mark.parametrize("lasting", [False, True])
-def test_scores_of_a_single_window_are_copied_unless_they_last(lasting):
+@pytest.mark.parametrize("owns_scores", [False, True])
+def test_scores_of_a_single_window_are_copied_unless_they_last(owns_scores):
     scores = torch.rand(1, 2, 4, 4, 4)
     window = make(lambda _batch: scores, (4, 4, 4), 1)
-    window = window.with_network(window.network, lasting=lasting)
+    window = window.with_network(window.network, owns_scores=owns_scores)
     (slab,) = window.run(torch.zeros(1, 1, 4, 4, 4), 0)
     assert torch.equal(slab.scores, scores)
-    assert (slab.scores.data_ptr() == scores.data_ptr()) == lasting
+    assert (slab.scores.data_ptr() == scores.data_ptr()) == owns_scores
 
 
 def test_slabs_leave_as_soon_as_no_later_window_reaches_them():
@@ -208,20 +208,20 @@ def test_an_elastic_network_is_given_no_more_windows_than_there_are():
 
     image = torch.rand(1, 1, 4, 4, 12)
     rigid = make(network, (4, 4, 4), batch_size=2)
-    elastic = rigid.with_network(network, elastic=True)
+    any_batch_size = rigid.with_network(network, any_batch_size=True)
     expected = whole(rigid.run(image, 0.0))
     assert lengths == [2, 2]
-    assert torch.equal(whole(elastic.run(image, 0.0)), expected)
+    assert torch.equal(whole(any_batch_size.run(image, 0.0)), expected)
     assert lengths == [2, 2, 2, 1]
-    assert (rigid.slots(1), elastic.slots(1)) == (2, 1)
-    assert not elastic.with_network(network).elastic, "another network need not be"
+    assert (rigid.slots(1), any_batch_size.slots(1)) == (2, 1)
+    assert not any_batch_size.with_network(network).any_batch_size, "another network need not be"
 
 
 def test_another_network_runs_through_the_same_batch_buffer():
     window = make(lambda x: x, (4, 4, 4))
-    doubled = window.with_network(lambda x: 2 * x, lasting=True)
-    assert doubled.lasting
-    assert not doubled.with_network(lambda x: x).lasting, "another network need not be"
+    doubled = window.with_network(lambda x: 2 * x, owns_scores=True)
+    assert doubled.owns_scores
+    assert not doubled.with_network(lambda x: x).owns_scores, "another network need not be"
     image = torch.rand(1, 1, 5, 5, 5)
     assert doubled.batch is window.batch
     torch.testing.assert_close(whole(doubled.run(image, 0.25)), 2 * image)
