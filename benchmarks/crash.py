@@ -45,8 +45,9 @@ from torch import nn
 from service.core.config import Settings
 from service.core.volume import Options, Volume
 from service.inference.segmenter import Segmenter
-from service.models.loader import build
-from service.models.repository import Architecture, read_repository
+from service.models.architectures import build
+from service.models.repository import read_repository
+from service.models.spec import Architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120

@@ -50,7 +50,8 @@ from service.engine.precision import DTYPES
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
-from service.models.repository import ModelSpec, read_spec
+from service.models.repository import read_spec
+from service.models.spec import ModelSpec
 
 COMMON = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 # Edge of a bright or dark block, and steps that suffice to tell them apart.

@@ -27,7 +27,8 @@ from skimage.segmentation import watershed
 
 from service.inference.decoding.decoders import make_decoder
 from service.models.loader import load
-from service.models.repository import Instances, ModelSpec, PercentileNormalisation, read_spec
+from service.models.repository import read_spec
+from service.models.spec import Instances, ModelSpec, PercentileNormalisation
 
 Seconds = dict[str, float]
 

@@ -33,7 +33,7 @@ from end_to_end import ROOT, counted, server, synthetic_nuclei
 from numpy.typing import NDArray
 from processes import cpu_seconds
 
-from service.inference.windows.blending import Grid
+from service.inference.windows.grid import Grid
 from service.models.repository import read_spec
 
 # Different from each other, so that no client's labels could be mistaken for another's.

@@ -117,7 +117,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
     # Read when torch is imported. The network's threads otherwise wait for each other by turning in circles, on cores
     # on which other requests are decoded meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from service.api.app import serve  # noqa: PLC0415
+    from service.api.server import serve  # noqa: PLC0415
 
     chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     settings = overruled(settings, "server", {name: value for name, value in chosen.items() if value is not None})
@@ -134,7 +134,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
 def run_segment(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file in this process; prints what was found and the seconds of each stage."""
     from service.core.timing import Stages  # noqa: PLC0415
-    from service.formats import tiff_reader  # noqa: PLC0415
+    from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
     from service.inference.batcher import device_of  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
@@ -160,7 +160,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         result = segmenter.segment(volume, query.options, run=device.run)
         stages.update(result.seconds)
         with stages.measure("write"):
-            tiff_reader.write(result.segmentation, options.result)
+            tiff_writer.write(result.segmentation, options.result)
         if options.measurements is not None:
             with stages.measure("measure"):
                 every = replace(query.selection, channel=None)

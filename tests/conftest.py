@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.models.loader import build
-from service.models.repository import Architecture, ModelSpec, read_spec
+from service.models.architectures import build
+from service.models.repository import read_spec
+from service.models.spec import Architecture, ModelSpec
 
 torch.set_num_threads(1)
 # How long an example takes, or is drawn, is a matter of what else the machine does. The same ones are tried in every

@@ -13,7 +13,7 @@ from service.core.cpp_extension import CppExtension
 from service.core.errors import Cancelled
 from service.core.volume import Segmentation
 from service.inference.estimate import Estimate, Estimator, make_plan
-from service.inference.segmenter import EngineReport, Result
+from service.inference.result import EngineReport, Result
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100

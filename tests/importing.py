@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from service.inference.normalize import prepare_tensor
+from service.inference.resample import prepare_tensor
 from service.models.importers import model_folder
 
 import_model = partial(model_folder.import_model, prepare=prepare_tensor)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from service.inference.decoding.decoders import Landscape, Persistence, TorchLandscape
+from service.inference.decoding.instances import Landscape, Persistence, TorchLandscape
 from service.inference.decoding.watershed import Basins, Watershed
 from service.inference.decoding.watershed_kernel import BLOCK, Terms, WatershedKernel
 

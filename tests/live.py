@@ -16,10 +16,11 @@ import tifffile
 import uvicorn
 from numpy.typing import NDArray
 
-from service.api.app import configured, create_app
+from service.api.app import create_app
+from service.api.server import configured
 from service.core.config import Settings
 from service.inference.segmenter import Segmenter
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60

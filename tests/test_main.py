@@ -22,7 +22,7 @@ from paths import ROOT
 from service.__main__ import is_public, main
 from service.api.api_keys import Keys, hash_of
 from service.core.config import read_settings
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 HASHED = f"{{ada: {hash_of('secret')}}}"
 

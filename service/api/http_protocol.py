@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from service.api.headers import stated
 from service.api.middleware import SAFE, number_of
-from service.api.schemas import PROBLEM_TYPE, problem_members
+from service.api.problems import PROBLEM_TYPE, problem_members
 from service.core import logs
 from service.core.errors import NotReady, RequestError
 

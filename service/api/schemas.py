@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from datetime import datetime
 from typing import Any, Literal
 
@@ -11,53 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from service.core.hardware import CpuStatus, GpuStatus
 from service.core.volume import Description, OutputKind
 from service.inference.estimate import Estimate
-from service.inference.segmenter import EngineReport
-from service.models.repository import Input
+from service.inference.result import EngineReport
+from service.models.spec import Input
 from service.serving.job_store import JobState
-
-PROBLEM_TYPE = "application/problem+json"
-
-
-class Problem(BaseModel):
-    """An error as RFC 9457 has it. `type` is stable and may be matched; `detail` says what to do."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={
-            "example": {
-                "type": "urn:stackseg:problem:ambiguous-axes",
-                "title": "Ambiguous axes",
-                "status": 422,
-                "detail": "The file has 4 axes, 7x5x167x439, and does not say what they are; state them, axes=TZYX.",
-                "instance": "urn:uuid:6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11",
-            }
-        },
-    )
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-
-
-def problem_members(slug: str, status: int, detail: str, number: str) -> dict[str, Any]:
-    """The members of a `Problem`, as JSON has them, in the answer to the request of that number."""
-    return {
-        "type": f"urn:stackseg:problem:{slug}",
-        "title": slug.replace("-", " ").capitalize(),
-        "status": status,
-        "detail": detail,
-        "instance": _urn(number),
-    }
-
-
-def _urn(number: str) -> str:
-    """The number of a request as a URI; a client may have given it one that is no UUID."""
-    try:
-        return uuid.UUID(number).urn
-    except ValueError:
-        return f"urn:stackseg:request:{number}"
 
 
 class Inspection(BaseModel):

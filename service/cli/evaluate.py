@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.models.repository import FILE_NAME, ModelSpec, choose, read_repository, read_spec
+from service.models.repository import FILE_NAME, choose, read_repository, read_spec
+from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -61,7 +61,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
     """Import one package; prints what an operator should know. torch is imported only here."""
-    from service.inference.normalize import prepare_tensor  # noqa: PLC0415
+    from service.inference.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.model_folder import import_model  # noqa: PLC0415
 
     stated = {} if options.stated is None else _stated(options.stated)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from service.core.config import Settings, Training, overruled
 from service.core.errors import BadParameter
-from service.models.repository import ModelSpec, read_spec
+from service.models.repository import read_spec
+from service.models.spec import ModelSpec
 
 Pairs = tuple[list[Path], list[Path]]
 

@@ -8,14 +8,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from service.core.errors import OutOfStorage
+from service.core.volume import Array
 
-Array = NDArray[Any]
 Allocate = Callable[[tuple[int, ...], DTypeLike], Array]
 
 # From here on an array lies on disk, and what is read of a volume is read slab by slab.

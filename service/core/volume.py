@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from service.core.errors import BadParameter
 
 Array = NDArray[Any]
+
+Size = tuple[int, int, int]
+"""Voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
 
 

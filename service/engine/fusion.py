@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from service.models.loader import children, is_sequence, parts
+from service.models.module_tree import children, is_sequence, parts
 
 Kind = TypeVar("Kind", bound=nn.Module)
 

@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.buffers import LARGE_BYTES
-from service.core.volume import Diameter, Extent, Volume
-from service.inference.decoding.decoders import InstanceDecoder
+from service.core.volume import Diameter, Extent, Size, Volume
+from service.inference.decoding.instances import InstanceDecoder
 from service.inference.normalize import Blocks
 from service.inference.windows.sliding_window import Image
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
-Size = tuple[int, int, int]
 Factors = tuple[float, float, float]
 Box = tuple[slice, slice, slice]
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from service.core.volume import Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.normalize import Blocks
-from service.inference.windows.blending import Blending, Grid
+from service.inference.windows.blending import Blending
+from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import Image, Sparse, WindowScan, WindowSlot
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
 Look = Callable[[Tensor], Tensor]

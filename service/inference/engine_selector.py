@@ -23,7 +23,7 @@ from service.inference.throughput import Crews, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, weight_bytes
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
 # where ATen has a slow path for small batches; a GPU needs several to be busy at all.

@@ -14,14 +14,15 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Volume, VoxelSize
+from service.core.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Size, Volume, VoxelSize
 from service.inference.decoding.decoders import decoding_bytes
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.normalize import Size, working_size
-from service.inference.windows.blending import Grid, kept_floats
+from service.inference.resample import working_size
+from service.inference.windows.blending import kept_floats
+from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import Stitching, stitching
-from service.models.loader import parts
-from service.models.repository import Instances, ModelSpec
+from service.models.module_tree import parts
+from service.models.spec import Instances, ModelSpec
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2

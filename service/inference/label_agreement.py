@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
-from service.core.volume import Array, OutputKind, Segmentation, Selection
+from service.core.volume import Array, OutputKind, Segmentation, Selection, Size
 from service.formats import tiff_reader
 from service.inference.decoding.decoders import Decoder, make_decoder
-from service.inference.normalize import Size, prepare
+from service.inference.resample import prepare
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 SAMPLE_BYTES = 2**30
 OVERLAP = 0.25

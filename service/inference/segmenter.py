@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -20,23 +20,25 @@ from service.core.config import Settings
 from service.core.cpp_extension import extension_cache
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.timing import Stages
-from service.core.volume import Diameter, Extent, Options, OutputKind, Segmentation, Volume
+from service.core.volume import Diameter, Extent, Options, OutputKind, Size, Volume
 from service.engine import backends, plans, torch_compile
-from service.engine.plans import Trial
 from service.formats.deflate import deflation
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.watershed_kernel import ascent
 from service.inference.diameter import Collector, DiameterEstimator, Memory, in_a_stack, stretch_of
-from service.inference.empty_windows import EmptyWindowFilter, Skipped, Skipping
+from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Estimate, Estimator, Plan, watched
 from service.inference.normalize import Image as Normalised
-from service.inference.normalize import Size, normalised, on_grid, resample, working_size
-from service.inference.windows.blending import Grid, Slab
+from service.inference.normalize import normalised
+from service.inference.resample import on_grid, resample, working_size
+from service.inference.result import EngineReport, Result
+from service.inference.windows.blending import Slab
+from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import stitching
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load, weight_bytes
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -64,34 +66,6 @@ class Run(Protocol):
         """Scores of `image`, and what is raised, as `SlidingWindow.run` gives them."""
 
 
-class Result(NamedTuple):
-    """What came out.
-
-    seconds     by stage, in order: prepare, size where the width of objects was estimated, skip where windows without
-                anything in them were looked for, windows, decode
-    notes       what a user should know about this result
-    diameter    of the objects, where that was stated or estimated
-    estimated   which of the two
-    fallbacks   how often memory did not hold the batch, and a smaller one was taken
-    recomputed  whether the scores had to be computed a second time, in float32
-    skipped     windows that were not computed; None where all had to be
-    """
-
-    segmentation: Segmentation
-    seconds: dict[str, float]
-    notes: tuple[str, ...]
-    fallbacks: int = 0
-    recomputed: bool = False
-    diameter: Diameter | None = None
-    estimated: bool = False
-    skipped: Skipped | None = None
-
-    @property
-    def width(self) -> str | None:
-        """The diameter as the parameter takes it, and where it is from."""
-        return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
-
-
 class _Sized(NamedTuple):
     """What is done about the width of objects once it was estimated, None: it was not found out; see `Result`."""
 
@@ -99,32 +73,6 @@ class _Sized(NamedTuple):
     needed: Estimate
     diameter: Diameter | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class EngineReport:
-    """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
-
-    streams  batches that are computed at the same time
-    planned  fixed by the configuration, tuned at this start, or cached by an earlier one
-    trials   what was considered where it was tuned, and why it was not taken
-    """
-
-    device: str
-    device_name: str
-    engine: str
-    precision: str
-    memory_format: str
-    compile_mode: str | None
-    roi_size: Size
-    sw_batch_size: int
-    overlap: float
-    blending: str
-    warm_up_seconds: float
-    warnings: tuple[str, ...]
-    streams: int = 1
-    planned: str = "fixed"
-    trials: tuple[Trial, ...] = ()
 
 
 class _Made(NamedTuple, Generic[D]):

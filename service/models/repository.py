@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, UnknownModel, fault_message
+from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
 
@@ -18,190 +19,6 @@ FILE_NAME = "model.yaml"
 USUAL = "nuclei"
 
 T = TypeVar("T")
-
-PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Architecture(_Frozen):
-    """A network that `service.models.loader` knows by name, and its keyword arguments."""
-
-    name: str
-    arguments: dict[str, Any] = {}
-
-
-class Weights(_Frozen):
-    """A file inside the model folder: tensors for the architecture, or a program or graph that brings its own."""
-
-    kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
-    file: str = "weights.safetensors"
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class PercentileNormalisation(_Frozen):
-    """(x - p_low) / (p_high - p_low), percentiles over the whole volume of one channel; not clipped unless `clip`."""
-
-    kind: Literal["percentile"]
-    low: Annotated[float, Field(ge=0, le=100)] = 1.0
-    high: Annotated[float, Field(ge=0, le=100)] = 99.8
-    clip: tuple[float, float] | None = None
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.low < self.high:
-            raise ValueError("low must be below high")
-        return self
-
-
-class ZScoreNormalisation(_Frozen):
-    """(x - mean) / standard deviation, over the whole volume of one channel."""
-
-    kind: Literal["zscore"]
-
-
-class RangeNormalisation(_Frozen):
-    """(x - low) / (high - low) with fixed intensities; not clipped unless `clip`."""
-
-    kind: Literal["range"]
-    low: float
-    high: float
-    clip: tuple[float, float] | None = None
-
-    @model_validator(mode="after")
-    def _apart(self) -> Self:
-        if self.low == self.high:
-            raise ValueError("low and high must differ")
-        return self
-
-
-Normalisation = Annotated[
-    PercentileNormalisation | ZScoreNormalisation | RangeNormalisation, Field(discriminator="kind")
-]
-
-
-class Input(_Frozen):
-    """What the network takes.
-
-    channels    number of channels, in the order of `channel_names` where given
-    voxel_size  (z, y, x) in um to which a volume is resampled; None: used as it is sampled
-    diameter    width of objects in voxels at which the model works best; None: a request cannot state theirs
-    estimate_diameter  whether theirs is estimated where a request does not say what to do
-    roi_size    the window (z, y, x) in voxels, the one shape the network is ever called with
-    """
-
-    channels: PositiveInt = 1
-    channel_names: tuple[str, ...] = ()
-    voxel_size: PositiveTriple | None = None
-    diameter: PositiveFloat | None = None
-    estimate_diameter: bool = False
-    normalisation: Normalisation
-    roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
-
-
-class Instances(_Frozen):
-    """Instances from two output channels, by ascent to the maxima of the distance inside the foreground.
-
-    foreground     name of the output that holds the foreground logit
-    distance       name of the output that holds the distance to the object's outline, in voxels or normalised
-    threshold      foreground probability above which a voxel belongs to an object
-    persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
-    minimum_size   objects of fewer voxels are dropped
-    smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
-    border         what becomes of objects that touch a face of the volume
-    holes          what becomes of background that one object encloses
-    """
-
-    kind: Literal["instances"]
-    foreground: str = "foreground"
-    distance: str = "distance"
-    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    persistence: Annotated[float, Field(ge=0)] = 0.1
-    minimum_size: Annotated[int, Field(ge=0)] = 16
-    smoothing: Annotated[int, Field(ge=0, le=16)] = 0
-    border: Literal["keep", "drop"] = "keep"
-    holes: Literal["keep", "fill"] = "keep"
-
-
-class Classes(_Frozen):
-    """One class per voxel: the output with the highest score; the first output is the background."""
-
-    kind: Literal["classes"]
-
-
-class Sample(_Frozen):
-    """A small input of the model's own and what the model makes of it in FP32 eager mode."""
-
-    input: str = "sample.tif"
-    expected: str = "expected.tif"
-
-
-class ModelSpec(_Frozen):
-    """Everything that is true of a model, wherever it runs. `folder` is where it was read from."""
-
-    format: Literal[1] = 1
-    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
-    version: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    summary: str
-    licence: str
-    training_data: str
-    architecture: Architecture | None = None
-    weights: Weights
-    input: Input
-    outputs: Annotated[tuple[str, ...], Field(min_length=1)]
-    activation: Literal["none", "sigmoid", "softmax"] = "none"
-    decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
-    sample: Sample | None = None
-    folder: Path = Field(exclude=True)
-
-    @property
-    def identifier(self) -> str:
-        """Name and version as clients see them, `nuclei/1`."""
-        return f"{self.name}/{self.version}"
-
-    @property
-    def weights_path(self) -> Path:
-        return self.folder / self.weights.file
-
-    @property
-    def network(self) -> str:
-        """The architecture's name; for a network of the file's own the kind of that file."""
-        return self.architecture.name if self.architecture is not None else self.weights.kind
-
-    @model_validator(mode="after")
-    def _one_network(self) -> Self:
-        if (self.architecture is None) == (self.weights.kind == "safetensors"):
-            raise ValueError("architecture: safetensors need one, and other kinds of weights bring their own")
-        return self
-
-    @model_validator(mode="after")
-    def _outputs_named(self) -> Self:
-        if len(set(self.outputs)) != len(self.outputs):
-            raise ValueError("outputs: every output needs a name of its own")
-        if isinstance(self.decoding, Instances):
-            for role in (self.decoding.foreground, self.decoding.distance):
-                if role not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {role!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _consistent_input(self) -> Self:
-        if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError(
-                "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
-            )
-        if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
-            raise ValueError("input.channel_names: one name per channel is needed")
-        return self
-
-    @model_validator(mode="after")
-    def _files_inside(self) -> Self:
-        for file in (self.weights.file, *((self.sample.input, self.sample.expected) if self.sample else ())):
-            if Path(file).name != file or file in {"", ".."}:
-                raise ValueError(f"{file!r} must be a plain file name inside the model folder")
-        return self
 
 
 def read_spec(folder: Path) -> ModelSpec:

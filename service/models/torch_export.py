@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
-from service.models.torchscript import ATEN
+from service.models.allowed_operators import ATEN
 
 SCHEMA = 8
 GRAPH_BYTES = 2**26

@@ -17,13 +17,14 @@ from typing import BinaryIO, NamedTuple
 from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.core.timing import Stages
-from service.inference.segmenter import Result
+from service.inference.result import Result
 from service.serving.device_worker import Reservation
-from service.serving.job_queue import Job, Needs, Progress
+from service.serving.job import Job, Needs, Progress
 from service.serving.job_store import INPUT, AnswerMetadata, JobRequest, JobStore, Record
 from service.serving.parameters import Query
 from service.serving.results import Pixels, ReceivedRequest, outcome_of, read_pixels, settle, write_answer
-from service.serving.runtime import JOIN_SECONDS, Runtime, storage
+from service.serving.runtime import JOIN_SECONDS, Runtime
+from service.serving.scratch import storage
 
 WRITERS = 2
 EXPIRY_SECONDS = 60.0

@@ -19,9 +19,11 @@ from service.engine import torch_compile
 from service.inference import engine_selector
 from service.inference.batcher import Share, make_device
 from service.inference.estimate import Estimate, Estimator
-from service.inference.segmenter import Result, Segmenter, exhausted
-from service.models.repository import ModelSpec
-from service.serving.job_queue import Free, Job, JobQueue, Needs
+from service.inference.result import Result
+from service.inference.segmenter import Segmenter, exhausted
+from service.models.spec import ModelSpec
+from service.serving.job import Free, Job, Needs
+from service.serving.job_queue import JobQueue
 from service.serving.metrics import Metrics
 from service.serving.model_cache import Lease, ModelCache, too_large
 from service.serving.watchdog import Watchdog

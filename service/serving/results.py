@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
 from service.core.volume import Segmentation, Volume
-from service.inference.segmenter import Result
+from service.inference.result import Result
 from service.serving.job_store import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.runtime import Runtime

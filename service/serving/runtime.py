@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import itertools
 import logging
 import os
-import shutil
-import stat
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from service.core import hardware
 from service.core.config import Settings
-from service.core.errors import BrokenModel, ConfigError, NotReady, OutOfStorage
+from service.core.errors import BrokenModel, NotReady
 from service.core.volume import Description, Extent, Options, Segmentation, Selection, Volume
 from service.engine import torch_compile
-from service.formats import tiff_reader
+from service.formats import tiff_writer
 from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.inference import measurements
 from service.inference.estimate import Estimate
-from service.inference.segmenter import Result, Segmenter
+from service.inference.result import Result
+from service.inference.segmenter import Segmenter
 from service.models import repository
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 from service.serving.device_worker import DeviceWorker, Load, Reservation, device_worker_settings
 from service.serving.host_files import HostFiles
-from service.serving.job_queue import Job
+from service.serving.job import Job
 from service.serving.job_store import AnswerMetadata
 from service.serving.malloc_trim import MallocTrimmer
 from service.serving.metrics import Metrics
 from service.serving.model_cache import LoadedModel
 from service.serving.result_cache import ResultCache
+from service.serving.scratch import FOLDER_PREFIX, discard, make_held_folder, scratch_parent, sweep
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
@@ -51,9 +47,6 @@ READERS = 2
 WAITING_READERS = 32
 # What computes stops before its next batch of windows; what compiles cannot be stopped, and is not waited for.
 JOIN_SECONDS = 4.0
-FOLDER_PREFIX = "stackseg-"
-# Says that a folder is ours to delete; others may choose the same beginning of a name.
-MARKER = ".stackseg-scratch"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,7 +114,7 @@ class Runtime:
         self.device_workers = tuple(
             DeviceWorker(name, own, load, self.metrics, self._turn) for name, own in device_worker_settings(settings)
         )
-        self.root = _scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.root = scratch_parent(settings) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.scratch = self.root / "requests"
         self._folders = itertools.count()
         self.cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
@@ -369,12 +362,12 @@ class Runtime:
         return job
 
     def write(self, segmentation: Segmentation, path: Path) -> None:
-        """Write the result as OME-TIFF; see `service.formats.tiff_reader.write`."""
-        tiff_reader.write(segmentation, path, compress=deflation.compress)
+        """Write the result as OME-TIFF; see `service.formats.tiff_writer.write`."""
+        tiff_writer.write(segmentation, path, compress=deflation.compress)
 
     def encode(self, segmentation: Segmentation) -> bytes | None:
-        """The file that `write` would write, where it is small; see `service.formats.tiff_reader.encoded`."""
-        return tiff_reader.encoded(segmentation, deflation.compress)
+        """The file that `write` would write, where it is small; see `service.formats.tiff_writer.encoded`."""
+        return tiff_writer.encoded(segmentation, deflation.compress)
 
     def measure(self, segmentation: Segmentation, volume: Volume, path: Path) -> None:
         """Write a table of the objects as CSV; see `service.inference.measurements.measure`."""
@@ -477,81 +470,3 @@ def _gpu_bytes(field: str) -> dict[str, float]:
     """A number of bytes of every GPU that tells it."""
     found = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
     return {index: float(value) for index, value in found.items() if value is not None}
-
-
-@cache
-def _access() -> Callable[[bytes, int], int]:
-    access = ctypes.PyDLL(None).access
-    access.argtypes, access.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
-    found: Callable[[bytes, int], int] = access
-    return found
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is such a file: without letting others run Python, which takes a busy service longer than this."""
-    return _access()(os.fsencode(path), os.F_OK) == 0
-
-
-@contextmanager
-def storage() -> Iterator[None]:
-    """A full disk is nobody's fault: OSError -> OutOfStorage; any other OSError passes through."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
-
-
-def sweep(parent: Path) -> None:
-    """Delete the folders of services that were killed: those that carry the marker and whose lock nobody holds."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
-        try:
-            hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_marked(hold):
-                discard(folder)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(hold)
-
-
-def discard(folder: Path) -> None:
-    """Delete a held folder; the marker goes last, so that what a kill leaves of it is swept by the next service."""
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != MARKER:
-                path.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_marked(folder: int) -> bool:
-    """Whether an open folder holds our marker, and both are this user's."""
-    try:
-        marker = os.stat(MARKER, dir_fd=folder, follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.fstat(folder).st_uid == os.getuid()
-
-
-def make_held_folder(folder: Path) -> int:
-    """Make a folder that `sweep` spares as long as the returned descriptor is open."""
-    folder.mkdir(mode=0o700)
-    hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(hold, fcntl.LOCK_EX)
-    # Only now may it be swept: whoever gets the lock of a marked folder knows that its owner is gone.
-    (folder / MARKER).touch(mode=0o600)
-    return hold
-
-
-def _scratch_parent(settings: Settings) -> Path:
-    parent = settings.server.scratch_folder or Path(tempfile.gettempdir())
-    if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
-        raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process may write to.")
-    return parent

@@ -19,11 +19,13 @@ from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.engine import precision
-from service.formats import tiff_reader
+from service.formats import tiff_writer
 from service.inference.normalize import normalise
 from service.inference.segmenter import Segmenter
-from service.models.loader import build, load
-from service.models.repository import FILE_NAME, Architecture, Instances, ModelSpec, Normalisation, Sample, read_spec
+from service.models.architectures import build
+from service.models.loader import load
+from service.models.repository import FILE_NAME, read_spec
+from service.models.spec import Architecture, Instances, ModelSpec, Normalisation, Sample
 from service.training import throughput
 from service.training.examples import Pair
 from service.training.train import read_pairs, save
@@ -91,8 +93,8 @@ def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> N
     segmenter = Segmenter(spec, overruled(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     segmenter.warm_up()
     found = segmenter.segment(Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
-    tiff_reader.write(Segmentation(middle, "labels"), spec.folder / sample.input)
-    tiff_reader.write(found, spec.folder / sample.expected)
+    tiff_writer.write(Segmentation(middle, "labels"), spec.folder / sample.input)
+    tiff_writer.write(found, spec.folder / sample.expected)
 
 
 @dataclass(frozen=True)

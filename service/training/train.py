@@ -26,7 +26,7 @@ from torch.nn import functional
 from service.core.errors import BadParameter
 from service.core.volume import Selection
 from service.formats import tiff_reader
-from service.models.loader import ShuffleUNet
+from service.models.architectures import ShuffleUNet
 from service.training.class_targets import CLASSES, class_loss, class_targets
 from service.training.examples import (
     Pair,

@@ -14,7 +14,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from service.api.admission import Direct, DirectDispatch, TimeLimit, WorkFolder, while_connected, with_fields
+from service.api.direct_route import Direct, DirectDispatch
+from service.api.request_body import TimeLimit, WorkFolder, while_connected, with_fields
 from service.api.threads import FILES, followed, in_thread
 from service.core.errors import BadParameter, Cancelled, OutOfStorage, TimedOut
 from service.serving.parameters import Query

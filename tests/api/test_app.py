@@ -17,7 +17,9 @@ from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from service.api.app import STATUS, address_of, create_app, listen, status_of
+from service.api.app import create_app
+from service.api.problems import STATUS, status_of
+from service.api.server import address_of, listen
 from service.core import errors
 from service.core.config import Settings
 from service.serving.parameters import Query

@@ -24,10 +24,10 @@ import uvicorn
 from live import until
 from starlette.types import Receive, Scope, Send
 
-from service.api.app import Server, configured
 from service.api.http_protocol import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
 from service.api.middleware import RequestLog
-from service.api.schemas import Problem
+from service.api.problems import Problem
+from service.api.server import Server, configured
 from service.core.config import Settings
 
 SECONDS = 20

@@ -12,8 +12,9 @@ import pytest
 
 from service.__main__ import main
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff_reader
-from service.models.repository import ModelSpec, read_spec
+from service.formats import tiff_reader, tiff_writer
+from service.models.repository import read_spec
+from service.models.spec import ModelSpec
 from service.training.recipes.synthetic_nuclei import synthesise
 
 
@@ -22,7 +23,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stack")
     image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
     for name, pixels in (("image", image), ("mask", labels)):
-        tiff_reader.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
+        tiff_writer.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
     return folder
 
 

@@ -11,7 +11,7 @@ from service.engine.backends import KINDS, build, choices
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
-from service.models.loader import ShuffleUNet
+from service.models.architectures import ShuffleUNet
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,7 +9,7 @@ from torch import nn
 from service.engine.cpu import onednn, winograd
 from service.engine.fusion import neighbours
 from service.engine.prepare import prepare
-from service.models.loader import observed
+from service.models.module_tree import observed
 
 FORMAT = torch.channels_last_3d
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff_reader
+from service.formats import tiff_reader, tiff_writer
 
 LIMIT = 2**28
 ALL = Selection()
@@ -500,7 +500,7 @@ def test_labels_come_back_as_they_were(tmp_path: Path, kind: Any, dtype: str) ->
     labels = noise(5, 70, 90, dtype=dtype)
     path = tmp_path / "labels.ome.tif"
 
-    tiff_reader.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
+    tiff_writer.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
 
     found = tiff_reader.inspect(path, ALL, LIMIT)
     assert (found.container, found.axes, found.stored_shape) == ("OME-TIFF", "ZYX", (5, 70, 90))
@@ -514,7 +514,7 @@ def test_probabilities_keep_the_names_of_their_classes(tmp_path: Path) -> None:
     scores = noise(3, 5, 70, 90, dtype="float32")
     path, names = tmp_path / "scores.ome.tif", ("background", 'nuclei <&> "µ"', "edge\0s")
 
-    tiff_reader.write(Segmentation(scores, "probabilities", None, names=names), path)
+    tiff_writer.write(Segmentation(scores, "probabilities", None, names=names), path)
 
     found = tiff_reader.inspect(path, ALL, LIMIT)
     assert (found.axes, found.dtype, found.voxel_size) == ("CZYX", "float32", None)
@@ -527,7 +527,7 @@ def test_other_readers_see_the_same(tmp_path: Path, bigtiff: bool) -> None:
     scores, path = noise(2, 5, 70, 90, dtype="float32"), tmp_path / "scores.ome.tif"
     segmentation = Segmentation(scores, "probabilities", VoxelSize(0.5, 0.2, 0.1), names=("a", "b"))
 
-    tiff_reader.write(segmentation, path, bigtiff=bigtiff)
+    tiff_writer.write(segmentation, path, bigtiff=bigtiff)
 
     with tifffile.TiffFile(path) as file:
         assert file.is_bigtiff == bigtiff
@@ -549,7 +549,7 @@ def test_labels_are_compressed(tmp_path: Path) -> None:
     labels = np.repeat(np.arange(8, dtype=np.uint16), 64 * 64 * 4).reshape(-1, 64, 64)
     path = tmp_path / "labels.ome.tif"
 
-    tiff_reader.write(Segmentation(labels, "labels"), path)
+    tiff_writer.write(Segmentation(labels, "labels"), path)
 
     assert path.stat().st_size < labels.nbytes / 4
 
@@ -559,7 +559,7 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_bytes(b"old")
 
     with pytest.raises(tifffile.OmeXmlError):
-        tiff_reader.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
+        tiff_writer.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
 
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("labels.ome.tif", b"old")]
 
@@ -589,7 +589,7 @@ def test_whatever_is_written_is_read_the_same(
         array = noise(len(channels), *shape, dtype="float32")
         segmentation = Segmentation(array, "probabilities", voxel_size, names=tuple(channels))
 
-    tiff_reader.write(segmentation, path)
+    tiff_writer.write(segmentation, path)
     volume = tiff_reader.read(path, ALL, LIMIT)
 
     assert volume.shape == (array.shape if array.ndim == 4 else (1, *array.shape))
@@ -624,7 +624,7 @@ def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
     labels = np.zeros(shape, np.uint16)
     labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
     path = tmp_path / "labels.ome.tif"
-    tiff_reader.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
+    tiff_writer.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
     assert path.stat().st_size < labels.nbytes / 10
     with tifffile.TiffFile(path) as file:
         assert {page.compression for page in file.pages} == {8}
@@ -638,7 +638,7 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
     identifiers = set()
     for count, labels in zip((1, 2**32 - 1, 70), made, strict=True):
         path = tmp_path / f"{count}.ome.tif"
-        tiff_reader.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
+        tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
         with tifffile.TiffFile(path) as file:
             np.testing.assert_array_equal(file.asarray(), labels)
             assert (file.imagej_metadata or {})["max"] == count
@@ -661,7 +661,7 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
         """How many planes were compressed at once, and that they are those of the file."""
         asked.clear()
         path = tmp_path / "labels.tif"
-        tiff_reader.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
+        tiff_writer.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
         with tifffile.TiffFile(path) as file:
             np.testing.assert_array_equal(file.asarray(), pixels)
             assert len(file.pages) == len(pixels)
@@ -684,6 +684,6 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("byteorder", "<>")
 def test_small_files_hold_pixels_of_either_byte_order(byteorder: str) -> None:
     stack = noise(3, 9, 11).astype(f"{byteorder}u2")
-    content = tiff_reader.encoded(Segmentation(stack, "labels", None, 7))
+    content = tiff_writer.encoded(Segmentation(stack, "labels", None, 7))
     assert content is not None
     np.testing.assert_array_equal(tifffile.imread(io.BytesIO(content)), stack)

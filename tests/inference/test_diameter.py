@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.volume import Volume, VoxelSize
 from service.inference.diameter import ROUND, Collector, DiameterEstimator, Sizing, in_a_stack, signals, stretch_of
 from service.inference.normalize import Image, Scaling
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 ROI = (32, 32, 32)
 

@@ -26,9 +26,9 @@ from service.inference.empty_windows import (
 )
 from service.inference.normalize import Image, Scaling
 from service.inference.segmenter import Segmenter
-from service.inference.windows.blending import Grid
+from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import Sparse
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 edges = st.integers(1, 12)
 sizes = st.tuples(edges, edges, edges)

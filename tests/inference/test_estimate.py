@@ -14,7 +14,7 @@ from service.core.errors import BadParameter
 from service.core.volume import Description, Options, Volume, VoxelSize
 from service.inference.decoding.watershed_kernel import ascent
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
-from service.inference.windows.blending import SKIPPED_BYTES, Grid
+from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import Stitching, stitching
 
 MEASURE = """

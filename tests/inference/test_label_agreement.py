@@ -7,9 +7,10 @@ from live import as_tiff
 
 from service.core.volume import Segmentation
 from service.inference.label_agreement import OVERLAP, LabelAgreement, image_of, noise, share_differing
-from service.inference.windows.blending import Blending, Grid
+from service.inference.windows.blending import Blending
+from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.repository import Sample
+from service.models.spec import Sample
 
 CPU = torch.device("cpu")
 

@@ -12,18 +12,9 @@ from hypothesis.extra.numpy import arrays
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Segmentation, Volume, VoxelSize
 from service.inference import normalize
-from service.inference.normalize import (
-    FARTHEST,
-    Image,
-    Scaling,
-    normalise,
-    on_grid,
-    percentiles,
-    prepare,
-    resampled_size,
-    working_size,
-)
-from service.models.repository import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
+from service.inference.normalize import FARTHEST, Image, Scaling, normalise, percentiles
+from service.inference.resample import on_grid, prepare, resampled_size, working_size
+from service.models.spec import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
 
 PERCENTILE = PercentileNormalisation(kind="percentile")
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [

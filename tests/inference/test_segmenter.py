@@ -16,7 +16,7 @@ from service.engine.torch_compile import graphs
 from service.inference import batcher as device_module
 from service.inference.estimate import Estimate, Estimator
 from service.inference.segmenter import Segmenter, check_memory, exhausted, translated
-from service.models.repository import Instances, RangeNormalisation
+from service.models.spec import Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 

@@ -22,17 +22,10 @@ from torch import nn
 from service.core.errors import BrokenModel
 from service.inference.estimate import activation_bytes, watched
 from service.models import monai_architectures
-from service.models.loader import (
-    ARCHITECTURES,
-    ShuffleUNet,
-    build,
-    depth_to_space,
-    is_sequence,
-    load,
-    run,
-    space_to_depth,
-)
-from service.models.repository import Architecture, ModelSpec, Weights
+from service.models.architectures import ARCHITECTURES, ShuffleUNet, build, depth_to_space, space_to_depth
+from service.models.loader import load, run
+from service.models.module_tree import is_sequence
+from service.models.spec import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, UnknownModel
-from service.models.repository import Classes, Instances, ModelSpec, Sample, choose, read_repository, read_spec, usual
+from service.models.repository import choose, read_repository, read_spec, usual
+from service.models.spec import Classes, Instances, ModelSpec, Sample
 
 WEIGHTS = b"any bytes: the repository compares them with their hash and never parses them"
 

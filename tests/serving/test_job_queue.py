@@ -9,7 +9,8 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile, NotReady, QueueFull
-from service.serving.job_queue import BATCHES_AHEAD, Free, Job, JobQueue, Needs, Progress
+from service.serving.job import Free, Job, Needs, Progress
+from service.serving.job_queue import BATCHES_AHEAD, JobQueue
 
 
 def done(_job: Job[int]) -> int:

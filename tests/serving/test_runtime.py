@@ -28,12 +28,14 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.volume import Options, Volume
-from service.inference.segmenter import Result, Segmenter
+from service.inference.result import Result
+from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.device_worker import device_worker_settings
-from service.serving.job_queue import Job
-from service.serving.runtime import MARKER, Runtime, make_held_folder, storage, sweep
+from service.serving.job import Job
+from service.serving.runtime import Runtime
+from service.serving.scratch import MARKER, make_held_folder, storage, sweep
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from service.models.loader import build
-from service.models.repository import Architecture
+from service.models.architectures import build
+from service.models.spec import Architecture
 from service.training.gradient_checkpointing import blocks, recompute
 
 TINY: dict[str, dict[str, Any]] = {

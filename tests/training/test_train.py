@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from service.core.errors import BadParameter
 from service.core.volume import Segmentation
-from service.formats import tiff_reader
-from service.models.loader import ShuffleUNet
+from service.formats import tiff_writer
+from service.models.architectures import ShuffleUNet
 from service.training.examples import Percentiles, Pool, batch
 from service.training.recipes.synthetic_nuclei import synthesise
 from service.training.train import (
@@ -133,8 +133,8 @@ def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None
 def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Path) -> None:
     image, labels = synthesise(np.random.default_rng(0), (16, 24, 24))
     stack, truth = tmp_path / "stack.tif", tmp_path / "truth.tif"
-    tiff_reader.write(Segmentation(image, "labels"), stack)
-    tiff_reader.write(Segmentation(labels, "labels"), truth)
+    tiff_writer.write(Segmentation(image, "labels"), stack)
+    tiff_writer.write(Segmentation(labels, "labels"), truth)
     common = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--keep-statistics"]
     main([*common, "--out", str(tmp_path / "first")])
     first = tmp_path / "first" / "weights.safetensors"
@@ -182,7 +182,7 @@ def test_pairs_must_fit(tmp_path: Path) -> None:
     paths = []
     for depth in (4, 5):
         paths.append(tmp_path / f"{depth}.tif")
-        tiff_reader.write(Segmentation(np.ones((depth, 6, 7), np.uint16), "labels"), paths[-1])
+        tiff_writer.write(Segmentation(np.ones((depth, 6, 7), np.uint16), "labels"), paths[-1])
     (image, labels), *_ = read_pairs(paths[:1], paths[:1])
     assert image.shape == labels.shape == (4, 6, 7)
     with pytest.raises(BadParameter, match="differ in shape"):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from service.core.errors import BadParameter
-from service.models.loader import ShuffleUNet
+from service.models.architectures import ShuffleUNet
 from service.training import trainer as finetune
 from service.training.examples import Pair, Percentiles
 from service.training.recipes.synthetic_nuclei import synthesise

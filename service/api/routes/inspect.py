@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from service.api.admission import REQUEST, AdmittedQuery, RuntimeDependency, posted, while_connected
+from service.api.admission import REQUEST, AdmittedQuery, RuntimeDependency
+from service.api.request_body import posted, while_connected
 from service.api.schemas import Inspection
 from service.api.threads import in_thread
 from service.core.errors import RequestError

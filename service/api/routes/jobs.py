@@ -18,10 +18,8 @@ from service.api.admission import (
     RuntimeDependency,
     caller_of,
     check_output,
-    incoming_folder,
-    posted,
-    while_connected,
 )
+from service.api.request_body import incoming_folder, posted, while_connected
 from service.api.responses import ANSWER, LabelResponse, opened, respond
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import in_thread

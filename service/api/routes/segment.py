@@ -13,27 +13,17 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.api.admission import (
-    PREFER,
-    REQUEST,
-    RESPOND_ASYNC,
-    Direct,
-    Posted,
-    admission,
-    async_jobs_of,
-    posted,
-    runtime_of,
-    wants_a_job,
-    while_connected,
-)
+from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admission, async_jobs_of, runtime_of, wants_a_job
+from service.api.direct_route import Direct
+from service.api.request_body import Posted, posted, while_connected
 from service.api.responses import ANSWER, Found, LabelResponse, opened, respond
 from service.api.routes.jobs import ACCEPTED, accept
 from service.api.threads import FILES, NAMED_FILES, followed, in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
-from service.inference.segmenter import Result
-from service.models.repository import ModelSpec
-from service.serving.job_queue import Job
+from service.inference.result import Result
+from service.models.spec import ModelSpec
+from service.serving.job import Job
 from service.serving.job_store import AnswerMetadata
 from service.serving.result_cache import Kept
 from service.serving.results import (

@@ -24,7 +24,7 @@ from service.engine.prepare import prepare
 from service.inference.engine_selector import FAILURES, EngineSelector
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 ROUNDS, SECONDS = 12, 60.0
 

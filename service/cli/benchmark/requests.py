@@ -20,22 +20,20 @@ from service.cli.benchmark.timing import synchronise
 from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.volume import Array, Options, Segmentation, Selection
-from service.formats import tiff_reader
+from service.core.volume import Array, Options, Segmentation, Selection, Size
+from service.formats import tiff_reader, tiff_writer
 from service.inference.batcher import WindowBatcher
 from service.inference.label_agreement import image_of
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 LIMIT_BYTES = 2**40
 
 # What is measured is the network on the stack at hand, not what else its objects' size would bring about.
 AS_SAMPLED = Options(diameter="none")
 PLAIN = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
-
-Size = tuple[int, int, int]
 
 
 class Requests:
@@ -67,7 +65,7 @@ class Requests:
         stages.add("windows", result.seconds["windows"])
         stages.add("postprocess", result.seconds["decode"])
         with stages.measure("write"):
-            tiff_reader.write(result.segmentation, self._folder / "labels.tif")
+            tiff_writer.write(result.segmentation, self._folder / "labels.tif")
         return stages.seconds | {"total": stages.total}
 
     def stitched(self) -> None:
@@ -201,4 +199,4 @@ def tiled(spec: ModelSpec, shape: Size) -> Array:
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:
     """`tiled` as a file."""
-    tiff_reader.write(Segmentation(tiled(spec, shape), "labels"), path)
+    tiff_writer.write(Segmentation(tiled(spec, shape), "labels"), path)

@@ -14,16 +14,18 @@ import torch
 
 from service.cli.benchmark import requests
 from service.cli.benchmark.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
-from service.cli.benchmark.requests import Requests, Size
+from service.cli.benchmark.requests import Requests
 from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
 from service.core import hardware
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
+from service.core.volume import Size
 from service.engine.plans import EngineConfig
 from service.inference.batcher import device_of
-from service.inference.segmenter import EngineReport, Segmenter
+from service.inference.result import EngineReport
+from service.inference.segmenter import Segmenter
 from service.models.loader import load
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

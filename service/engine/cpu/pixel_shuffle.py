@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from service.engine.cpu.kernel_call import Call, Steps
 from service.engine.fusion import ordinary
-from service.models import loader
+from service.models import architectures
 
 KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
@@ -65,6 +65,6 @@ class DepthToSpace(nn.Module):
 
 def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same faster, None where that is nothing of this file."""
-    if ordinary(module, loader.SpaceToDepth):
+    if ordinary(module, architectures.SpaceToDepth):
         return SpaceToDepth(module.block)
-    return DepthToSpace(module.block) if ordinary(module, loader.DepthToSpace) else None
+    return DepthToSpace(module.block) if ordinary(module, architectures.DepthToSpace) else None

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.volume import Size
 from service.inference.decoding.watershed_kernel import BLOCK
-
-Size = tuple[int, int, int]
 
 # The least 32-bit integer, below every height.
 BACKGROUND = -(2**31)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.cpp_extension import CppExtension
-from service.core.volume import label_dtype
+from service.core.volume import Size, label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
@@ -33,7 +33,6 @@ SIGNATURES = (
     ("stackseg_labels", "pp", "-"),
 )
 
-Size = tuple[int, int, int]
 
 # Voxels that are worked on together: some megabytes.
 BLOCK = 2**22

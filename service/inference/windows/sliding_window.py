@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from service.core.errors import Cancelled
-from service.inference.windows.blending import Blender, Blending, Grid, Size, Slab, blender, finite, triple
+from service.core.volume import Size
+from service.inference.windows.blending import Blender, Blending, Slab, blender, finite
+from service.inference.windows.grid import Grid, triple
 from service.inference.windows.kernels import Stitching, stitching
 from service.models.loader import Network
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
+from service.models.architectures import ARCHITECTURES
 from service.models.importers import onnx_package
 from service.models.importers.package import Draft, Fields, Kind, Proof, member, read_mapping
-from service.models.loader import ARCHITECTURES
 
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED: tuple[tuple[str, Kind], ...] = (

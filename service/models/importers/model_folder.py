@@ -24,7 +24,8 @@ from service.models.importers import bioimageio, monai_bundle, onnx_package, sin
 from service.models.importers.archives import unpacked
 from service.models.importers.package import Draft, Proof
 from service.models.loader import load
-from service.models.repository import FILE_NAME, ModelSpec, read_spec
+from service.models.repository import FILE_NAME, read_spec
+from service.models.spec import ModelSpec
 
 PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3

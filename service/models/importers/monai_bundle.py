@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
+from service.models.architectures import ARCHITECTURES
 from service.models.importers.package import Draft, Fields, Kind, read_mapping
-from service.models.loader import ARCHITECTURES
 
 WEIGHTS: tuple[tuple[str, Kind], ...] = (("models/model.pt", "state dict"), ("models/model.ts", "torchscript"))
 # They load a file and lay it out, which is done here by other means, or bring the result back to the file's grid.

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.core.errors import BrokenModel
+from service.core.volume import Array
 
-Array = NDArray[Any]
 Read = Callable[[str, int, int | None], bytes]
 """Name of a file beside the model, offset and length of a part of it (None: to its end) -> those bytes."""
 

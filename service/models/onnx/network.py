@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
+from service.core.volume import Array
 from service.models.onnx import file
 from service.models.onnx.file import Call, Model, Place
 from service.models.onnx.operators import OPERATORS, Refused, Value, average_pool, max_pool, resize, softmax_flattened
@@ -348,7 +349,7 @@ def _window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, A
     return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
 
 
-def _constant(attributes: Mapping[str, Any]) -> file.Array:
+def _constant(attributes: Mapping[str, Any]) -> Array:
     for key, kind in (
         ("value_int", np.int64),
         ("value_ints", np.int64),
@@ -359,11 +360,11 @@ def _constant(attributes: Mapping[str, Any]) -> file.Array:
             return np.array(attributes[key], kind)
     if not isinstance(attributes.get("value"), np.ndarray):
         raise Refused("value: of a kind that cannot be honoured.")
-    array: file.Array = attributes["value"]
+    array: Array = attributes["value"]
     return array
 
 
-def _tensor(array: file.Array) -> Tensor:
+def _tensor(array: Array) -> Tensor:
     """A copy of its own; floating point as float32."""
     tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
     return tensor.float() if tensor.is_floating_point() else tensor

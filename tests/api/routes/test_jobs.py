@@ -21,7 +21,7 @@ from service.api.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats.sandbox import STARTUP_SECONDS
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 from service.serving import async_jobs
 from service.serving.job_store import JobStore
 from service.serving.runtime import Runtime

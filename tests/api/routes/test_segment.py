@@ -25,7 +25,7 @@ from service.api.threads import NAMED_FILES
 from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.volume import VoxelSize
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 from service.serving.job_store import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.results import answer_name, fingerprint

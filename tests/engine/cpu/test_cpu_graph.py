@@ -14,7 +14,7 @@ from service.core.buffers import BufferPool
 from service.engine.cpu import cpu_graph, onednn, winograd
 from service.engine.cpu.cpu_graph import CpuGraph
 from service.engine.prepare import prepare
-from service.models.loader import ShuffleUNet
+from service.models.architectures import ShuffleUNet
 
 FORMAT = torch.channels_last_3d
 DTYPES = [torch.bfloat16, torch.float32]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.engine.cpu import onednn, pixel_shuffle
-from service.models import loader
+from service.models import architectures
 
 FORMAT = torch.channels_last_3d
 
@@ -24,7 +24,7 @@ def test_voxels_go_where_a_permutation_takes_them_and_back(block, size, batch, c
     shape = [edge * step for edge, step in zip(size, block, strict=True)]
     x = torch.randn(batch, channels, *shape).to(dtype, memory_format=layout)
     folded = pixel_shuffle.SpaceToDepth(block)(x)
-    assert torch.equal(folded, loader.space_to_depth(x, block))
+    assert torch.equal(folded, architectures.space_to_depth(x, block))
     assert folded.is_contiguous(memory_format=FORMAT)
     for given_ in (folded, folded.contiguous(), folded[:1]):
         image = pixel_shuffle.DepthToSpace(block)(given_)
@@ -40,7 +40,7 @@ def test_what_is_not_finite_is_moved_as_it_is():
 
 def test_a_view_into_a_larger_tensor_is_taken():
     x = torch.randn(2, 1, 4, 4, 9)[..., 1:]
-    assert torch.equal(pixel_shuffle.SpaceToDepth((2, 2, 2))(x), loader.space_to_depth(x, (2, 2, 2)))
+    assert torch.equal(pixel_shuffle.SpaceToDepth((2, 2, 2))(x), architectures.space_to_depth(x, (2, 2, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -48,7 +48,7 @@ def test_a_view_into_a_larger_tensor_is_taken():
 def test_a_view_that_begins_between_two_words_is_taken(block, dtype):
     x = torch.randn(1 + 2 * 4 * 4 * 40).to(dtype)[1:].view(2, 1, 4, 4, 40)
     folded = pixel_shuffle.SpaceToDepth(block)(x)
-    assert torch.equal(folded, loader.space_to_depth(x, block))
+    assert torch.equal(folded, architectures.space_to_depth(x, block))
     assert torch.equal(pixel_shuffle.DepthToSpace(block)(folded), x)
 
 
@@ -61,7 +61,7 @@ def test_a_size_that_is_no_multiple_of_the_block_is_an_error(size):
 @torch.inference_mode()
 def test_a_network_is_given_them_when_it_is_packed():
     torch.manual_seed(0)
-    network = loader.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
+    network = architectures.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)
     expected = network(x)
     fast = onednn.pack(network)

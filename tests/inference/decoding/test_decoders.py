@@ -18,9 +18,10 @@ from torch import Tensor
 
 from service.core.buffers import on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
-from service.inference.decoding.decoders import CACHED, Persistence, Smoother, decoding_bytes, in_parts, make_decoder
+from service.inference.decoding.decoders import CACHED, decoding_bytes, in_parts, make_decoder
+from service.inference.decoding.instances import Persistence, Smoother
 from service.inference.decoding.watershed_kernel import ascent
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
 
 Array = NDArray[Any]

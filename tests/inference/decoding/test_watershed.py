@@ -13,7 +13,7 @@ from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
-from service.inference.decoding.decoders import Persistence, shallow_passes
+from service.inference.decoding.instances import Persistence, shallow_passes
 from service.inference.decoding.watershed import NEAR, Watershed
 from service.inference.decoding.watershed_kernel import BLOCK
 from service.training.evaluate import score

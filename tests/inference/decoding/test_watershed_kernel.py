@@ -13,10 +13,10 @@ from landscapes import CPU, Array, decode, hills
 from torch import Tensor
 
 from service.core.config import Settings
-from service.inference.decoding.decoders import InstanceDecoder
+from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import BLOCK, Landscape, Terms, WatershedKernel
 from service.inference.segmenter import Segmenter
-from service.models.repository import Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 TERMS = Terms(0.0, 0.1, logits=False)
 

@@ -15,9 +15,10 @@ from service.core.config import Settings
 from service.core.errors import NonFiniteScores
 from service.inference.normalize import Scaling
 from service.inference.segmenter import Segmenter
-from service.inference.windows.blending import Blending, Grid, Slab, blender
+from service.inference.windows.blending import Blending, Slab, blender
+from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import PIXELS, Margins, Stitching, stitching
-from service.models.repository import ModelSpec
+from service.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending()

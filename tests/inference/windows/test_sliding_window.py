@@ -6,7 +6,8 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.inference.windows.blending import SKIPPED_BYTES, Blending, Grid, importance_map
+from service.inference.windows.blending import Blending, importance_map
+from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import Stitching, stitching
 from service.inference.windows.sliding_window import SlidingWindow, Sparse
 

@@ -20,7 +20,7 @@ from torch import nn
 from service.core.errors import BrokenModel
 from service.engine import openvino
 from service.engine.prepare import prepare
-from service.models.loader import ShuffleUNet
+from service.models.architectures import ShuffleUNet
 from service.models.onnx.network import load_onnx
 
 SHAPE = (2, 1, 32, 32, 32)

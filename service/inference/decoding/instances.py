@@ -1,0 +1,311 @@
+"""Scores -> objects: the watershed of smoothed distances, without shallow maxima."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.core.volume import Segmentation, Size, VoxelSize, label_dtype
+from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.watershed import Basins, Watershed
+from service.inference.decoding.watershed_kernel import BLOCK, Terms, WatershedKernel, ascent
+from service.models.spec import Instances, ModelSpec
+
+
+class InstanceDecoder:
+    """Objects, numbered from 1 in the order of the places of their peaks; see `Watershed` and `merge_shallow`.
+
+    Keeps one int32 per voxel, and the distance in the planes that are coming in.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        decoding: Instances,
+        size: Size,
+        voxel_size: VoxelSize | None,
+        kernel: WatershedKernel = ascent,
+    ) -> None:
+        self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
+        self._foreground = spec.outputs.index(decoding.foreground)
+        self._distance = spec.outputs.index(decoding.distance)
+        self._threshold = logit(decoding.threshold)
+        self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
+        self._smoother = Smoother(decoding.smoothing)
+        self._kernel = kernel
+        self._landscape: Landscape | None = None
+        # Planes of which not every row has come.
+        self._distances: Tensor
+        self._inside: Tensor
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
+        """As `Decoder.add`."""
+        planes, rows = scores.shape[2:4]
+        distances, foreground = scores[0, self._distance], scores[0, self._foreground]
+        if not self._decoding.smoothing and rows == self._size[1]:
+            self._onto(distances.device, across=False).add(distances, foreground)
+        elif not self._decoding.smoothing and planes == self._size[0]:
+            # All of z at once, as windows as high as the volume give it: nothing has to wait for the last row.
+            self._onto(distances.device, across=True).add(distances, foreground)
+        else:
+            self._gather(y0, distances.float(), above(foreground, self._threshold))
+
+    def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
+        """Rows of some planes, [z, y, X] of float32 and bool, which go on once they are whole."""
+        planes, rows, width = distances.shape
+        if rows < self._size[1]:
+            if y0 == 0:
+                shape = (planes, self._size[1], width)
+                self._distances, self._inside = distances.new_empty(shape), inside.new_empty(shape)
+            self._distances[:, y0 : y0 + rows], self._inside[:, y0 : y0 + rows] = distances, inside
+            distances, inside = self._distances, self._inside
+        if y0 + rows == self._size[1]:
+            self._climb(self._smoother.add(distances, inside))
+
+    def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
+        for heights, inside in planes:
+            self._onto(heights.device, across=False).add(heights, inside)
+
+    def _onto(self, device: torch.device, *, across: bool) -> Landscape:
+        if self._landscape is None:
+            if self._kernel.suits(device, self._size):
+                terms = Terms(self._threshold, self._persistence.depth, self._persistence.logits)
+                self._landscape = self._kernel.landscape(self._size, terms, across=across)
+            else:
+                self._landscape = TorchLandscape(self._size, self._threshold, self._persistence, device, across=across)
+        return self._landscape
+
+    def finish(self) -> Segmentation:
+        self._climb(self._smoother.finish())
+        if self._landscape is None:
+            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
+        decoding = self._decoding
+        labels, count = self._landscape.labels(decoding.minimum_size, whole=decoding.border == "drop")
+        if decoding.holes == "fill":
+            fill_holes(labels)
+        return Segmentation(labels, "labels", self._voxel_size, count=count)
+
+
+class Landscape(Protocol):
+    """Takes planes, and labels the objects in them, as `watershed_kernel.Landscape` does or with torch."""
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        """The next planes, as `service.inference.decoding.watershed_kernel.Landscape.add`."""
+
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        """As `service.inference.decoding.watershed_kernel.Landscape.labels`."""
+
+
+class TorchLandscape:
+    """A `Landscape` on any device; `threshold`: of what is inside, `block` and `across` as those of `Watershed`."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        size: Size,
+        threshold: float,
+        persistence: Persistence,
+        device: torch.device,
+        block: int = BLOCK,
+        *,
+        across: bool = False,
+    ) -> None:
+        self._threshold, self._persistence = threshold, persistence
+        self._watershed = Watershed(size, persistence.floor, device, block, across=across)
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        self._watershed.add(heights.float(), above(inside, self._threshold))
+
+    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        return label_basins(self._watershed.finish(), self._persistence, minimum_size, whole=whole)
+
+
+class Persistence(NamedTuple):
+    """How deep a pass must lie below a peak to part two objects: `persistence`, in units of the distance.
+
+    squashed   the landscape holds logits of the distance, which climb alike and need no sigmoid for each voxel
+    """
+
+    persistence: float
+    logits: bool
+
+    @property
+    def depth(self) -> float:
+        """Neighbouring maxima of one plateau are one maximum, even without any persistence."""
+        return max(self.persistence, LEAST)
+
+    def distance(self, heights: Tensor) -> Tensor:
+        """Heights of the landscape -> distances, float64: of equal heights equal ones, wherever they lie.
+
+        Those of `torch.sigmoid` differ in the last bits where a tensor ends in the midst of a vector, and peaks of one
+        plateau would be two.
+        """
+        return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
+
+    def floor(self, peaks: Tensor) -> Tensor:
+        """Heights from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
+        lowest = self.distance(peaks) - self.depth
+        if self.logits:
+            lowest = torch.logit(lowest.clamp(0, 1))
+        return (lowest - 1e-5 * lowest.abs()).float()
+
+
+class Smoother:
+    """Averages the distance with its neighbours `times` times, weights 1, 2, 1 along each axis; planes come and leave.
+
+    At the faces of the volume the outermost voxel stands for what is missing. A plane leaves as soon as those above
+    that it needs have come, so that the result does not depend on how the planes were cut.
+    """
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._planes: Tensor | None = None
+        self._masks: list[Tensor] = []
+
+    def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The next planes, float32 and bool [planes, Y, X] -> those that are finished."""
+        if not self._times:
+            yield heights, inside
+            return
+        first = heights[:1].expand(self._times, -1, -1) if self._planes is None else self._planes
+        self._planes = torch.cat((first, heights))
+        self._masks.append(inside)
+        yield from self._give()
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The planes that waited for others above them."""
+        if self._planes is not None:
+            self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
+            yield from self._give()
+
+    def _give(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._planes is None or (finished := len(self._planes) - 2 * self._times) < 1:
+            return
+        heights, masks = self._planes, torch.cat(self._masks)
+        for _ in range(self._times):
+            heights = (heights[:-2] + heights[2:]) * 0.25 + heights[1:-1] * 0.5
+            for axis in (1, 2):
+                heights = _average(heights, axis)
+        self._planes, self._masks = self._planes[finished:], [masks[finished:]]
+        yield heights, masks[:finished]
+
+
+def _average(heights: Tensor, axis: int) -> Tensor:
+    """Weights 1, 2, 1 along one axis of [z, y, x], the ends standing for what lies beyond them."""
+    last = heights.shape[axis] - 1
+    before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
+    after = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)
+    return (before + after) * 0.25 + heights * 0.5
+
+
+def label_basins(
+    basins: Basins, persistence: Persistence, minimum_size: int, *, whole: bool = False
+) -> tuple[NDArray[np.unsignedinteger], int]:
+    """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number.
+
+    minimum_size  voxels that an object must have
+    whole         and it must not touch a face of the volume, unless that is one voxel wide there
+    """
+    # In NumPy, which takes a fraction of torch's time for so few numbers.
+    group = merge_shallow(basins, persistence)
+    voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
+    np.add.at(voxels, group, basins.voxels.cpu().numpy())
+    kept = voxels >= max(minimum_size, 1)
+    if whole:
+        kept[group[_at_faces(basins).cpu().numpy()]] = False
+    numbers = np.where(kept, kept.cumsum(), 0)
+    count = int(np.count_nonzero(kept))
+    of_basin = np.append(numbers[group], 0).astype(np.int32)
+    of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
+    labels = np.empty(basins.pieces.shape, label_dtype(count))
+    _look_up(basins.pieces, of_piece.to(basins.pieces.device), labels)
+    return labels, count
+
+
+def _look_up(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
+    """Write the number of each piece into labels [Z, Y, X]."""
+    step = max(TOGETHER // max(pieces[0].numel(), 1), 1)
+    for z0 in range(0, len(labels), step):
+        part = pieces[z0 : z0 + step]
+        labels[z0 : z0 + step] = numbers.index_select(0, part.flatten()).view(part.shape).cpu().numpy()
+
+
+def _at_faces(basins: Basins) -> Tensor:
+    """Basins with a voxel in the first or last plane along an axis that has more than one, int64 [N]."""
+    faces = [
+        basins.pieces.select(axis, end).flatten()
+        for axis, edge in enumerate(basins.pieces.shape)
+        for end in (0, -1)
+        if edge > 1
+    ]
+    touching = basins.basin_of[torch.unique(torch.cat(faces)).long()] if faces else basins.basin_of[:0]
+    return touching[touching >= 0]
+
+
+def merge_shallow(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
+    """Join a basin to its higher neighbour where its peak rises less than the persistence above the pass between them.
+
+    Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
+    of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
+    because merging only raises peaks, and is therefore left out beforehand.
+    """
+    peaks = persistence.distance(basins.peaks).cpu().numpy()
+    first, second, height = shallow_passes(basins, persistence)
+    parent = list(range(len(peaks)))
+
+    def root(basin: int) -> int:
+        while parent[basin] != basin:
+            parent[basin] = parent[parent[basin]]
+            basin = parent[basin]
+        return basin
+
+    for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
+        high, low = root(one), root(other)
+        if peaks[high] < peaks[low]:
+            high, low = low, high
+        if high != low and peaks[low] - saddle < persistence.depth:
+            parent[low] = high
+    roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
+    return np.unique(roots, return_inverse=True)[1]
+
+
+def shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Pairs of basins and the distance at the highest pass between them, where it is shallow to the lower peak.
+
+    Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
+    """
+    one, other = (side.cpu().numpy() for side in basins.passes[:2])
+    height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
+    first, second = np.minimum(one, other), np.maximum(one, other)
+    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < persistence.depth)
+    pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
+    highest = np.full(len(pairs), -np.inf)
+    np.maximum.at(highest, inverse, height[shallow])
+    order = np.argsort(-highest, kind="stable")
+    pairs = pairs[order]
+    return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
+
+
+def above(scores: Tensor, threshold: float) -> Tensor:
+    """Where the scores are above the threshold, bool of the same shape; what is bool stays as it is."""
+    if scores.dtype == torch.bool:
+        return scores
+    if scores.device.type != "cpu":
+        return scores > threshold
+    # On one thread NumPy takes a sixth of torch's time.
+    return torch.from_numpy(scores.float().numpy() > np.float32(threshold))
+
+
+def logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+# Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
+TOGETHER = 2**20
+# The least float32 that is as precise as others.
+LEAST = float(np.finfo(np.float32).tiny)

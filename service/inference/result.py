@@ -1,0 +1,64 @@
+"""What comes out of a segmentation, and how a model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.core.volume import Diameter, Segmentation, Size
+from service.engine.plans import Trial
+from service.inference.empty_windows import Skipped
+
+
+class Result(NamedTuple):
+    """What came out.
+
+    seconds     by stage, in order: prepare, size where the width of objects was estimated, skip where windows without
+                anything in them were looked for, windows, decode
+    notes       what a user should know about this result
+    diameter    of the objects, where that was stated or estimated
+    estimated   which of the two
+    fallbacks   how often memory did not hold the batch, and a smaller one was taken
+    recomputed  whether the scores had to be computed a second time, in float32
+    skipped     windows that were not computed; None where all had to be
+    """
+
+    segmentation: Segmentation
+    seconds: dict[str, float]
+    notes: tuple[str, ...]
+    fallbacks: int = 0
+    recomputed: bool = False
+    diameter: Diameter | None = None
+    estimated: bool = False
+    skipped: Skipped | None = None
+
+    @property
+    def width(self) -> str | None:
+        """The diameter as the parameter takes it, and where it is from."""
+        return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
+
+    streams  batches that are computed at the same time
+    planned  fixed by the configuration, tuned at this start, or cached by an earlier one
+    trials   what was considered where it was tuned, and why it was not taken
+    """
+
+    device: str
+    device_name: str
+    engine: str
+    precision: str
+    memory_format: str
+    compile_mode: str | None
+    roi_size: Size
+    sw_batch_size: int
+    overlap: float
+    blending: str
+    warm_up_seconds: float
+    warnings: tuple[str, ...]
+    streams: int = 1
+    planned: str = "fixed"
+    trials: tuple[Trial, ...] = ()
