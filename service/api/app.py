@@ -75,9 +75,13 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.runtime = Runtime(settings)
     app.state.async_jobs = AsyncJobs(settings)
+    # FastAPI does not list the routes of a router that it has taken in.
+    app.state.endpoints = [
+        route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)
+    ]
     for module in _ENDPOINTS:
         app.include_router(module.router)
-    app.add_middleware(DirectDispatch, routes=[route for route in app.routes if isinstance(route, APIRoute)])
+    app.add_middleware(DirectDispatch, routes=app.state.endpoints)
     # Once more, as around the framework's own routes.
     app.add_middleware(ExceptionMiddleware, handlers=HANDLERS)
     for kind, handler in HANDLERS.items():

@@ -146,8 +146,9 @@ def _answer_http(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> set[str]:
     """Collect the methods of all routes at the request's path; the framework names those of the first alone."""
-    routes = (route for route in request.app.routes if isinstance(route, APIRoute))
-    return set().union(*(route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE))
+    endpoints: list[APIRoute] = request.app.state.endpoints
+    here = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
+    return set().union(*(endpoint.methods or () for endpoint in here))
 
 
 def answer_unexpected(request: Request, _error: Exception) -> Response:

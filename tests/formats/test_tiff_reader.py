@@ -673,10 +673,10 @@ def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.
     assert written(labels.astype(np.uint16)) == []
     # One to see whether it does, then blocks of as many as may be in memory.
     assert written(labels, bigtiff=True) == [1, 4]
-    monkeypatch.setattr(tiff_reader, "_SMALL_BYTES", 10)
-    monkeypatch.setattr(tiff_reader, "_BLOCK_BYTES", 3 * labels[0].nbytes)
+    monkeypatch.setattr(tiff_writer, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 3 * labels[0].nbytes)
     assert written(labels) == [1, 3, 1]
-    monkeypatch.setattr(tiff_reader, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 1)
     assert written(labels) == [1, 1, 1, 1, 1]
     assert written(labels.astype(np.uint16)) == []
 

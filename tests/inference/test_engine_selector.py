@@ -305,11 +305,12 @@ import torch
 from service.core.config import Settings
 from service.models.loader import load
 from service.models.repository import read_spec
-from service.inference.engine_selector import WarmUp
+from service.inference.engine_selector import EngineSelector
 
 torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))
-warm = WarmUp(spec, Settings.model_validate({"engine": {"kind": "compiled"}}), torch.device("cpu"), load(spec), 1).run()
+settings = Settings.model_validate({"engine": {"kind": "compiled"}})
+warm = EngineSelector(spec, settings, torch.device("cpu"), load(spec), 1).run()
 assert warm.choice.engine == "eager", warm
 assert "compiled engine failed" in warm.warnings[0], warm
 """

@@ -379,7 +379,7 @@ def test_a_width_is_the_same_when_others_share_its_batches(measuring, cones):
     with ThreadPoolExecutor(len(stacks)) as pool:
         together = [pool.submit(segmenter.segment, stack, Options(), run=run) for stack in stacks]
         # Nothing is computed until all of them wait.
-        until(lambda: len(device._lanes) == len(stacks))
+        until(lambda: len(device._requests) == len(stacks))
         device.start()
         together = [segmentation.result() for segmentation in together]
     device.close()
