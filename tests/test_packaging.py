@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -18,7 +19,8 @@ from service.core.config import Settings, read_settings
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")])
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, WHEEL = PYPROJECT["project"], PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -79,6 +81,21 @@ def test_every_declared_dependency_is_pinned_and_installed_as_pinned() -> None:
 def test_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="stackseg")
     assert command.load().__module__ == "service.__main__"
+
+
+def test_wheel_leaves_out_what_only_made_the_bundled_models(tmp_path: Path) -> None:
+    left_out = WHEEL["exclude"]
+    assert WHEEL["packages"] == ["service"]
+    assert left_out == ["service/training/recipes"]
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if str((Path(folder) / name).relative_to(ROOT)) in left_out}
+
+    shutil.copytree(ROOT / "service", tmp_path / "service", ignore=ignored)
+    code = "import service.training.evaluate, service.training.train; print(service.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert not (tmp_path / "service" / "training" / "recipes").exists()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

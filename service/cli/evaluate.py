@@ -41,7 +41,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Print the table, a line as soon as it is known. Needs the extra `train`."""
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
-    from service.training.evaluate import HEADER, classical_line, model_line, row, stack_name  # noqa: PLC0415
+    from service.training.evaluate import HEADER, format_row, score_classical, score_model, stack_name  # noqa: PLC0415
 
     pairs = _pairs(options)
     segmenter = Segmenter(_chosen(options.model, settings), settings)
@@ -54,14 +54,14 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     for path, truth_path in pairs:
         volume, pixels = _read(path, truth_path, options.channel, settings)
         stack = stack_name(path)
-        works = [partial(model_line, segmenter, volume, pixels, said) for said in options.diameter or [None]]
+        works = [partial(score_model, segmenter, volume, pixels, diameter) for diameter in options.diameter or [None]]
         if not options.no_floor:
-            works.append(partial(classical_line, volume, pixels))
+            works.append(partial(score_classical, volume, pixels))
         for work in works:
             line = work()
             results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
             if not options.json:
-                sys.stdout.write(row(stack, line) + "\n")
+                sys.stdout.write(format_row(stack, line) + "\n")
                 sys.stdout.flush()
     if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _train(pairs: Pairs, out: Path, settings: Settings, base: ModelSpec | None, *, resume: bool) -> int:
-    from service.training.model_folder import train_model  # noqa: PLC0415
+    from service.training.train import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, out, settings, base=base, resume=resume)
     skipped = f", {state.skipped} steps skipped for a loss that was not finite" if state.skipped else ""
@@ -57,9 +57,9 @@ def _train(pairs: Pairs, out: Path, settings: Settings, base: ModelSpec | None, 
 
 
 def _measure(pairs: Pairs, settings: Settings, base: ModelSpec | None) -> int:
-    from service.training.model_folder import benchmark  # noqa: PLC0415
     from service.training.throughput import HEADER  # noqa: PLC0415
+    from service.training.train import measure_steps  # noqa: PLC0415
 
-    rows = [measured.row() for measured in benchmark(pairs, settings, base)]
+    rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
     sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
     return 0

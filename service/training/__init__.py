@@ -1,1 +1,1 @@
-"""Training: synthetic nuclei, targets, the training loop and the evaluation."""
+"""Training of a model on annotated stacks, and its evaluation."""

@@ -1,4 +1,4 @@
-"""Scores of a model of instances, as `stackseg evaluate` prints them beside a classical method that knows the size."""
+"""Scores of a model of instances, beside those of a classical method that is told the size of the objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skimage.segmentation import watershed
 
 from service.core.volume import Diameter, ObjectSize, Options, Volume, parse_size
 from service.inference.segmenter import Segmenter
-from service.training.examples import object_widths
+from service.training.object_size import mean_diameter, median_extents
 
 Labels = NDArray[Any]
 
@@ -25,7 +25,7 @@ HEADER = (
 
 
 class Scores(NamedTuple):
-    """How well labels agree with the truth.
+    """Agreement of labels with the truth.
 
     true, found    numbers of objects
     f1, f1_strict  2 TP / (true + found), a match being a pair whose intersection over union exceeds 0.5, or 0.75
@@ -48,10 +48,10 @@ def score(truth: Labels, labels: Labels) -> Scores:
 
     Above an intersection over union of 0.5 no object has two partners, so the matching is unique (Kirillov 2019).
     """
-    shared = _overlaps(truth, labels)
-    own, other = shared.sum(axis=1)[1:, None], shared.sum(axis=0)[None, 1:]
+    shared = _count_shared_voxels(truth, labels)
+    true_sizes, found_sizes = shared.sum(axis=1)[1:, None], shared.sum(axis=0)[None, 1:]
     inner = shared[1:, 1:]
-    iou = inner / (own + other - inner)
+    iou = inner / (true_sizes + found_sizes - inner)
     true, found = inner.shape
     matches = iou[iou > 0.5]
     return Scores(
@@ -60,36 +60,30 @@ def score(truth: Labels, labels: Labels) -> Scores:
         f1=_f1(len(matches), true + found),
         f1_strict=_f1(int(np.count_nonzero(iou > 0.75)), true + found),
         iou=float(matches.mean()) if len(matches) else 0.0,
-        splits=int(np.count_nonzero((inner / other > 0.5).sum(axis=1) > 1)),
-        merges=int(np.count_nonzero((inner / own > 0.5).sum(axis=0) > 1)),
+        splits=int(np.count_nonzero((inner / found_sizes > 0.5).sum(axis=1) > 1)),
+        merges=int(np.count_nonzero((inner / true_sizes > 0.5).sum(axis=0) > 1)),
     )
 
 
-def classical(image: NDArray[Any], diameter: float) -> Labels:
-    """Gaussian, Otsu's threshold, watershed of the distance transform from maxima that lie 0.35 diameters apart.
+def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
+    """Segment by a Gaussian, Otsu's threshold, and a watershed from maxima of the distance transform.
 
-    Image and labels [Z, Y, X]; `diameter` in voxels.
+    Image and labels are [Z, Y, X]. Maxima lie at least 0.35 diameters apart; `diameter` is in voxels.
     """
     smooth = gaussian_filter(image.astype(np.float32), 1)
     inside = smooth > threshold_otsu(smooth)  # type: ignore[no-untyped-call]
     distance = gaussian_filter(distance_transform_edt(inside).astype(np.float32), 1)
-    apart = max(1, round(0.35 * diameter))
+    min_distance = max(1, round(0.35 * diameter))
     peaks = peak_local_max(  # type: ignore[no-untyped-call]
-        distance, min_distance=apart, labels=inside.astype(np.int32), exclude_border=False
+        distance, min_distance=min_distance, labels=inside.astype(np.int32), exclude_border=False
     )
     markers = np.zeros(image.shape, np.int32)
     markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
     return np.asarray(watershed(-distance, markers, mask=inside))  # type: ignore[no-untyped-call]
 
 
-def mean_diameter(truth: Labels) -> float:
-    """Mean diameter in voxels of spheres of the objects' volumes."""
-    volumes = np.unique(truth[truth > 0], return_counts=True)[1]
-    return float(np.mean(np.cbrt(6 * volumes / np.pi))) if len(volumes) else 1.0
-
-
-def _overlaps(truth: Labels, labels: Labels) -> NDArray[np.int64]:
-    """Voxels that each true object (rows) shares with each found one (columns); row and column 0 are background."""
+def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
+    """Return the voxels that each true object (rows) shares with each found one (columns); index 0 is background."""
     numbered = []
     for volume in (truth, labels):
         values, inverse = np.unique(volume, return_inverse=True)
@@ -104,44 +98,46 @@ def _f1(matches: int, objects: int) -> float:
 
 
 def stack_name(image: Path) -> str:
-    """What a table calls a stack: by its folder where that holds `image.tif`, else by the file."""
+    """Return the name of a stack in tables: its folder where the file is `image.tif`, else the file."""
     return image.parent.name if image.stem == "image" else image.stem
 
 
-def told(text: str, truth: Labels) -> ObjectSize:
-    """What a request would say of the objects: their true mean or extents, or `text` itself. Raises BadParameter."""
+def state_size(text: str, truth: Labels) -> ObjectSize:
+    """Return the size that `text` states: `mean` or `extents` of the true objects, or itself. Raises BadParameter."""
     if text == "mean":
         return Diameter((mean_diameter(truth),), "px")
     if text == "extents":
-        widths = object_widths(truth)
+        widths = median_extents(truth)
         z, y, x = (1.0, 1.0, 1.0) if widths is None else widths.tolist()
         return Diameter((z, y, x), "px")
     return parse_size(text)
 
 
 class Line(NamedTuple):
-    """A line of the table: what was used on a stack, what it was told of the objects, and how well it did."""
+    """Line of the table: method, the size of the objects that it was told, and its scores."""
 
     method: str
     diameter: str
     scores: Scores
 
 
-def model_line(segmenter: Segmenter, image: Volume, truth: Labels, said: str | None) -> Line:
-    """`image` has the channels of the model; `said` is as in `told`, None says nothing. Raises what `segment` does."""
-    request = Options(diameter=None if said is None else told(said, truth))
+def score_model(segmenter: Segmenter, image: Volume, truth: Labels, diameter: str | None) -> Line:
+    """Segment and score a stack; `diameter` as for `state_size`, None states none. Raises what `segment` raises."""
+    request = Options(diameter=None if diameter is None else state_size(diameter, truth))
     result = segmenter.segment(image, request)
-    how = "as sampled" if result.width is None else result.width.replace("; stated", "")
-    return Line(segmenter.spec.identifier, how, score(truth, result.segmentation.pixels))
+    stated = "as sampled" if result.width is None else result.width.replace("; stated", "")
+    return Line(segmenter.spec.identifier, stated, score(truth, result.segmentation.pixels))
 
 
-def classical_line(image: Volume, truth: Labels) -> Line:
-    """The classical method on the first channel, told the true mean diameter."""
+def score_classical(image: Volume, truth: Labels) -> Line:
+    """Score the classical method on the first channel, told the true mean diameter."""
     diameter = mean_diameter(truth)
-    return Line("classical", str(Diameter((diameter,), "px")), score(truth, classical(image.array()[0], diameter)))
+    return Line(
+        "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.array()[0], diameter))
+    )
 
 
-def row(stack: str, line: Line) -> str:
-    """A line of the table below `HEADER`."""
+def format_row(stack: str, line: Line) -> str:
+    """Return a line of the table below `HEADER`."""
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in line.scores]
     return f"| {' | '.join([stack, line.method, line.diameter, *cells])} |"

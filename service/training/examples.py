@@ -7,26 +7,43 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.ndimage import find_objects, gaussian_filter, rotate, zoom
+from scipy.ndimage import gaussian_filter, zoom
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from service.core.errors import BadParameter
+from service.core.volume import Selection
+from service.formats import tiff_reader
 from service.training.instance_targets import instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
+"""Image and labels of one stack, both [Z, Y, X]."""
 Source = Callable[[Generator], Pair]
 Normalise = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
 
-# Of volumes that are resampled to an object size; larger ones only take time, as crops of 48 are drawn from them.
-LARGEST = (72, 88, 88)
+LIMIT_BYTES = 4 * 2**30
+
+
+def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
+    """Read stacks of one channel and their labels. Raises BadFile, and BadParameter for unequal numbers or shapes."""
+    if len(images) != len(labels):
+        raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
+    pairs = []
+    for image, truth in zip(images, labels, strict=True):
+        pixels, numbers = (tiff_reader.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth))
+        if pixels.shape != numbers.shape:
+            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
+        pairs.append((pixels, numbers))
+    return pairs
 
 
 class Example(NamedTuple):
@@ -37,115 +54,32 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Percentiles:
-    """The normalisation that the model file states, over the whole volume."""
-
-    low: float = 1.0
-    high: float = 99.8
-
-    def __call__(self, image: NDArray[Any]) -> Floats:
-        low, high = (float(v) for v in np.percentile(image, [self.low, self.high]))
-        return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
-
-
-def synthetic(make: Callable[[Generator, tuple[int, int, int]], Pair]) -> Source:
-    """A source of synthetic stacks of random size; one in five is thin, as stacks often are."""
-
-    def draw(rng: Generator) -> Pair:
-        depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
-        width = int(rng.integers(64, 97))
-        return make(rng, (depth, width, width))
-
-    return draw
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A source of recorded volumes (image, labels), each time zoomed a little along every axis.
-
-    With `turning`, every second one is turned by any angle in the plane and cut to the square that is known all over,
-    which costs small volumes more than it brings.
-    """
+class RecordedStacks:
+    """Source of recorded stacks, each zoomed a little at random."""
 
     pairs: Sequence[Pair]
-    turning: bool = False
 
     def __call__(self, rng: Generator) -> Pair:
         image, labels = self.pairs[int(rng.integers(len(self.pairs)))]
-        factors = np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3))
-        angle = float(rng.uniform(0, 90)) if self.turning and rng.random() < 0.5 else 0.0
-        return _zoom(*_turn(image, labels, angle), factors)
+        return zoom_pair(image, labels, draw_zoom(rng))
 
 
-def stated(source: Source, diameter: float, share: float) -> Source:
-    """Volumes of `source`, of which a `share` is resampled as for requests that state the size of the objects.
-
-    Their objects become `diameter` voxels wide, give or take a few percent: in two of three such volumes along each
-    axis, in the others by one factor for all axes. What would have to shrink by more than a third stays as it is.
-    """
-
-    def draw(rng: Generator) -> Pair:
-        image, labels = source(rng)
-        widths = object_widths(labels)
-        if rng.random() >= share or widths is None:
-            return image, labels
-        if rng.random() < 1 / 3:
-            widths = np.full(3, np.cbrt(np.prod(widths)))
-        factors = diameter / widths * np.exp(rng.normal(0, 0.05) + rng.normal(0, 0.03, 3))
-        if factors.min() < 2 / 3:
-            return image, labels
-        return _zoom(*_part(image, labels, np.asarray(LARGEST) / factors, rng), factors)
-
-    return draw
+def draw_zoom(rng: Generator) -> NDArray[np.float64]:
+    """Draw zoom factors along z, y and x, [3]: a common one, and a smaller one for each axis."""
+    return np.asarray(np.exp(rng.uniform(-0.2, 0.2) + rng.uniform(-0.12, 0.12, 3)))
 
 
-def object_widths(labels: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Median extents of the objects along z, y and x in voxels, [3]; None without any object.
-
-    Objects at the border, of which only a part is known, count only where there are fewer than three others.
-    """
-    boxes = [box for box in find_objects(labels) if box is not None]
-    whole = [box for box in boxes if all(s.start > 0 and s.stop < n for s, n in zip(box, labels.shape, strict=True))]
-    extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
-    return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
-
-
-def _zoom(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.float64]) -> Pair:
+def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.float64]) -> Pair:
+    """Resample image (linearly) and labels (nearest voxel), both [Z, Y, X], by factors along each axis."""
     return (
         zoom(image.astype(np.float32), factors, order=1, mode="nearest", grid_mode=True),
         zoom(labels, factors, order=0, mode="nearest", grid_mode=True),
     )
 
 
-def _turn(image: NDArray[Any], labels: NDArray[Any], angle: float) -> Pair:
-    """Turned in the plane by an angle in degrees, 0 to 90, and cut to the square that is known all over."""
-    if not angle:
-        return image, labels
-    edge = int(min(image.shape[1:]) / (np.cos(np.radians(angle)) + np.sin(np.radians(angle))))
-    y, x = ((length - edge) // 2 for length in image.shape[1:])
-    square = (slice(None), slice(y, y + edge), slice(x, x + edge))
-    turned = rotate(image.astype(np.float32), angle, axes=(1, 2), reshape=False, order=1, mode="nearest")
-    return turned[square], rotate(labels, angle, axes=(1, 2), reshape=False, order=0, mode="nearest")[square]
-
-
-def _part(image: NDArray[Any], labels: NDArray[Any], shape: NDArray[np.float64], rng: Generator) -> Pair:
-    """A box of at most `shape` around some voxel of an object."""
-    middle = np.unravel_index(int(rng.choice(np.flatnonzero(labels))), labels.shape)
-    box = []
-    for centre, length, size in zip(middle, labels.shape, np.ceil(shape).astype(int), strict=True):
-        start = int(np.clip(centre - size // 2, 0, max(0, length - size)))
-        box.append(slice(start, start + int(size)))
-    return image[tuple(box)], labels[tuple(box)]
-
-
-def mixed(first: Source, second: Source, share: float) -> Source:
-    """Draws from `second` with probability `share`, else from `first`."""
-    return lambda rng: second(rng) if rng.random() < share else first(rng)
-
-
 @dataclass(frozen=True)
-class Volumes(Dataset[Example]):
-    """Examples by number, each made by a random generator of its own: the same whoever makes it, and when."""
+class ExampleDataset(Dataset[Example]):
+    """Examples by number, each made by a random generator of its own: equal in every process and at any time."""
 
     source: Source
     normalise: Normalise
@@ -157,29 +91,19 @@ class Volumes(Dataset[Example]):
         return Example(self.normalise(image), self.targets(labels))
 
 
-class Pool:
-    """Volumes in memory, one of which is replaced whenever `refresh` is called.
+class ExamplePool:
+    """Examples in memory, one of which is replaced whenever `refresh` is called.
 
-    first    number of the oldest volume: such a pool is the one that began with 0 and was refreshed so often
-    workers  processes that make the volumes; 0: a thread makes the next one while the network trains
-    targets  makes of labels what the network learns
+    first    number of the oldest example: such a pool equals one that began at 0 and was refreshed `first` times
+    workers  processes that make the examples; 0: a thread makes the next one while the network trains
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        source: Source,
-        normalise: Normalise,
-        size: int,
-        seed: int,
-        *,
-        first: int = 0,
-        workers: int = 0,
-        targets: Targets = instance_targets,
-    ) -> None:
-        volumes = Volumes(source, normalise, seed, targets)
-        self._made: Iterator[Example] = _loaded(volumes, first, workers) if workers else _Ahead(volumes, first)
-        self._number = first
-        made = {number % size: next(self._made) for number in range(first, first + size)}
+    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
+        self._source: Iterator[Example] = (
+            _load_in_processes(dataset, first, workers) if workers else _Prefetcher(dataset, first)
+        )
+        self._oldest = first
+        made = {number % size: next(self._source) for number in range(first, first + size)}
         self._examples = [made[place] for place in range(size)]
 
     def __len__(self) -> int:
@@ -189,70 +113,71 @@ class Pool:
         return self._examples[index]
 
     def refresh(self) -> None:
-        """Replace the oldest volume by the one that is ready, waiting for it if need be, and order another."""
-        self._examples[self._number % len(self)] = next(self._made)
-        self._number += 1
+        """Replace the oldest example by the next one, waiting for it if need be."""
+        self._examples[self._oldest % len(self)] = next(self._source)
+        self._oldest += 1
 
     def close(self) -> None:
-        if isinstance(self._made, _Ahead):
-            self._made.close()
-        # Workers end with the iterator that they feed.
-        self._made = iter(())
+        """End the thread or the processes that make examples."""
+        if isinstance(self._source, _Prefetcher):
+            self._source.close()
+        # Worker processes end with the iterator that they feed.
+        self._source = iter(())
 
 
-class _Ahead:
-    """Volumes in order, made in a thread, one ahead of those that were asked for."""
+class _Prefetcher:
+    """Examples in order, made in a thread, one ahead of those that were asked for."""
 
-    def __init__(self, volumes: Volumes, first: int) -> None:
+    def __init__(self, dataset: ExampleDataset, first: int) -> None:
         self._executor = ThreadPoolExecutor(1)
-        self._ordered: deque[Future[Example]] = deque()
-        self._orders = (self._executor.submit(volumes.__getitem__, number) for number in itertools.count(first))
+        self._pending: deque[Future[Example]] = deque()
+        self._futures = (self._executor.submit(dataset.__getitem__, number) for number in itertools.count(first))
 
-    def __iter__(self) -> _Ahead:
+    def __iter__(self) -> _Prefetcher:
         return self
 
     def __next__(self) -> Example:
-        while len(self._ordered) < 2:
-            self._ordered.append(next(self._orders))
-        return self._ordered.popleft().result()
+        while len(self._pending) < 2:
+            self._pending.append(next(self._futures))
+        return self._pending.popleft().result()
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _loaded(volumes: Volumes, first: int, workers: int) -> Iterator[Example]:
-    """Volumes in order, made by processes that live as long as the iterator.
+def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
+    """Examples in order, made by processes that live as long as the iterator.
 
-    The generator of its own keeps the loader from drawing a number of torch's, which layers may draw from too.
+    The loader gets a generator of its own, or it would draw a number of torch's, which layers may draw from too.
     """
     loader = DataLoader(
-        volumes,
+        dataset,
         batch_size=None,
         sampler=itertools.count(first),
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=_keep_arrays,
         generator=torch.Generator(),
     )
     return iter(loader)
 
 
-def _unchanged(example: Any) -> Any:
-    """Arrays stay arrays: tensors would travel through shared memory, of which containers have 64 MiB."""
+def _keep_arrays(example: Any) -> Any:
+    """Return arrays as they are: tensors would travel through shared memory, of which containers have 64 MiB."""
     return example
 
 
-def batch(pool: Pool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
-    """Images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
+def draw_batch(pool: ExamplePool, rng: Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
+    """Draw images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
     stacked = torch.from_numpy(np.stack(crops))
     return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
 
 
 def _crop(example: Example, rng: Generator, edge: int) -> Floats:
-    """Image and targets from somewhere in the volume, [1 + T, edge, edge, edge].
+    """Cut image and targets somewhere in the volume, [1 + T, edge, edge, edge].
 
-    Outside of the volume are zeros, as sliding windows pad with them. Every second crop holds some voxel of an object
-    at a random place, or crops of sparse volumes would often be empty.
+    Outside of the volume are zeros, because sliding windows pad with them. Every second crop holds some voxel of an
+    object at a random place, or crops of sparse volumes would often be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
     inner, outer = [], []

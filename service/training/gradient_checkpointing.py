@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers are computed again for the backward pass instead of being kept."""
+"""Gradient checkpointing: activations are computed again for the backward pass instead of being kept."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from torch.utils.checkpoint import checkpoint
 CONVOLUTIONS = 3
 
 
-def recompute(network: nn.Module) -> int:
-    """Make every block of `network` keep its input only (Chen et al. 2016), in place; returns how many there are.
+def checkpoint_blocks(network: nn.Module) -> int:
+    """Make every block of `network` keep its input only (Chen et al. 2016), in place; return the number of blocks.
 
-    A block is a module that holds up to three convolutions, the largest such.
+    A block is one of the largest modules that hold at most three convolutions.
     """
-    found = blocks(network)
-    for block in found:
+    blocks = find_blocks(network)
+    for block in blocks:
         contexts = partial(_contexts, block)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    return len(found)
+    return len(blocks)
 
 
-def blocks(network: nn.Module) -> list[nn.Module]:
-    """The largest modules that hold one to three convolutions and are none themselves; shared ones once."""
-    found: dict[int, nn.Module] = {}
+def find_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the largest modules that hold one to three convolutions and are none themselves; shared ones once."""
+    blocks: dict[int, nn.Module] = {}
     for child in network.children():
         held = sum(isinstance(module, _ConvNd) for module in child.modules())
         if isinstance(child, _ConvNd) or not held:
             continue
-        inner = [child] if held <= CONVOLUTIONS and not isinstance(child, nn.ModuleList) else blocks(child)
-        found |= {id(block): block for block in inner}
-    return list(found.values())
+        inner = [child] if held <= CONVOLUTIONS and not isinstance(child, nn.ModuleList) else find_blocks(child)
+        blocks |= {id(block): block for block in inner}
+    return list(blocks.values())
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _counted_once(block)
+    """Return the contexts of the first forward and of the recomputation."""
+    return nullcontext(), _keep_statistics(block)
 
 
 @contextmanager
-def _counted_once(block: nn.Module) -> Iterator[None]:
-    """Statistics of batch normalisation took part of this batch when it was computed for the first time."""
+def _keep_statistics(block: nn.Module) -> Iterator[None]:
+    """Leave the statistics of batch normalisation alone: the first forward has counted this batch already."""
     tracking = [norm for norm in block.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
     for norm in tracking:

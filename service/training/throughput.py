@@ -1,4 +1,4 @@
-"""What mixed precision brings to training on this machine: crops per second and peak memory, with and without it."""
+"""Training throughput and peak memory on this machine, with and without mixed precision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from service.training.trainer import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP = 2
-# After which no further round is begun: where a precision is emulated, a step can take half a minute.
+# No round begins after so many seconds: where a precision is emulated, a step can take half a minute.
 SECONDS = 60.0
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One precision. Seconds of a step: the median; `peak_bytes`: beyond what was there before it; None: not known."""
+class StepCost:
+    """Cost of a training step in one precision.
+
+    seconds     median
+    peak_bytes  largest memory of a step beyond that before it; None: not known
+    """
 
     precision: str
     batch_size: int
@@ -33,14 +37,14 @@ class Measured:
     peak_bytes: int | None
 
     def row(self) -> str:
-        """A line of the table below `HEADER`."""
+        """Return a line of the table below `HEADER`."""
         memory = "not known" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
         rate = self.batch_size / self.seconds
         return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
 
 
-def precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
-    """FP32, and the mixed precision beside it: the one that is set, else the narrowest that is native, else BF16."""
+def compared_precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
+    """Return FP32 and a mixed precision: the one that is set, else the narrowest that is native, else BF16."""
     narrow = [name for name in DTYPES if name != "fp32"]
     if setting in narrow:
         return "fp32", setting
@@ -48,30 +52,30 @@ def precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
 
 
 def compare(
-    make: Callable[[Path, torch.dtype], Trainer], names: Sequence[str], device: torch.device, steps: int
-) -> list[Measured]:
-    """Train a few steps in every precision, in turn, so that what else runs on the machine slows all of them alike."""
+    make_trainer: Callable[[Path, torch.dtype], Trainer], names: Sequence[str], device: torch.device, steps: int
+) -> list[StepCost]:
+    """Train a few steps in every precision, in turn, so that other work on the machine slows all of them alike."""
     trainers: list[Trainer] = []
     peaks: list[int | None] = []
     with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
         for name in names:
-            trainers.append(make(Path(folder), DTYPES[name]))
-            peaks.append(_peak(trainers[-1], device))
+            trainers.append(make_trainer(Path(folder), DTYPES[name]))
+            peaks.append(_measure_peak(trainers[-1], device))
         times: list[list[float]] = [[] for _ in names]
         deadline = time.monotonic() + SECONDS
         for done in range(steps):
             if done and time.monotonic() > deadline:
                 break
             for trainer, taken in zip(trainers, times, strict=True):
-                taken.append(_seconds(trainer, device))
+                taken.append(_time_step(trainer, device))
     size = trainers[0].plan.batch_size
     return [
-        Measured(name, size, statistics.median(taken), peak)
+        StepCost(name, size, statistics.median(taken), peak)
         for name, taken, peak in zip(names, times, peaks, strict=True)
     ]
 
 
-def _seconds(trainer: Trainer, device: torch.device) -> float:
+def _time_step(trainer: Trainer, device: torch.device) -> float:
     began = time.perf_counter()
     trainer.step(*trainer.example())
     if device.type == "cuda":
@@ -79,23 +83,23 @@ def _seconds(trainer: Trainer, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _peak(trainer: Trainer, device: torch.device) -> int | None:
-    """Bytes that the first steps took beyond those that were taken before."""
+def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
+    """Return the bytes that the first steps took beyond those before them; None: not known."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         for _ in range(WARM_UP):
-            _seconds(trainer, device)
+            _time_step(trainer, device)
         return torch.cuda.max_memory_allocated(device) - before
-    start = _resident_from_now()
+    start = _reset_peak()
     for _ in range(WARM_UP):
-        _seconds(trainer, device)
-    most = _status("VmHWM")
-    return None if start is None or most is None else most - start
+        _time_step(trainer, device)
+    peak = _read_status("VmHWM")
+    return None if start is None or peak is None else peak - start
 
 
-def _resident_from_now() -> int | None:
-    """Resident bytes, once what is free has gone back to the system and the kernel's peak begins anew."""
+def _reset_peak() -> int | None:
+    """Give free memory back to the system and reset the kernel's peak; return the resident bytes, None: not known."""
     if sys.platform != "linux":
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -105,10 +109,11 @@ def _resident_from_now() -> int | None:
         CLEAR.write_text("5", encoding="ascii")
     except OSError:
         return None
-    return _status("VmRSS")
+    return _read_status("VmRSS")
 
 
-def _status(field: str) -> int | None:
+def _read_status(field: str) -> int | None:
+    """Return the bytes of a field of /proc/self/status; None: not known."""
     try:
         lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

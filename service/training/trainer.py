@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from service.core.config import Training
 from service.core.errors import BadParameter
-from service.training.examples import Normalise, Pair, Pool, Recorded, batch
-from service.training.gradient_checkpointing import recompute
-from service.training.instance_targets import distance_target
-from service.training.train import follow, loss, measure_statistics
+from service.training.averaging import measure_statistics, update_average
+from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
+from service.training.gradient_checkpointing import checkpoint_blocks
+from service.training.instance_targets import instance_loss, instance_targets
 
 log = logging.getLogger("service.train")
 
@@ -37,20 +37,20 @@ STEPS_PER_VOLUME = 2
 
 
 class Plan(Training):
-    """How to train: the settings, and two numbers that nobody has to choose.
+    """Training options: the settings, and two numbers that nobody has to choose.
 
     Lengths in steps, so that the same seed gives the same result however fast the machine is. The learning rate rises
     for the first twentieth of the steps and then falls along a cosine.
 
-    averaging   decay per step of the moving average of the weights, which is what is kept
-    statistics  batches by which batch norms are measured anew for that average
+    averaging   decay per step of the moving average of the weights, which becomes the model
+    statistics  batches over which the statistics of batch normalisation are measured for that average
     """
 
     averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
     statistics: PositiveInt = 40
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, from 0."""
+        """Return the learning rate of a step, counted from 0."""
         progress, rise = step / self.steps, 0.05
         if progress < rise:
             return self.learning_rate * (0.1 + 0.9 * progress / rise)
@@ -59,7 +59,7 @@ class Plan(Training):
 
 @dataclass
 class State:
-    """Where training stands; everything that a checkpoint keeps beside tensors."""
+    """Progress of a training: everything that a checkpoint keeps beside tensors."""
 
     step: int = 0
     best: float = math.inf
@@ -69,7 +69,7 @@ class State:
 
 
 def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
-    """Cut the last `share` of every stack off, along its longest axis: for training, and for validation.
+    """Split every stack along its longest axis: the last `share` is for validation, the rest for training.
 
     Raises BadParameter where a part has no object.
     """
@@ -86,38 +86,40 @@ def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
     return training, validation
 
 
-class Feed:
-    """The batches of steps `first`, `first + 1`, ...: the next one is made while the device trains on one.
+class BatchPrefetcher:
+    """Batches of steps `first`, `first + 1`, ...; the next one is made while the device trains on the current one.
 
-    The pool is refreshed before a step, so that it stands where a resumed training would begin with it.
+    The pool is refreshed before a step, so that a resumed training begins that step with an equal pool.
     """
 
-    def __init__(self, pool: Pool, plan: Plan, first: int, *, pinned: bool) -> None:
+    def __init__(self, pool: ExamplePool, plan: Plan, first: int, *, pinned: bool) -> None:
         self._pool, self._plan, self._pinned = pool, plan, pinned
         self._first = self._step = first
         self._executor = ThreadPoolExecutor(1)
         self._next = self._executor.submit(self._make, first)
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        made = self._next.result()
+        batch = self._next.result()
         self._step += 1
         self._next = self._executor.submit(self._make, self._step)
-        return made
+        return batch
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
 
     def _make(self, step: int) -> tuple[Tensor, Tensor]:
-        """Images and targets, in pages that a GPU can fetch by itself where `pinned`."""
+        """Draw the images and targets of a step, in page-locked memory if `pinned`."""
         if step > self._first and step % STEPS_PER_VOLUME == 0:
             self._pool.refresh()
         plan = self._plan
-        images, targets = batch(self._pool, np.random.default_rng([plan.seed, 2, step]), plan.batch_size, plan.edge)
+        images, targets = draw_batch(
+            self._pool, np.random.default_rng([plan.seed, 2, step]), plan.batch_size, plan.edge
+        )
         return (images.pin_memory(), targets.pin_memory()) if self._pinned else (images, targets)
 
 
 class Trainer:
-    """One training on one device. `folder` gets the curve and the checkpoint, from which a later one goes on."""
+    """Training on one device; `folder` gets the curve and the checkpoint from which a training is resumed."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -135,53 +137,55 @@ class Trainer:
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())
-        self._forward = self._arranged()
+        self._forward = self._prepare_forward()
         self._optimiser = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._source, self._normalise = Recorded(pairs), normalise
-        self._validation = [_tiles(pair, normalise, plan.edge) for pair in validation]
+        self._dataset = ExampleDataset(RecordedStacks(pairs), normalise, plan.seed)
+        self._validation = [_cut_tiles(pair, normalise, plan.edge) for pair in validation]
 
     def run(self) -> nn.Module:
-        """Train to the end of the plan; returns the averaged network of the lowest validation loss, on the CPU."""
+        """Train to the end of the plan; return the averaged network of the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first = state.step // STEPS_PER_VOLUME
-        pool = Pool(self._source, self._normalise, plan.pool, plan.seed, first=first, workers=plan.workers)
-        feed = Feed(pool, plan, state.step, pinned=self._device.type == "cuda")
+        pool = ExamplePool(self._dataset, plan.pool, first=first, workers=plan.workers)
+        batches = BatchPrefetcher(pool, plan, state.step, pinned=self._device.type == "cuda")
         began = time.monotonic()
         try:
             if not state.step:
                 self._validate()
-            with self._bar() as bar:
+            with self._progress_bar() as bar:
                 while state.step < plan.steps and state.stale < plan.patience:
                     if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
                         log.info("the time is up after %d of %d steps", state.step, plan.steps)
                         break
-                    self.step(*next(feed))
+                    self.step(*next(batches))
                     if state.step % plan.every == 0 or state.step == plan.steps:
                         self._validate()
                         self.save()
                     bar.set_postfix(loss=self._recent, best=state.best, refresh=False)
                     bar.update()
-            feed.close()
+            batches.close()
             self._average.load_state_dict(self._best)
-            measure_statistics(self._average, pool, plan, np.random.default_rng([plan.seed, 3]))
-            if self._judged()[0] > state.best:
+            rng = np.random.default_rng([plan.seed, 3])
+            images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
+            measure_statistics(self._average, images)
+            if self._score_average()[0] > state.best:
                 self._average.load_state_dict(self._best)
         finally:
-            feed.close()
+            batches.close()
             pool.close()
         return self._average.cpu()
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """A batch of the planned shape, always the same: of what is not trained on."""
+        """Return a batch of the planned shape from the validation stacks, equal at every call."""
         images, targets = self._validation[0]
         places = [number % len(images) for number in range(self.plan.batch_size)]
         return images[places], targets[places]
 
     def step(self, images: Tensor, targets: Tensor) -> None:
-        """One update of the weights. Without an update where the loss or a gradient is not finite, which is counted."""
+        """Update the weights once; skip and count an update whose loss or gradient is not finite."""
         plan, state, scaler = self.plan, self.state, self._scaler
         for group in self._optimiser.param_groups:
             group["lr"] = plan.rate(state.step)
@@ -193,40 +197,40 @@ class Trainer:
             state.skipped += 1
             if scaler.is_enabled():
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        elif self._updated(scaled):
-            follow(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
+        elif self._update_weights(scaled):
+            update_average(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
         else:
             state.skipped += 1
         state.step += 1
 
-    def _updated(self, scaled: Tensor) -> bool:
-        """Whether the gradients of a loss were finite, and so changed the weights."""
+    def _update_weights(self, scaled: Tensor) -> bool:
+        """Update the weights by the gradients of a loss; return whether they were finite."""
         scaled.backward()  # type: ignore[no-untyped-call]
         self._scaler.unscale_(self._optimiser)
         norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
         finite = math.isfinite(float(norm))
-        # A scaler leaves out by itself what is not finite, and backs off.
+        # A scaler skips an update that is not finite by itself, and backs off.
         if finite or self._scaler.is_enabled():
             self._scaler.step(self._optimiser)
             self._scaler.update()
         return finite
 
-    def _arranged(self) -> Callable[[Tensor], Tensor]:
-        """What is called to train the network: its layers laid out, kept or computed again, and compiled as planned."""
+    def _prepare_forward(self) -> Callable[[Tensor], Tensor]:
+        """Set memory format and checkpointing of the network as planned; return its forward, compiled if planned."""
         if self.plan.channels_last:
             for parameter in self._network.parameters():
                 if parameter.dim() == 5:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
         if self.plan.checkpointing:
-            recompute(self._network)
+            checkpoint_blocks(self._network)
         return torch.compile(self._network, dynamic=False) if self.plan.compile else self._network
 
-    def _bar(self) -> Any:
-        """On a terminal only."""
+    def _progress_bar(self) -> Any:
+        """Return a progress bar, which shows on a terminal only."""
         return tqdm(total=self.plan.steps, initial=self.state.step, unit="step", disable=None)
 
     def _loss(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
-        return loss(self._scores(network, images), targets.to(self._device, non_blocking=True))
+        return instance_loss(self._scores(network, images), targets.to(self._device, non_blocking=True))
 
     def _scores(self, network: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         layout = torch.channels_last_3d if self.plan.channels_last else torch.contiguous_format
@@ -236,18 +240,18 @@ class Trainer:
         return scores.float()
 
     @torch.no_grad()
-    def _judged(self) -> tuple[float, float]:
-        """Mean loss of the averaged network on what is not trained on, and the Dice score of its foreground."""
+    def _score_average(self) -> tuple[float, float]:
+        """Return the averaged network's mean validation loss, and the Dice score of its foreground."""
         losses, dice = list[float](), list[Tensor]()
         for images, targets in self._validation:
             scores, truth = self._scores(self._average, images), targets.to(self._device)
-            losses.append(float(loss(scores, truth)))
+            losses.append(float(instance_loss(scores, truth)))
             dice.append(compute_dice((scores[:, :1] > 0).float(), truth[:, :1]))
         return sum(losses) / len(losses), float(torch.cat(dice).nanmean())
 
     def _validate(self) -> None:
-        """Measure the averaged network on the parts that are not trained on, and keep it if it is the best so far."""
-        state, (value, dice) = self.state, self._judged()
+        """Score the averaged network on the validation stacks, keep it if it is the best, and write the curve."""
+        state, (value, dice) = self.state, self._score_average()
         if value < state.best:
             state.best, state.stale = value, 0
             self._best = copy.deepcopy(self._average.state_dict())
@@ -266,10 +270,10 @@ class Trainer:
             writer.writerows(state.curve)
 
     def save(self) -> None:
-        """Write the checkpoint in one move."""
+        """Write the checkpoint, replacing the last one in one step."""
         partial = self.folder / f"{CHECKPOINT}.part"
         content = {
-            "plan": _fixed(self.plan),
+            "plan": _options_of_result(self.plan),
             "state": vars(self.state),
             "network": self._network.state_dict(),
             "average": self._average.state_dict(),
@@ -281,11 +285,11 @@ class Trainer:
         partial.replace(self.folder / CHECKPOINT)
 
     def resume(self) -> None:
-        """Go on from the checkpoint in the folder. Raises BadParameter where there is none, or of another plan."""
+        """Continue from the checkpoint in the folder. Raises BadParameter without one, and for one of another plan."""
         path = self.folder / CHECKPOINT
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if {**_fixed(Plan()), **content["plan"]} != _fixed(self.plan):
+            if {**_options_of_result(Plan()), **content["plan"]} != _options_of_result(self.plan):
                 raise BadParameter(f"{path} was written with other options; give the same ones, or train anew.")
             self._network.load_state_dict(content["network"])
             self._average.load_state_dict(content["average"])
@@ -299,15 +303,15 @@ class Trainer:
         log.info("resumed at step %d", self.state.step)
 
 
-def _fixed(plan: Plan) -> dict[str, Any]:
-    """What must be equal for a resumed training to end as an uninterrupted one."""
+def _options_of_result(plan: Plan) -> dict[str, Any]:
+    """Return the options that must be equal for a resumed training to end like an uninterrupted one."""
     return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}
 
 
-def _tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
-    """Up to eight cubes of a stack, without augmentation: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+def _cut_tiles(pair: Pair, normalise: Normalise, edge: int) -> tuple[Tensor, Tensor]:
+    """Cut up to eight cubes, one per corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
     image, labels = pair
-    stacked = np.stack([normalise(image), (labels > 0).astype(np.float32), distance_target(labels)])
+    stacked = np.concatenate([normalise(image)[None], instance_targets(labels)])
     stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
     corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
     cubes = [

@@ -22,8 +22,8 @@ from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, load
 from service.models.repository import choose, read_repository
 from service.models.spec import ModelSpec
-from service.training.class_targets import classes_of, dice
 from service.training.evaluate import score
+from service.training.recipes.class_targets import classes_of, dice
 from service.training.recipes.synthetic_nuclei import Scene, synthesise
 from service.training.recipes.synthetic_tissue import Tissue, synthesise_tissue
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.training.evaluate import classical, mean_diameter, score, told
+from service.training.evaluate import score, segment_classically, state_size
 
 
 def boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
@@ -50,29 +50,23 @@ def test_a_volume_without_background_is_counted_too() -> None:
     assert score(boxes((0, 20), (20, 40)), boxes((0, 20), (20, 40))).true == 2
 
 
-def test_the_mean_diameter_is_that_of_spheres() -> None:
-    z, y, x = np.ogrid[:31, :31, :31]
-    ball = ((z - 15) ** 2 + (y - 15) ** 2 + (x - 15) ** 2 <= 100).astype(np.uint8)
-    assert mean_diameter(ball) == pytest.approx(20, rel=0.02)
-
-
 def test_the_classical_method_tells_bright_balls_apart() -> None:
     z, y, x = np.ogrid[:30, :40, :60]
     truth = np.zeros((30, 40, 60), np.uint8)
     for number, centre in enumerate([(15, 20, 15), (15, 20, 31), (15, 20, 52)], start=1):
         truth[(z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2 <= 64] = number
     image = 100 + 900 * (truth > 0) + np.random.default_rng(0).normal(0, 30, truth.shape)
-    result = score(truth, classical(image, 16))
+    result = score(truth, segment_classically(image, 16))
     assert (result.f1, result.found) == (1.0, 3)
 
 
 @pytest.mark.parametrize(
-    ("said", "diameter"),
+    ("text", "diameter"),
     [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
 )
-def test_a_request_may_be_told_what_is_true(said: str, diameter: str) -> None:
-    assert str(told(said, boxes((10, 20), (25, 35)))) == diameter
+def test_a_request_may_be_told_what_is_true(text: str, diameter: str) -> None:
+    assert str(state_size(text, boxes((10, 20), (25, 35)))) == diameter
 
 
 def test_without_objects_there_is_something_to_tell() -> None:
-    assert str(told("extents", boxes())) == "1,1,1px"
+    assert str(state_size("extents", boxes())) == "1,1,1px"

@@ -9,7 +9,7 @@ from torch import nn
 
 from service.models.architectures import build
 from service.models.spec import Architecture
-from service.training.gradient_checkpointing import blocks, recompute
+from service.training.gradient_checkpointing import checkpoint_blocks, find_blocks
 
 TINY: dict[str, dict[str, Any]] = {
     "ShuffleUNet": {"in_channels": 1, "out_channels": 2, "widths": [4, 8]},
@@ -57,7 +57,7 @@ def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
     torch.manual_seed(0)
     plain = build(Architecture(name=name, arguments=TINY[name])).train()
     again = copy.deepcopy(plain)
-    assert recompute(again) == len(blocks(plain)) > 1
+    assert checkpoint_blocks(again) == len(find_blocks(plain)) > 1
     (loss, kept), (same_loss, less) = trained(plain), trained(again)
     assert same_loss == loss
     assert less < 0.7 * kept
@@ -69,5 +69,5 @@ def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
 
 def test_a_shared_block_is_found_once() -> None:
     network = build(Architecture(name="DynUNet", arguments=TINY["DynUNet"]))
-    found = blocks(network)
+    found = find_blocks(network)
     assert len({id(block) for block in found}) == len(found)

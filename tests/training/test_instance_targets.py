@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from landscapes import decode
 from numpy.typing import NDArray
 from scipy.ndimage import label, maximum_filter
 
 from service.training.evaluate import score
-from service.training.instance_targets import distance_target
+from service.training.instance_targets import DICE, distance_target, instance_loss
 from service.training.recipes.synthetic_nuclei import synthesise
 
 
@@ -56,3 +57,34 @@ def test_decoding_the_target_gives_the_labels_back() -> None:
     decoded, count = decode(heights, 0.1, 8)
     assert count == 4
     assert score(labels, decoded).iou > 0.98
+
+
+def perfect(targets: torch.Tensor) -> torch.Tensor:
+    """Scores whose sigmoid is the target."""
+    return torch.logit(targets, eps=1e-6)
+
+
+@pytest.fixture
+def targets() -> torch.Tensor:
+    foreground = torch.zeros(1, 1, 8, 8, 8)
+    foreground[..., 2:6, 2:6, 2:6] = 1
+    return torch.cat([foreground, foreground * 0.6], dim=1)
+
+
+def test_the_loss_vanishes_for_a_perfect_prediction(targets: torch.Tensor) -> None:
+    assert instance_loss(perfect(targets), targets) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("channel", [0, 1])
+def test_the_loss_rises_when_either_output_is_wrong(targets: torch.Tensor, channel: int) -> None:
+    scores = perfect(targets)
+    scores[:, channel] *= -1
+    assert instance_loss(scores, targets) > 0.1
+
+
+def test_the_overlap_is_counted_over_the_whole_batch(targets: torch.Tensor) -> None:
+    scores = torch.zeros_like(targets)
+    empty = torch.cat([targets, torch.zeros_like(targets)])
+    foreground, half = empty[:, :1].sum(), 0.5 * empty[:, :1].numel()
+    dice = 1 - (2 * 0.5 * foreground + 1) / (half + foreground + 1)
+    assert DICE(torch.cat([scores, scores])[:, :1], empty[:, :1]) == pytest.approx(dice)

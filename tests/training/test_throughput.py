@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from service.training.throughput import HEADER, Measured, precisions
+from service.training.throughput import HEADER, StepCost, compared_precisions
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from service.training.throughput import HEADER, Measured, precisions
 def test_full_precision_is_compared_with_the_mixed_one_that_would_be_used(
     setting: str, native: set[torch.dtype], expected: str
 ) -> None:
-    assert precisions(setting, frozenset(native)) == ("fp32", expected)
+    assert compared_precisions(setting, frozenset(native)) == ("fp32", expected)
 
 
 def test_a_row_fits_below_the_header() -> None:
-    row = Measured("bf16", 4, 0.5, 3 * 2**20).row()
+    row = StepCost("bf16", 4, 0.5, 3 * 2**20).row()
     assert row == "| bf16 | 8.00 | 500 | 3 MiB |"
     assert row.count("|") == HEADER.splitlines()[0].count("|")
-    assert Measured("fp32", 1, 1.0, None).row().endswith("not known |")
+    assert StepCost("fp32", 1, 1.0, None).row().endswith("not known |")

@@ -15,10 +15,11 @@ from torch import nn
 
 from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
-from service.training import trainer as finetune
-from service.training.examples import Pair, Percentiles
+from service.training import trainer as trainer_module
+from service.training.examples import Pair
+from service.training.model_folder import save_weights
+from service.training.recipes.sources import Percentiles
 from service.training.recipes.synthetic_nuclei import synthesise
-from service.training.train import save
 from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     whole = trainer(pair, tmp_path / "whole")
     expected = whole.run()
     broken = trainer(pair, tmp_path / "broken")
-    real, calls = finetune.loss, []
+    real, calls = trainer_module.instance_loss, []
 
     def interrupting(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -60,10 +61,10 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
             raise KeyboardInterrupt
         return real(scores, targets)
 
-    monkeypatch.setattr(finetune, "loss", interrupting)
+    monkeypatch.setattr(trainer_module, "instance_loss", interrupting)
     with pytest.raises(KeyboardInterrupt):
         broken.run()
-    monkeypatch.setattr(finetune, "loss", real)
+    monkeypatch.setattr(trainer_module, "instance_loss", real)
     resumed = trainer(pair, tmp_path / "broken")
     resumed.resume()
     assert 0 < resumed.state.step < PLAN.steps
@@ -78,8 +79,8 @@ def test_losses_that_are_not_finite_are_skipped_and_counted(
 ) -> None:
     made = trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2}))
     before = {name: value.clone() for name, value in made._network.state_dict().items() if "weight" in name}
-    real = finetune.loss
-    monkeypatch.setattr(finetune, "loss", lambda s, t: real(s, t) * (math.nan if s.requires_grad else 1))
+    real = trainer_module.instance_loss
+    monkeypatch.setattr(trainer_module, "instance_loss", lambda s, t: real(s, t) * (math.nan if s.requires_grad else 1))
     made.run()
     assert made.state.skipped == 2
     after = made._network.state_dict()
@@ -92,7 +93,7 @@ def test_gradients_that_are_not_finite_are_skipped_too(
     made = trainer(pair, tmp_path)
     before = copy.deepcopy(made._network.state_dict())
     # Finite itself, with a derivative that is not.
-    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
     made.step(*made.example())
     assert made.state.skipped == made.state.step == 1
     after = made._network.state_dict()
@@ -103,13 +104,13 @@ def test_the_scaler_backs_off_and_goes_on_where_it_stood(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(pair, tmp_path, dtype=torch.float16)
-    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: scores.sum() * math.nan)
+    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
     began = made._scaler.get_scale()
     for _ in range(2):
         made.step(*made.example())
     assert made.state.skipped == 2
     assert made._scaler.get_scale() == began / 4
-    monkeypatch.setattr(finetune, "loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    monkeypatch.setattr(trainer_module, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
     made.step(*made.example())
     assert (made.state.skipped, made._scaler.get_scale()) == (3, began / 8)
     made.save()
@@ -188,7 +189,7 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
     training, validation = split([pair], 0.25)
     plan = Plan(**{**PLAN.model_dump(), "steps": 2, "checkpointing": True})
     trained = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, torch.float32).run()
-    save(trained, tmp_path)
+    save_weights(trained, tmp_path)
     assert not same(before, trained)
     before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
     assert same(before, trained)

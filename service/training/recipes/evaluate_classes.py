@@ -1,4 +1,4 @@
-"""Score a model of classes: `python -m service.training.evaluate_classes --images a.tif --labels a_labels.tif`.
+"""Score a model of classes: `python -m service.training.recipes.evaluate_classes --images a.tif --labels a_labels.tif`.
 
 Labels are those of cells, and the classes are made of them. Prints one Markdown table of Dice coefficients, the model
 beside a classical method: a Gaussian and Otsu's thresholds between as many classes, the darkest being background.
@@ -20,21 +20,21 @@ from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
-from service.training.class_targets import CLASSES, classes_of, dice
 from service.training.evaluate import stack_name
-from service.training.train import read_pairs
+from service.training.examples import read_pairs
+from service.training.recipes.class_targets import CLASSES, classes_of, dice
 
 
 def classical(image: NDArray[Any]) -> NDArray[np.uint8]:
-    """Background, cell and membrane by brightness alone; image and classes [Z, Y, X]."""
+    """Tell background, cell and membrane apart by brightness alone; image and classes [Z, Y, X]."""
     smooth = gaussian_filter(image.astype(np.float32), 1)
     thresholds = threshold_multiotsu(smooth, len(CLASSES))  # type: ignore[no-untyped-call]
     return np.digitize(smooth, thresholds).astype(np.uint8)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m service.training.evaluate_classes", description=__doc__)
+    """Print the table that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m service.training.recipes.evaluate_classes", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/tissue"), help="model folder")
     parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
     parser.add_argument(
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"| stack | method | {' | '.join(CLASSES)} | mean |\n|{'---|' * (len(CLASSES) + 3)}")
     for path, (image, labels) in zip(options.images, read_pairs(options.images, options.labels), strict=True):
         truth = classes_of(labels)
-        found = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
-        for method, classes in ((segmenter.spec.identifier, found), ("classical", classical(image))):
+        predicted = segmenter.segment(Volume.from_array(image[None]), request).segmentation.pixels
+        for method, classes in ((segmenter.spec.identifier, predicted), ("classical", classical(image))):
             scores = dice(truth, classes)
             cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
             print(f"| {stack_name(path)} | {method} | {cells} |", flush=True)

@@ -1,4 +1,4 @@
-"""What a network learns that tells classes apart: background, the inside of cells, their membranes."""
+"""Targets, loss and score of a network that tells background, the inside of cells and their membranes apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.training.examples import Floats, object_widths
+from service.training.instance_targets import Floats
+from service.training.object_size import median_extents
 
 CLASSES = ("background", "cell", "membrane")
 
@@ -20,12 +21,12 @@ REACH = 0.05
 
 
 def classes_of(labels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Labels of cells -> number of the class in `CLASSES`, both [Z, Y, X].
+    """Return the index in `CLASSES` of every voxel of labels of cells, both [Z, Y, X].
 
-    Membrane is what lies within `REACH` of another cell or of the background, on both sides of the outline: lengths
-    count along each axis in median extents of the cells, so that it is as thick in cells that few planes show.
+    A voxel within `REACH` of another cell or of the background is membrane, on both sides of the outline. Lengths
+    count along each axis in median extents of the cells, so that membranes are as thick in cells that few planes show.
     """
-    widths = object_widths(labels)
+    widths = median_extents(labels)
     if widths is None:
         return np.zeros(labels.shape, np.uint8)
     spacing = np.minimum(1 / widths, REACH)
@@ -36,12 +37,12 @@ def classes_of(labels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def class_targets(labels: NDArray[Any]) -> Floats:
-    """Labels of cells [Z, Y, X] -> the same classes as float32 [1, Z, Y, X]."""
+    """Return the classes of labels of cells [Z, Y, X] as float32 [1, Z, Y, X]."""
     return classes_of(labels)[None].astype(np.float32)
 
 
 def class_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Scores [B, K, z, y, x] against classes [B, 1, z, y, x] (0 to K - 1) -> scalar: cross entropy and mean Dice."""
+    """Return cross entropy plus mean Dice loss of scores [B, K, z, y, x] for classes [B, 1, z, y, x]; scalar."""
     classes = targets[:, 0].long()
     entropy = functional.cross_entropy(scores, classes)
     probability = torch.softmax(scores, dim=1)
@@ -52,9 +53,9 @@ def class_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return entropy + 0.5 * (1 - overlap.mean())
 
 
-def dice(truth: NDArray[Any], found: NDArray[Any], count: int = len(CLASSES)) -> list[float]:
-    """Dice coefficient 2 |A and B| / (|A| + |B|) of each class; NaN of one that neither has. Both [Z, Y, X]."""
-    table = np.bincount(truth.ravel().astype(np.intp) * count + found.ravel(), minlength=count**2)
+def dice(truth: NDArray[Any], predicted: NDArray[Any], count: int = len(CLASSES)) -> list[float]:
+    """Return 2 |A and B| / (|A| + |B|) of each class in volumes [Z, Y, X]; NaN for a class that neither has."""
+    table = np.bincount(truth.ravel().astype(np.intp) * count + predicted.ravel(), minlength=count**2)
     both = table.reshape(count, count)
     sizes = both.sum(axis=0) + both.sum(axis=1)
     return [float(2 * both[k, k] / sizes[k]) if sizes[k] else float("nan") for k in range(count)]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.training.examples import Pair, Source
+from service.training.object_size import median_extents
+from service.training.recipes.sources import Percentiles, TurnedStacks, mix, resample_to_diameter
+
+
+def test_normalisation_is_the_one_of_the_model_file() -> None:
+    image = np.arange(1001, dtype=np.uint16).reshape(7, 11, 13)
+    scaled = Percentiles(10, 90)(image)
+    assert scaled.dtype == np.float32
+    assert (scaled.ravel()[100], scaled.ravel()[900]) == pytest.approx((0, 1))
+    assert not Percentiles()(np.full((2, 3, 4), 7)).any()
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 1)])
+def test_the_share_decides_between_two_sources(share: float, expected: int) -> None:
+    def constant(value: int) -> Source:
+        return lambda _rng: (np.full((1, 1, 1), value), np.full((1, 1, 1), value))
+
+    image, _ = mix(constant(0), constant(1), share)(np.random.default_rng(0))
+    assert image.item() == expected
+
+
+def box(widths: tuple[int, int, int], shape: tuple[int, int, int] = (60, 60, 60)) -> Pair:
+    """A volume with eight boxes of these widths that touch no border."""
+    labels = np.zeros(shape, np.uint16)
+    for number in range(8):
+        low = [2 + (number >> axis & 1) * (length // 2) for axis, length in enumerate(shape)]
+        labels[tuple(slice(start, start + width) for start, width in zip(low, widths, strict=True))] = number + 1
+    return (100 * (labels > 0)).astype(np.uint16), labels
+
+
+def test_stated_sizes_become_the_models() -> None:
+    widths = []
+    for seed in range(6):
+        image, labels = resample_to_diameter(lambda _: box((5, 9, 13)), 20, 1.0)(np.random.default_rng(seed))
+        assert image.shape == labels.shape
+        assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
+        widths.append(median_extents(labels))
+    each, together = (np.array([w for w in widths if (w.max() / w.min() < 1.5) == kind]) for kind in (True, False))
+    assert each == pytest.approx(20, rel=0.2)
+    assert np.cbrt(together.prod(axis=1)) == pytest.approx(20, rel=0.2)
+    assert len(each) > 0 < len(together)
+
+
+def test_what_is_far_larger_than_stated_and_what_is_not_chosen_stays() -> None:
+    for widths, share in (((5, 9, 13), 0.0), ((28, 28, 28), 1.0)):
+        pair = box(widths)
+        image, labels = resample_to_diameter(lambda _, pair=pair: pair, 14, share)(np.random.default_rng(0))
+        assert image is pair[0]
+        assert labels is pair[1]
+
+
+def test_recorded_stacks_are_turned_together_with_their_labels() -> None:
+    pair = box((8, 20, 12), (40, 60, 60))
+    shapes = set()
+    for seed in range(6):
+        image, labels = TurnedStacks([pair])(np.random.default_rng(seed))
+        assert image.shape == labels.shape
+        assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
+        shapes.add(image.shape[1] < 0.85 * image.shape[0] * 60 / 40)
+    assert shapes == {True, False}

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from service.models.architectures import ShuffleUNet
+from service.training.model_folder import save_weights
+
+
+def test_saved_weights_load_again(tmp_path: Path) -> None:
+    model = ShuffleUNet(1, 2, widths=(8, 12))
+    save_weights(model, tmp_path)
+    ShuffleUNet(1, 2, widths=(8, 12)).load_state_dict(load_file(tmp_path / "weights.safetensors"))
+
+
+def test_layers_that_are_listed_twice_are_stored_twice(tmp_path: Path) -> None:
+    network = torch.nn.ModuleDict({"one": torch.nn.Conv3d(1, 2, 3)})
+    network["other"] = network["one"]
+    save_weights(network, tmp_path)
+    network.load_state_dict(load_file(tmp_path / "weights.safetensors"))
