@@ -45,7 +45,7 @@ from torch import nn
 from service.core.config import Settings
 from service.core.volume import Options, Volume
 from service.inference.segmenter import Segmenter
-from service.models.architectures import build
+from service.models.architectures import build_network
 from service.models.repository import read_repository
 from service.models.spec import Architecture
 
@@ -359,7 +359,7 @@ def make_model(
     folder = root / content["name"]
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    network = build(Architecture(**content["architecture"]))
+    network = build_network(Architecture(**content["architecture"]))
     prepare(network)
     weights = folder / "weights.safetensors"
     # Copies: some networks hold a layer under two names, which the format does not allow to be one.

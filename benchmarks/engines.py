@@ -49,7 +49,7 @@ from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import activation_bytes
-from service.models.loader import Network, load
+from service.models.loader import Network, load_network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
@@ -186,7 +186,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     }
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
     spec = model_of(name, options.roi, folder)
-    network = load(spec)
+    network = load_network(spec)
     shape = (spec.input.channels, *spec.input.roi_size)
     warm = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
     window, size = warm.window, warm.choice.sw_batch_size

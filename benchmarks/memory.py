@@ -27,7 +27,7 @@ from end_to_end import ROOT, server
 from monai.inferers.utils import sliding_window_inference
 from processes import memory
 
-from service.models.loader import load
+from service.models.loader import load_network
 from service.models.repository import read_spec
 
 MODEL: dict[str, Any] = {
@@ -76,7 +76,7 @@ def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, 
 def plain(model: Path, stack: Path, result: Path) -> None:
     """The plain script; prints its peak in bytes."""
     spec = read_spec(model)
-    network = load(spec)
+    network = load_network(spec)
     image = tifffile.imread(stack)
     low, high = np.percentile(image, (1, 99.8))
     scaled = ((image - low) / (high - low)).astype(np.float32)

@@ -27,7 +27,7 @@ from service.core import hardware
 from service.engine import precision, torch_compile
 from service.engine.cpu import cpu_graph, onednn, winograd
 from service.engine.prepare import prepare
-from service.models.loader import Network, load
+from service.models.loader import Network, load_network
 from service.models.repository import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     spec = read_spec(options.model)
-    network = load(spec)
+    network = load_network(spec)
     device = hardware.choose_device(options.device)
     dtype = precision.choose("auto", hardware.native_precisions(device)).dtype
     window = (spec.input.channels, *spec.input.roi_size)

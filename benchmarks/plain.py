@@ -26,7 +26,7 @@ from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 
 from service.inference.decoding.decoders import make_decoder
-from service.models.loader import load
+from service.models.loader import load_network
 from service.models.repository import read_spec
 from service.models.spec import Instances, ModelSpec, PercentileNormalisation
 
@@ -48,7 +48,7 @@ def main() -> None:
     spec = read_spec(options.model)
     normalisation = spec.input.normalisation
     assert isinstance(normalisation, PercentileNormalisation), "this script normalises by percentiles"
-    network = load(spec).to(options.device)
+    network = load_network(spec).to(options.device)
     with torch.inference_mode():
         network(torch.zeros(1, 1, *spec.input.roi_size, device=options.device))
 

@@ -28,7 +28,7 @@ from service.cli import train as train_command
 from service.core import logs
 from service.core.config import KEY_NAME, Settings, overruled, read_settings
 from service.core.errors import BadParameter, ConfigError, StackSegError
-from service.models.repository import choose, read_repository
+from service.models.repository import read_repository, select_model
 
 log = logging.getLogger("service")
 
@@ -147,7 +147,7 @@ def run_segment(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter(explain(error.errors())) from error
     check_results(options.input, [path for path in (options.result, options.measurements) if path is not None])
     models = settings.models
-    spec = choose(read_repository(models.folder, models.serve), query.model, models.default)
+    spec = select_model(read_repository(models.folder, models.serve), query.model, models.default)
     stages = Stages()
     with tempfile.TemporaryDirectory(prefix="segment-") as scratch, device_of(settings) as device:
         with stages.measure("read"):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.models.architectures import build
+from service.models.architectures import build_network
 from service.models.repository import read_spec
 from service.models.spec import Architecture, ModelSpec
 
@@ -124,7 +124,7 @@ def train_bands() -> nn.Module:
     """The network of `BANDS` after a second of training: it tells the three brightnesses of a phantom apart."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = build(Architecture(**BANDS["architecture"])).train()
+        network = build_network(Architecture(**BANDS["architecture"])).train()
     optimiser = torch.optim.Adam(network.parameters(), lr=2e-2)
     for step in range(80):
         phantoms = [make_phantom((16, 32, 32), 2 * step + item) for item in range(2)]
@@ -160,7 +160,7 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     """A small instance model, foreground and distance, with random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = build(Architecture(**RANDOM_NUCLEI["architecture"]))
+        network = build_network(Architecture(**RANDOM_NUCLEI["architecture"]))
     return write_model_folder(tmp_path_factory.mktemp("random-repository"), RANDOM_NUCLEI, network)
 
 
@@ -172,7 +172,7 @@ def write_model(tmp_path: Path) -> WriteModel:
     """
 
     def write(content: dict[str, Any], network: nn.Module | None = None) -> ModelSpec:
-        module = network if network is not None else build(Architecture(**content["architecture"]))
+        module = network if network is not None else build_network(Architecture(**content["architecture"]))
         return write_model_folder(tmp_path / "models", content, module)
 
     return write

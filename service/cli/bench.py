@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.core.config import Settings, overruled
 from service.core.errors import BadParameter
-from service.models.repository import choose, read_repository
+from service.models.repository import read_repository, select_model
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         profile=options.profile,
     )
     models = settings.models
-    spec = choose(read_repository(models.folder, models.serve), options.model, models.default)
+    spec = select_model(read_repository(models.folder, models.serve), options.model, models.default)
     report = session.run(spec, settings, wanted)
     sys.stdout.write("\n".join(show.lines(report)) + "\n")
     if options.json is not None:

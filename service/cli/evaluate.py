@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.models.repository import FILE_NAME, choose, read_repository, read_spec
+from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -98,4 +98,4 @@ def _chosen(model: str | None, settings: Settings) -> ModelSpec:
     if model is not None and (Path(model) / FILE_NAME).is_file():
         return read_spec(Path(model))
     models = settings.models
-    return choose(read_repository(models.folder, models.serve), model, models.default)
+    return select_model(read_repository(models.folder, models.serve), model, models.default)

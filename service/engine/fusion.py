@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from service.models.module_tree import children, is_sequence, parts
+from service.models.module_tree import is_sequence, iter_children, iter_modules
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -32,8 +32,8 @@ def neighbours(network: nn.Module) -> Iterator[tuple[Step, Step]]:
     Sequences within sequences count as their steps, unless they are in several places, where different steps follow,
     or have hooks. Steps that do nothing in inference are left out. Replacing while iterating is safe.
     """
-    modules = list(parts(network))
-    places = Counter(child for module in modules for _, child in children(module))
+    modules = list(iter_modules(network))
+    places = Counter(child for module in modules for _, child in iter_children(module))
     for module in modules:
         if is_sequence(module):
             yield from itertools.pairwise(list(_steps(module, places)))
@@ -60,7 +60,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _steps(sequence: nn.Module, places: Counter[nn.Module]) -> Iterator[Step]:
-    for name, child in children(sequence):
+    for name, child in iter_children(sequence):
         if is_sequence(child) and places[child] == 1 and not _hooked(child):
             yield from _steps(child, places)
         elif not any(ordinary(child, kind) for kind in (nn.Identity, nn.Dropout, nn.Dropout3d)):

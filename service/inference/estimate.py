@@ -21,7 +21,7 @@ from service.inference.resample import working_size
 from service.inference.windows.blending import kept_floats
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import Stitching, stitching
-from service.models.module_tree import parts
+from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
 # Windows per call where the operator leaves that open and nothing was tuned.
@@ -240,7 +240,7 @@ def watched(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         if isinstance(output, torch.Tensor):
             sizes.append(output.numel() * 4)
 
-    leaves = [module for module in parts(network) if not list(module.children())]
+    leaves = [module for module in iter_modules(network) if not list(module.children())]
     hooks = [leaf.register_forward_hook(note) for leaf in leaves]
     try:
         scores: torch.Tensor = network(x)

@@ -37,7 +37,7 @@ from service.inference.windows.blending import Slab
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import stitching
 from service.inference.windows.sliding_window import Image, SlidingWindow
-from service.models.loader import Network, load, weight_bytes
+from service.models.loader import Network, load_network, weight_bytes
 from service.models.spec import Instances, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Segmenter:
         if settings.engine.cache_folder is not None:
             torch_compile.use_cache(settings.engine.cache_folder)
         extension_cache.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
-        network = load(spec, self._watched)
+        network = load_network(spec, self._watched)
         self._warm_up = EngineSelector(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
         self._warm: ReadyEngine | None = None

@@ -1,4 +1,4 @@
-"""Architectures that a model file may name, and how one is built."""
+"""Architectures that a model file may name, and building one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.models.spec import Architecture
 
 
 def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
-    """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx], every block of voxels becoming channels."""
+    """Move each block of voxels into channels: [B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
     batch, channels, *size = x.shape
     bz, by, bx = block
     z, y, w = (edge // b for edge, b in zip(size, block, strict=True))
@@ -24,7 +24,10 @@ def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
-    """The inverse of `space_to_depth` (sub-pixel shuffle of Shi et al. 2016, in three dimensions)."""
+    """Invert `space_to_depth`: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx].
+
+    The sub-pixel shuffle of Shi et al. 2016, in three dimensions.
+    """
     batch, channels, z, y, w = x.shape
     bz, by, bx = block
     outputs = channels // (bz * by * bx)
@@ -32,8 +35,8 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     return x.reshape(batch, outputs, z * bz, y * by, w * bx)
 
 
-class _Shuffle(nn.Module):
-    """Moves voxels of blocks [bz, by, bx] into channels or back, as a module that an engine can replace."""
+class _BlockShuffle(nn.Module):
+    """Base of the two shuffles as modules, which an engine can replace; `block` is (bz, by, bx)."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
@@ -41,31 +44,31 @@ class _Shuffle(nn.Module):
         self.block = (bz, by, bx)
 
 
-class SpaceToDepth(_Shuffle):
-    """`space_to_depth`."""
+class SpaceToDepth(_BlockShuffle):
+    """`space_to_depth` as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
+        """Return [B, C * prod(block), z / bz, y / by, x / bx] of [B, C, z, y, x]."""
         return space_to_depth(x, self.block)
 
 
-class DepthToSpace(_Shuffle):
-    """`depth_to_space`."""
+class DepthToSpace(_BlockShuffle):
+    """`depth_to_space` as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
+        """Return [B, K, z * bz, y * by, x * bx] of [B, K * prod(block), z, y, x]."""
         return depth_to_space(x, self.block)
 
 
-class _Block(nn.Sequential):
-    """Twice 3x3x3 convolution, batch norm, ReLU."""
+class _DoubleConv(nn.Sequential):
+    """3x3x3 convolution, batch norm and ReLU, twice."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int) -> None:
         layers: list[nn.Module] = []
-        for channels in (inputs, outputs):
+        for channels in (in_channels, out_channels):
             layers += [
-                nn.Conv3d(channels, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm3d(outputs),
+                nn.Conv3d(channels, out_channels, 3, padding=1, bias=False),
+                nn.BatchNorm3d(out_channels),
                 nn.ReLU(inplace=True),
             ]
         super().__init__(*layers)
@@ -74,10 +77,10 @@ class _Block(nn.Sequential):
 class ShuffleUNet(nn.Module):
     """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to single voxels.
 
-    The widest layers of a U-Net are those at full resolution, and a convolution that reads one channel keeps a matrix
-    unit idle. Here `space_to_depth` turns each block of voxels into channels first, so that the layers at the
-    top run on 1 / prod(block) of the positions. Skip connections are added, which halves the decoder's first
-    convolutions. Every edge of the input must be a multiple of block * 2 ** (len(widths) - 1).
+    A convolution at full resolution that reads one channel keeps a matrix unit idle. `space_to_depth` therefore turns
+    each block of voxels into channels first, and the top layers run on 1 / prod(block) of the positions. Skip
+    connections are added, not concatenated, which halves the decoder's first convolutions. Every edge of the input must
+    be a multiple of block * 2 ** (len(widths) - 1).
     """
 
     def __init__(
@@ -91,43 +94,42 @@ class ShuffleUNet(nn.Module):
         factor = math.prod(block)
         self.unfold, self.fold = SpaceToDepth(block), DepthToSpace(block)
         levels = list(itertools.pairwise(widths))
-        self.stem = _Block(in_channels * factor, widths[0])
+        self.stem = _DoubleConv(in_channels * factor, widths[0])
         self.down = nn.ModuleList(
             nn.Sequential(
                 nn.Conv3d(above, below, 2, stride=2, bias=False),
                 nn.BatchNorm3d(below),
                 nn.ReLU(inplace=True),
-                _Block(below, below),
+                _DoubleConv(below, below),
             )
             for above, below in levels
         )
         self.up = nn.ModuleList(nn.ConvTranspose3d(below, above, 2, stride=2) for above, below in levels)
-        self.merge = nn.ModuleList(_Block(above, above) for above, _ in levels)
+        self.merge = nn.ModuleList(_DoubleConv(above, above) for above, _ in levels)
         self.head = nn.Conv3d(widths[0], out_channels * factor, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, in_channels, z, y, x] -> [B, out_channels, z, y, x]."""
+        """Return scores [B, out_channels, z, y, x] of an image [B, in_channels, z, y, x]."""
         features = [self.stem(self.unfold(x))]
         for down in self.down:
             features.append(down(features[-1]))
         top = features.pop()
         for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
-            # In place: fresh memory for another sum costs more than the sum.
+            # In place, because allocating memory for the sum takes longer than adding.
             top = merge(up(top).add_(features.pop()))
         scores: Tensor = self.fold(self.head(top))
         return scores
 
 
 def _from_monai(name: str) -> Callable[..., nn.Module]:
-    """Makes MONAI's network of that name. Importing MONAI takes longer than all that a model of ours needs to start."""
+    """Return a constructor of MONAI's network `name` that imports MONAI, which takes seconds, only when called."""
 
-    def make(**arguments: Any) -> nn.Module:
-        constructors: dict[str, Callable[..., nn.Module]] = import_module(
-            "service.models.monai_architectures"
-        ).CONSTRUCTORS
-        return constructors[name](**arguments)
+    def construct(**arguments: Any) -> nn.Module:
+        module = import_module("service.models.monai_architectures")
+        network: nn.Module = module.CONSTRUCTORS[name](**arguments)
+        return network
 
-    return make
+    return construct
 
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
@@ -136,8 +138,8 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build(architecture: Architecture) -> nn.Module:
-    """A freshly initialised network, float32 on the CPU. Raises BrokenModel for unknown names and bad arguments."""
+def build_network(architecture: Architecture) -> nn.Module:
+    """Build a freshly initialised network, float32 on the CPU. Raise BrokenModel for unknown names or bad arguments."""
     constructor = ARCHITECTURES.get(architecture.name)
     if constructor is None:
         raise BrokenModel(f"There is no architecture {architecture.name!r}; known are {', '.join(ARCHITECTURES)}.")

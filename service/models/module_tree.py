@@ -1,4 +1,4 @@
-"""The parts of a torch module, and modules that call parts of others in sequence."""
+"""Modules and children of a torch network, and which `nn.Sequential` of it really run their children in sequence."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+# Set on an `nn.Sequential` that `is_sequence` must not count as one; copies have it too.
+_BYPASSED = "_stackseg_bypassed"
+
 
 def is_sequence(module: nn.Module) -> bool:
-    """Whether it calls its children in turn, and does nothing else; not where `observed` saw them called otherwise."""
-    whole = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return whole and not getattr(module, _APART, False)
+    """Return whether `module` only calls its children in turn, and `observe_calls` saw nothing to the contrary."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not getattr(module, _BYPASSED, False)
 
 
-def parts(network: nn.Module) -> Iterator[nn.Module]:
-    """All modules within `network`, itself included, but for TorchScript's, which cannot be changed."""
+def iter_modules(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield `network` and all modules within it, except those of TorchScript, which cannot be changed."""
     return (module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
-def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """With their names; those that it has in several places are there several times."""
+def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and child; a child under several names comes several times, unlike with `named_children`."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 @contextmanager
-def observed(network: nn.Module) -> Iterator[None]:
-    """While `network` runs: see whether it calls its sequences whole, and remember of which that is not so.
+def observe_calls(network: nn.Module) -> Iterator[None]:
+    """Count calls of modules while `network` runs, and mark every `nn.Sequential` whose children others call.
 
-    Others than `nn.Sequential` may call the parts of one: all or some of them, in any order, or also besides the whole.
-    Not seen are calls of a part's `forward` itself, nor, besides the whole, those of a part that has a place elsewhere
-    too: they show when engines are tuned, where results are compared with those of the network as it was.
+    A module may use parts of an `nn.Sequential` that it owns: some of them, in another order, or besides the whole.
+    Two cases stay unseen: direct calls of a child's `forward`, and, besides calls of the whole, calls of a child that
+    has another parent too. Tuning catches both, because it compares an engine's scores with the original network's.
     """
-    modules, calls = list(parts(network)), Counter[nn.Module]()
+    modules, calls = list(iter_modules(network)), Counter[nn.Module]()
 
-    def count(module: nn.Module, _given: object) -> None:
+    def count(module: nn.Module, _inputs: object) -> None:
         calls[module] += 1
 
     hooks = [module.register_forward_pre_hook(count) for module in modules]
@@ -45,22 +48,29 @@ def observed(network: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    for sequence in _taken_apart(modules, calls):
-        setattr(sequence, _APART, True)
+    for sequence in _find_bypassed(modules, calls):
+        setattr(sequence, _BYPASSED, True)
 
 
-def _taken_apart(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
-    """The sequences among these that were not called, or parts of which were called more often than they."""
-    sequences = {module for module in modules if is_sequence(module)}
-    # What has a place elsewhere too is called from there.
-    elsewhere = {child for module in modules if module not in sequences for _, child in children(module)}
-    expected = Counter[nn.Module]()
+def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
+    """Return the sequences that were never called, or of which a child was called more often than its sequences were.
+
+    Fusing such a sequence would change the network, because something reads values from between its children. A child
+    that also has a parent which is no sequence is exempt from the count: the parent makes the additional calls.
+    """
+    sequences = [module for module in modules if is_sequence(module)]
+    others = set(modules).difference(sequences)
+    exempt = {child for module in others for _, child in iter_children(module)}
+    calls_by_sequences = Counter[nn.Module]()
     for sequence in sequences:
-        for _, child in children(sequence):
-            expected[child] += calls[sequence]
-    more = {child for child in expected if child not in elsewhere and calls[child] > expected[child]}
-    return [one for one in sequences if not calls[one] or any(child in more for _, child in children(one))]
+        for _, child in iter_children(sequence):
+            calls_by_sequences[child] += calls[sequence]
 
+    def called_from_outside(child: nn.Module) -> bool:
+        return child not in exempt and calls[child] > calls_by_sequences[child]
 
-# Set on what `is_sequence` no longer counts as one; copies have it too.
-_APART = "_stackseg_apart"
+    return [
+        sequence
+        for sequence in sequences
+        if not calls[sequence] or any(called_from_outside(child) for _, child in iter_children(sequence))
+    ]

@@ -1,7 +1,7 @@
-"""MONAI's networks, where they are needed; `service.models.loader` imports this module with the first of them.
+"""MONAI's networks; `service.models.architectures` imports this module when one of them is built.
 
-`import monai` imports every part of it, and with that what plots, filters and reads files: seconds of each start, and a
-hundred MiB. Networks need none of it, MONAI does without what is not installed, and so it is told that nothing is.
+`import monai` also imports optional libraries for plots, filters and files, which takes seconds and a hundred MiB.
+Networks need none of them, so they are hidden from MONAI, which does without what is not installed.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Imported by MONAI where they are installed, by `monai.utils.optional_import`.
-SPARED = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
+# Packages that `monai.utils.optional_import` imports where they are installed.
+HIDDEN = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
 
 
-class _Absent(MetaPathFinder):
-    """Finds that packages are not installed, for one thread: others may need them just now."""
+class _HidingFinder(MetaPathFinder):
+    """An import finder that reports packages as not installed, to one thread: others may import them meanwhile."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._thread = names, threading.get_ident()
 
     def find_spec(self, fullname: str, _path: Sequence[str] | None, _target: object = None, /) -> None:
-        """None: let others look. Raises ModuleNotFoundError for what is spared."""
+        """Return None, which leaves the search to other finders. Raise ModuleNotFoundError for a hidden package."""
         if fullname.partition(".")[0] in self._names and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError(f"{fullname} is spared", name=fullname)
+            raise ModuleNotFoundError(f"{fullname} is hidden", name=fullname)
 
 
 @contextmanager
-def sparing(names: frozenset[str]) -> Iterator[None]:
-    """While this lasts, packages of these names are not found by this thread, unless they were imported before."""
-    finder = _Absent(names)
+def hide_packages(names: frozenset[str]) -> Iterator[None]:
+    """Hide packages from imports of this thread as long as the context lasts, unless they are imported already."""
+    finder = _HidingFinder(names)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -44,39 +44,39 @@ def sparing(names: frozenset[str]) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-with sparing(SPARED):
+with hide_packages(HIDDEN):
     from monai.networks.nets.basic_unet import BasicUNet, UpCat
     from monai.networks.nets.dynunet import DynUNet
     from monai.networks.nets.segresnet import SegResNet
     from monai.networks.nets.unet import UNet
 
 
-class _UpCat(UpCat):
-    """MONAI's, without its `torch.jit.isinstance`, over which `torch.compile` breaks the graph."""
+class _CompilableUpCat(UpCat):
+    """MONAI's `UpCat` without `torch.jit.isinstance`, at which `torch.compile` breaks the graph."""
 
     def forward(self, x: Tensor, x_e: Tensor | None) -> Tensor:
-        """[B, C, z, y, x], to be enlarged, and what is joined to it; an odd edge of that gets its last plane twice."""
+        """Upsample `x` [B, C, z, y, x], pad it where the skip connection `x_e` has an odd edge, and join both."""
         x = self.upsample(x)
         if x_e is not None:
-            missing = [int(have != want) for have, want in zip(x.shape[2:], x_e.shape[2:], strict=True)]
-            if self.is_pad and any(missing):
-                x = functional.pad(x, [side for after in reversed(missing) for side in (0, after)], "replicate")
+            padding = [int(edge != skip) for edge, skip in zip(x.shape[2:], x_e.shape[2:], strict=True)]
+            if self.is_pad and any(padding):
+                x = functional.pad(x, [side for after in reversed(padding) for side in (0, after)], "replicate")
             x = torch.cat((x_e, x), dim=1)
-        joined: Tensor = self.convs(x)
-        return joined
+        features: Tensor = self.convs(x)
+        return features
 
 
-def _basic_unet(**arguments: Any) -> nn.Module:
+def _make_basic_unet(**arguments: Any) -> nn.Module:
     network = BasicUNet(**arguments)
     for module in network.modules():
         if type(module) is UpCat:
-            module.__class__ = _UpCat
+            module.__class__ = _CompilableUpCat
     return network
 
 
 CONSTRUCTORS: dict[str, Callable[..., nn.Module]] = {
     "UNet": UNet,
-    "BasicUNet": _basic_unet,
+    "BasicUNet": _make_basic_unet,
     "DynUNet": DynUNet,
     "SegResNet": SegResNet,
 }

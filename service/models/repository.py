@@ -1,4 +1,4 @@
-"""The model repository: `models/<name>/model.yaml` -> ModelSpec. Data only, nothing in a folder is executed."""
+"""The model repository: `models/<name>/model.yaml` -> ModelSpec. Nothing in a folder is executed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
 
-# Answers where nothing else is said: models that are added beside it must not take its place by their name.
-USUAL = "nuclei"
+# Served by default where no other default is configured, so that a model added beside it does not take its place.
+DEFAULT_NAME = "nuclei"
 
 T = TypeVar("T")
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read and check one model folder; weights are compared with their SHA-256. Raises BrokenModel."""
+    """Read and check one model folder, with the SHA-256 of its weights. Raise BrokenModel."""
     path = folder / FILE_NAME
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -33,13 +33,13 @@ def read_spec(folder: Path) -> ModelSpec:
     try:
         spec = ModelSpec.model_validate({**content, "folder": folder})
     except ValidationError as error:
-        raise BrokenModel(f"{path}: {describe(error)}") from error
+        raise BrokenModel(f"{path}: {_describe_errors(error)}") from error
     _check_weights(spec)
     return spec
 
 
-def model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
-    """The folders below `root` that hold a model file, or those of `names`, unread. Raises BrokenModel for none."""
+def find_model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
+    """Return the folders below `root` that hold a model file, or those of `names`. Raise BrokenModel for none."""
     if not root.is_dir():
         where = "" if root.is_absolute() else " of the working directory"
         raise BrokenModel(f"The model repository {root} is not a folder{where}; set models.folder to the one to serve.")
@@ -50,9 +50,9 @@ def model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
 
 
 def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
-    """Read every model folder below `root` (or only `names`), by model name. Raises BrokenModel."""
+    """Read every model folder below `root`, or only `names`, by model name. Raise BrokenModel."""
     specs: dict[str, ModelSpec] = {}
-    for folder in model_folders(root, names):
+    for folder in find_model_folders(root, names):
         spec = read_spec(folder)
         if spec.name in specs:
             raise BrokenModel(f"{folder}: the name {spec.name!r} is taken by {specs[spec.name].folder}")
@@ -60,15 +60,15 @@ def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelS
     return specs
 
 
-def usual(models: Iterable[str]) -> str | None:
-    """Of the names of models, which answers who names none and where no default is configured; None without any."""
+def default_name(models: Iterable[str]) -> str | None:
+    """Return the default among names of models where none is configured: `nuclei`, else the first; None without any."""
     names = list(models)
-    return USUAL if USUAL in names else next(iter(names), None)
+    return DEFAULT_NAME if DEFAULT_NAME in names else next(iter(names), None)
 
 
-def choose(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """The model called `name`; None: the `default`, without one the `usual` one. Raises UnknownModel."""
-    wanted = name or default or usual(models)
+def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
+    """Return the model called `name`, else `default`, else the one of `default_name`. Raise UnknownModel."""
+    wanted = name or default or default_name(models)
     if wanted is None:
         raise UnknownModel("No model is served. The service's operator finds the reason in GET /health.")
     if wanted not in models:
@@ -76,14 +76,10 @@ def choose(models: Mapping[str, T], name: str | None, default: str | None) -> T:
     return models[wanted]
 
 
-def describe(error: ValidationError) -> str:
-    """One line per fault, each with the key it concerns."""
-    faults = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        said = fault_message(fault)
-        faults.append(f"{key}: {said}" if key else said)
-    return "; ".join(faults)
+def _describe_errors(error: ValidationError) -> str:
+    """Return every fault after the key it concerns, in one line."""
+    faults = [(".".join(map(str, fault["loc"])), fault_message(fault)) for fault in error.errors()]
+    return "; ".join(f"{key}: {message}" if key else message for key, message in faults)
 
 
 def _check_weights(spec: ModelSpec) -> None:

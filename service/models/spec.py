@@ -1,4 +1,4 @@
-"""What a model file says: the keys of `model.yaml`, checked against each other."""
+"""The keys of a model file, `model.yaml`, checked against each other."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
 
-class _Frozen(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Architecture(_Frozen):
-    """A network that `service.models.loader` knows by name, and its keyword arguments."""
+class Architecture(_FrozenModel):
+    """Name of a network in `service.models.architectures`, and its keyword arguments."""
 
     name: str
     arguments: dict[str, Any] = {}
 
 
-class Weights(_Frozen):
-    """A file inside the model folder: tensors for the architecture, or a program or graph that brings its own."""
+class Weights(_FrozenModel):
+    """A file inside the model folder: tensors for `architecture`, or a program or graph that needs none."""
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class PercentileNormalisation(_Frozen):
+class PercentileNormalisation(_FrozenModel):
     """(x - p_low) / (p_high - p_low), percentiles over the whole volume of one channel; not clipped unless `clip`."""
 
     kind: Literal["percentile"]
@@ -38,19 +38,19 @@ class PercentileNormalisation(_Frozen):
     clip: tuple[float, float] | None = None
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if not self.low < self.high:
             raise ValueError("low must be below high")
         return self
 
 
-class ZScoreNormalisation(_Frozen):
+class ZScoreNormalisation(_FrozenModel):
     """(x - mean) / standard deviation, over the whole volume of one channel."""
 
     kind: Literal["zscore"]
 
 
-class RangeNormalisation(_Frozen):
+class RangeNormalisation(_FrozenModel):
     """(x - low) / (high - low) with fixed intensities; not clipped unless `clip`."""
 
     kind: Literal["range"]
@@ -59,7 +59,7 @@ class RangeNormalisation(_Frozen):
     clip: tuple[float, float] | None = None
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_width(self) -> Self:
         if self.low == self.high:
             raise ValueError("low and high must differ")
         return self
@@ -70,14 +70,14 @@ Normalisation = Annotated[
 ]
 
 
-class Input(_Frozen):
-    """What the network takes.
+class Input(_FrozenModel):
+    """Input of the network.
 
     channels    number of channels, in the order of `channel_names` where given
-    voxel_size  (z, y, x) in um to which a volume is resampled; None: used as it is sampled
-    diameter    width of objects in voxels at which the model works best; None: a request cannot state theirs
-    estimate_diameter  whether theirs is estimated where a request does not say what to do
-    roi_size    the window (z, y, x) in voxels, the one shape the network is ever called with
+    voxel_size  (z, y, x) in um to which a volume is resampled; None: not resampled
+    diameter    width in voxels of the objects that the model works best for; None: a request cannot state a diameter
+    estimate_diameter  whether the diameter is estimated where a request states none
+    roi_size    window (z, y, x) in voxels, the only spatial shape that the network is called with
     """
 
     channels: PositiveInt = 1
@@ -89,8 +89,8 @@ class Input(_Frozen):
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
 
 
-class Instances(_Frozen):
-    """Instances from two output channels, by ascent to the maxima of the distance inside the foreground.
+class Instances(_FrozenModel):
+    """Instances from two output channels: every foreground voxel ascends to a maximum of the distance.
 
     foreground     name of the output that holds the foreground logit
     distance       name of the output that holds the distance to the object's outline, in voxels or normalised
@@ -98,8 +98,8 @@ class Instances(_Frozen):
     persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
     minimum_size   objects of fewer voxels are dropped
     smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
-    border         what becomes of objects that touch a face of the volume
-    holes          what becomes of background that one object encloses
+    border         keep or drop objects that touch a face of the volume
+    holes          keep or fill background that one object encloses
     """
 
     kind: Literal["instances"]
@@ -113,21 +113,21 @@ class Instances(_Frozen):
     holes: Literal["keep", "fill"] = "keep"
 
 
-class Classes(_Frozen):
+class Classes(_FrozenModel):
     """One class per voxel: the output with the highest score; the first output is the background."""
 
     kind: Literal["classes"]
 
 
-class Sample(_Frozen):
-    """A small input of the model's own and what the model makes of it in FP32 eager mode."""
+class Sample(_FrozenModel):
+    """A small input, and the labels that the model gives for it in FP32 eager mode."""
 
     input: str = "sample.tif"
     expected: str = "expected.tif"
 
 
-class ModelSpec(_Frozen):
-    """Everything that is true of a model, wherever it runs. `folder` is where it was read from."""
+class ModelSpec(_FrozenModel):
+    """A model file. `folder` is the model folder that it was read from."""
 
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
@@ -146,26 +146,27 @@ class ModelSpec(_Frozen):
 
     @property
     def identifier(self) -> str:
-        """Name and version as clients see them, `nuclei/1`."""
+        """Return name and version as clients see them, `nuclei/1`."""
         return f"{self.name}/{self.version}"
 
     @property
     def weights_path(self) -> Path:
+        """Return the path of the weights file."""
         return self.folder / self.weights.file
 
     @property
     def network(self) -> str:
-        """The architecture's name; for a network of the file's own the kind of that file."""
+        """Return the architecture's name, or the kind of weights file that brings its own network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
     @model_validator(mode="after")
-    def _one_network(self) -> Self:
+    def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
             raise ValueError("architecture: safetensors need one, and other kinds of weights bring their own")
         return self
 
     @model_validator(mode="after")
-    def _outputs_named(self) -> Self:
+    def _check_outputs(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: every output needs a name of its own")
         if isinstance(self.decoding, Instances):
@@ -175,7 +176,7 @@ class ModelSpec(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _consistent_input(self) -> Self:
+    def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError(
                 "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
@@ -185,7 +186,7 @@ class ModelSpec(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _files_inside(self) -> Self:
+    def _check_file_names(self) -> Self:
         for file in (self.weights.file, *((self.sample.input, self.sample.expected) if self.sample else ())):
             if Path(file).name != file or file in {"", ".."}:
                 raise ValueError(f"{file!r} must be a plain file name inside the model folder")

@@ -50,7 +50,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 _DAMAGE = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError, zipfile.BadZipFile)
 
 
-def load_exported(path: Path) -> nn.Module:
+def load_torch_export(path: Path) -> nn.Module:
     """The network of a `.pt2` file, float32 or as it was saved, on the CPU, in evaluation mode.
 
     Convolutions become modules of their own, which engines can replace. Raises BrokenModel, naming what is refused.
@@ -263,7 +263,7 @@ def _operator(target: str) -> OpOverload[..., Any]:
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
     if space or (name not in ATEN | SIZES_AND_COPIES) or not overload.isidentifier():
-        raise BrokenModel(f"its graph calls {target}, which is not on the list in service/programs.py.")
+        raise BrokenModel(f"its graph calls {target}, which is not on the list in service/models/allowed_operators.py.")
     found = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(found, OpOverload):
         raise BrokenModel(f"its graph calls {target}, which is no operator.")

@@ -47,8 +47,9 @@ def load_torchscript(path: Path) -> Program:
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {str(error).strip().splitlines()[0]}") from error
     if refused:
+        names = ", ".join(refused)
         raise BrokenModel(
-            f"{path}: its program uses {', '.join(refused)}, which is not on the list in service/programs.py."
+            f"{path}: its program uses {names}, which is not on the list in service/models/allowed_operators.py."
         )
     return Program(script).eval().requires_grad_(requires_grad=False)
 

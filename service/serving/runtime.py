@@ -263,7 +263,7 @@ class Runtime:
 
     def model(self, name: str | None) -> ModelState:
         """The model of that name; None: the configured default, or the first. Raises UnknownModel."""
-        return self._now(repository.choose(self._found, name, self.settings.models.default))
+        return self._now(repository.select_model(self._found, name, self.settings.models.default))
 
     def spec(self, name: str | None) -> ModelSpec:
         """What is true of the model that answers. Raises UnknownModel, BrokenModel, and NotReady during the start."""
@@ -274,7 +274,7 @@ class Runtime:
 
     def served(self, name: str | None) -> ModelSpec:
         """The same for those who can wait. Raises UnknownModel and BrokenModel."""
-        model = repository.choose(self._found, name, self.settings.models.default)
+        model = repository.select_model(self._found, name, self.settings.models.default)
         if self._loaded(model.name) is None:
             model = self._now(model)
         if model.state == "failed" or model.spec is None:
@@ -408,7 +408,7 @@ class Runtime:
     def _read_models(self) -> list[ModelState]:
         models = self.settings.models
         try:
-            folders = repository.model_folders(models.folder, models.serve)
+            folders = repository.find_model_folders(models.folder, models.serve)
         except BrokenModel as error:
             self._problem = str(error)
             log.error("%s", error)  # noqa: TRY400 - the message says it all
@@ -437,7 +437,7 @@ class Runtime:
         models = self.settings.models
         if models.load == "all":
             return frozenset(self._found)
-        default = models.default or repository.usual(self._found)
+        default = models.default or repository.default_name(self._found)
         names = {*models.load, *([default] if default else [])}
         if self._found and (unknown := sorted(names - self._found.keys())):
             self._problem = f"models.load or models.default names {unknown[0]}, which is not served."

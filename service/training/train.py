@@ -16,8 +16,8 @@ from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.engine import precision
 from service.inference.normalize import normalise
-from service.models.architectures import build
-from service.models.loader import load
+from service.models.architectures import build_network
+from service.models.loader import load_network
 from service.models.repository import FILE_NAME
 from service.models.spec import Architecture, ModelSpec, Normalisation
 from service.training import throughput
@@ -58,7 +58,11 @@ def prepare_training(
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(plan.seed)
-        network = load(base) if base is not None else build(Architecture.model_validate(content["architecture"]))
+        network = (
+            load_network(base)
+            if base is not None
+            else build_network(Architecture.model_validate(content["architecture"]))
+        )
         data = (training, validation, Normalizer(draft.input.normalisation))
         return Trainer(network, *data, plan, folder, device, dtype)
 

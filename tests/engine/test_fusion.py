@@ -9,7 +9,7 @@ from torch import nn
 from service.engine.cpu import onednn, winograd
 from service.engine.fusion import neighbours
 from service.engine.prepare import prepare
-from service.models.module_tree import observed
+from service.models.module_tree import observe_calls
 
 FORMAT = torch.channels_last_3d
 
@@ -153,7 +153,7 @@ def test_torchscript_within_a_sequence_stays_as_it_is(compiled):
 def test_sequences_that_are_called_in_parts_compute_the_same(way):
     torch.manual_seed(0)
     network = InParts(way).eval().requires_grad_(requires_grad=False)
-    with observed(network):
+    with observe_calls(network):
         network(torch.zeros(1, 16, 5, 6, 7))
     check_ways(network)
 
@@ -194,6 +194,6 @@ def test_sequences_within_sequences_are_as_if_they_were_one():
 )
 def test_sequences_that_are_called_whole_stay_sequences(make, pairs):
     network = make()
-    with observed(network):
+    with observe_calls(network):
         network(torch.zeros(1, 16, 5, 6, 7))
     assert len({(one.owner, one.name) for one, _ in neighbours(network)}) == pairs

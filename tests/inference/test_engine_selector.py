@@ -14,7 +14,7 @@ from service.engine import backends
 from service.engine.plans import EngineConfig
 from service.inference import engine_selector
 from service.inference.engine_selector import EngineSelector, batch_size
-from service.models.loader import load
+from service.models.loader import load_network
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def use_two_threads():
 def warm_up(spec, chosen, network=None, window_bytes=1000):
     # Whatever else this machine computes: a narrow precision is another race, with other labels.
     native = frozenset({torch.float32})
-    return EngineSelector(spec, chosen, CPU, load(spec) if network is None else network, window_bytes, native)
+    return EngineSelector(spec, chosen, CPU, load_network(spec) if network is None else network, window_bytes, native)
 
 
 def kind_of(make):
@@ -168,7 +168,8 @@ def test_other_settings_are_tuned_anew(bands, settings, only, change):
 def test_other_weights_are_tuned_anew(bands, settings):
     weights = bands.weights.model_copy(update={"sha256": "0" * 64})
     one, other = (
-        warm_up(spec, settings(), load(bands)) for spec in (bands, bands.model_copy(update={"weights": weights}))
+        warm_up(spec, settings(), load_network(bands))
+        for spec in (bands, bands.model_copy(update={"weights": weights}))
     )
     assert one.circumstances() != other.circumstances()
     assert {"device", "torch", "threads", "openvino", "engines"} <= one.circumstances().keys()
@@ -303,14 +304,14 @@ import sys
 from pathlib import Path
 import torch
 from service.core.config import Settings
-from service.models.loader import load
+from service.models.loader import load_network
 from service.models.repository import read_spec
 from service.inference.engine_selector import EngineSelector
 
 torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))
 settings = Settings.model_validate({"engine": {"kind": "compiled"}})
-warm = EngineSelector(spec, settings, torch.device("cpu"), load(spec), 1).run()
+warm = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
 assert warm.choice.engine == "eager", warm
 assert "compiled engine failed" in warm.warnings[0], warm
 """
@@ -362,14 +363,14 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     only("eager", other=replace(kind_of(make), precisions=precisions))
     chosen = settings()
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    warm = EngineSelector(bands, chosen, CPU, Wide(load(bands)), 1000, BOTH).run()
+    warm = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
     assert (warm.choice.engine, warm.choice.precision) == (engine, "fp32")
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
 def test_on_demand_what_was_never_compared_runs_in_float32(bands, settings, only, precision, expected):
     only("eager")
-    warm = EngineSelector(bands, settings(precision=precision), CPU, load(bands), 1000, BOTH).run(tune=False)
+    warm = EngineSelector(bands, settings(precision=precision), CPU, load_network(bands), 1000, BOTH).run(tune=False)
     assert (warm.choice.engine, warm.choice.precision) == ("eager", expected)
 
 

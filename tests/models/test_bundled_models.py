@@ -19,8 +19,8 @@ from service.inference.label_agreement import LabelAgreement
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.loader import Network, load
-from service.models.repository import choose, read_repository
+from service.models.loader import Network, load_network
+from service.models.repository import read_repository, select_model
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
 from service.training.recipes.class_targets import classes_of, dice
@@ -143,7 +143,7 @@ def difference(truth: NDArray[np.unsignedinteger], labels: NDArray[np.unsignedin
 
 def test_these_are_bundled_and_nuclei_answers_who_names_none(specs: dict[str, ModelSpec]) -> None:
     assert tuple(specs) == BUNDLED
-    assert choose(specs, None, None) == specs["nuclei"]
+    assert select_model(specs, None, None) == specs["nuclei"]
     assert {name: spec.decoding.kind for name, spec in specs.items() if name != "nuclei"} == {
         "membranes": "instances",
         "tissue": "classes",
@@ -199,13 +199,13 @@ def test_the_sample_reproduces_its_expected_labels(nuclei: ModelSpec, eager: Seg
 
 def test_bfloat16_is_within_the_tolerance_of_tuning(nuclei: ModelSpec) -> None:
     """As units for BF16 compute: weights, inputs and outputs of a convolution rounded, its sums in float32."""
-    network = prepare(load(nuclei), CPU, torch.float32, torch.channels_last_3d)
+    network = prepare(load_network(nuclei), CPU, torch.float32, torch.channels_last_3d)
     for layer in network.modules():
         if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
             layer.weight.data = to_bfloat16(layer.weight.data)
             layer.register_forward_pre_hook(lambda _layer, given: to_bfloat16(given[0]))
             layer.register_forward_hook(lambda _layer, _given, made: to_bfloat16(made))
-    parity = LabelAgreement(nuclei, CPU, lambda: windows(nuclei, load(nuclei)))
+    parity = LabelAgreement(nuclei, CPU, lambda: windows(nuclei, load_network(nuclei)))
     assert 0 < parity.difference(windows(nuclei, network)) <= read_settings(None, {}).engine.tolerance
 
 

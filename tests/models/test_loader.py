@@ -22,8 +22,8 @@ from torch import nn
 from service.core.errors import BrokenModel
 from service.inference.estimate import activation_bytes, watched
 from service.models import monai_architectures
-from service.models.architectures import ARCHITECTURES, ShuffleUNet, build, depth_to_space, space_to_depth
-from service.models.loader import load, run
+from service.models.architectures import ARCHITECTURES, ShuffleUNet, build_network, depth_to_space, space_to_depth
+from service.models.loader import compute_scores, load_network
 from service.models.module_tree import is_sequence
 from service.models.spec import Architecture, ModelSpec, Weights
 
@@ -76,7 +76,7 @@ def test_every_architecture_is_tried_here() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_keeps_the_grid(name: str) -> None:
-    network = build(Architecture(name=name, arguments=ARGUMENTS[name])).eval()
+    network = build_network(Architecture(name=name, arguments=ARGUMENTS[name])).eval()
     with torch.inference_mode():
         scores = network(torch.rand(2, 2, 16, 32, 32))
     assert scores.shape == (2, 3, 16, 32, 32)
@@ -92,7 +92,7 @@ def test_shuffle_unet_takes_any_edges_that_its_strides_divide(dtype: torch.dtype
 
 def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BrokenModel, match=r"no architecture 'UNext'; known are ShuffleUNet, UNet,"):
-        build(Architecture(name="UNext"))
+        build_network(Architecture(name="UNext"))
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
 def test_arguments_that_do_not_fit_are_refused(name: str, arguments: dict[str, Any]) -> None:
     given_arguments = ARGUMENTS[name] | arguments if arguments else {}
     with pytest.raises(BrokenModel, match=f"^{name} does not take the arguments in the model file: "):
-        build(Architecture(name=name, arguments=given_arguments))
+        build_network(Architecture(name=name, arguments=given_arguments))
 
 
 def test_loaded_network_is_the_one_that_was_saved(bands: ModelSpec, bands_network: nn.Module) -> None:
-    network = load(bands)
+    network = load_network(bands)
     x = torch.rand(1, 1, *bands.input.roi_size)
     with torch.inference_mode():
         assert torch.equal(network(x), bands_network(x))
@@ -130,8 +130,8 @@ def test_loaded_network_is_the_one_that_was_saved(bands: ModelSpec, bands_networ
 def test_loaded_network_is_for_inference_in_float32(
     write_model: WriteModel, random_nuclei_content: dict[str, Any]
 ) -> None:
-    halved = build(Architecture(**random_nuclei_content["architecture"])).half()
-    network = load(write_model(random_nuclei_content, halved))
+    halved = build_network(Architecture(**random_nuclei_content["architecture"])).half()
+    network = load_network(write_model(random_nuclei_content, halved))
     assert not any(module.training for module in network.modules())
     assert not any(parameter.requires_grad for parameter in network.parameters())
     floating = [tensor.dtype for tensor in network.state_dict().values() if tensor.is_floating_point()]
@@ -139,17 +139,19 @@ def test_loaded_network_is_for_inference_in_float32(
 
 
 def test_weights_of_another_network_are_refused(write_model: WriteModel, random_nuclei_content: dict[str, Any]) -> None:
-    wider = build(Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [8, 16]}))
+    wider = build_network(
+        Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [8, 16]})
+    )
     with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not fit ShuffleUNet: .* more\)$"):
-        load(write_model(random_nuclei_content, wider))
+        load_network(write_model(random_nuclei_content, wider))
 
 
 def test_weights_with_a_missing_layer_are_refused(random_nuclei: ModelSpec, tmp_path: Path) -> None:
-    state = load(random_nuclei).state_dict()
+    state = load_network(random_nuclei).state_dict()
     state.pop("head.bias")
     save_file(state, tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"Missing key.*head\.bias"):
-        load(random_nuclei.model_copy(update={"folder": tmp_path}))
+        load_network(random_nuclei.model_copy(update={"folder": tmp_path}))
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
@@ -159,7 +161,7 @@ def test_weights_that_are_no_safetensors_are_refused_and_never_unpickled(
     (tmp_path / "weights.safetensors").write_bytes(content)
     stated = Weights(sha256=hashlib.sha256(content).hexdigest())
     with pytest.raises(BrokenModel, match="the weights do not fit"):
-        load(random_nuclei.model_copy(update={"folder": tmp_path, "weights": stated}))
+        load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": stated}))
 
 
 def test_window_that_the_network_cannot_take_is_refused(
@@ -167,7 +169,7 @@ def test_window_that_the_network_cannot_take_is_refused(
 ) -> None:
     odd = random_nuclei_content["input"] | {"roi_size": [16, 15, 16]}
     with pytest.raises(BrokenModel, match=r"does not take a window of shape \(1, 1, 16, 15, 16\)"):
-        load(write_model(random_nuclei_content | {"input": odd}))
+        load_network(write_model(random_nuclei_content | {"input": odd}))
 
 
 def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuclei: ModelSpec) -> None:
@@ -177,23 +179,23 @@ def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuc
         seen.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
         scores, nbytes = watched(network, x)
         assert nbytes == seen[-1][1]
-        assert torch.equal(scores, run(network, x))
+        assert torch.equal(scores, compute_scores(network, x))
         return scores
 
-    load(random_nuclei, first)
+    load_network(random_nuclei, first)
     assert [shape for shape, _ in seen] == [(1, 1, 16, 16, 16)]
 
 
 def test_first_window_tells_which_sequences_are_called_whole(random_nuclei: ModelSpec) -> None:
     def in_parts(network: nn.Module, window: torch.Tensor) -> torch.Tensor:
-        scores = run(network, window)
+        scores = compute_scores(network, window)
         stem = network.get_submodule("stem")
         assert isinstance(stem, nn.Sequential)
         stem[2](scores)
         return scores
 
-    assert is_sequence(load(random_nuclei).get_submodule("stem"))
-    network = load(random_nuclei, in_parts)
+    assert is_sequence(load_network(random_nuclei).get_submodule("stem"))
+    network = load_network(random_nuclei, in_parts)
     assert not is_sequence(network.get_submodule("stem"))
     assert is_sequence(network.get_submodule("down.0"))
 
@@ -203,14 +205,14 @@ def test_more_stated_outputs_than_scores_are_refused(
 ) -> None:
     outputs = ["foreground", "distance", "boundary"]
     with pytest.raises(BrokenModel, match=r"returned \(1, 2, 16, 16, 16\) where \(1, 3, 16, 16, 16\) was expected"):
-        load(write_model(random_nuclei_content | {"outputs": outputs}))
+        load_network(write_model(random_nuclei_content | {"outputs": outputs}))
 
 
 @pytest.mark.parametrize("edges", [(32, 32, 32), (33, 36, 34)])
 def test_basic_unet_is_monais_and_becomes_one_graph(edges):
     arguments = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": [8] * 6}
     theirs = BasicUNet(**arguments).eval()
-    ours = build(Architecture(name="BasicUNet", arguments=arguments)).eval()
+    ours = build_network(Architecture(name="BasicUNet", arguments=arguments)).eval()
     ours.load_state_dict(theirs.state_dict())
     x = torch.rand(1, 1, *edges)
     graph = torch.compile(ours, backend="eager", fullgraph=True)
@@ -221,7 +223,7 @@ def test_basic_unet_is_monais_and_becomes_one_graph(edges):
 def test_what_monai_does_without_is_hidden_from_its_own_import_alone(tmp_path, monkeypatch):
     (tmp_path / "plotter_of_nothing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with monai_architectures.sparing(frozenset(["plotter_of_nothing"])):
+    with monai_architectures.hide_packages(frozenset(["plotter_of_nothing"])):
         with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
             import_module("plotter_of_nothing.colours")
         with ThreadPoolExecutor(1) as other:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, UnknownModel
-from service.models.repository import choose, read_repository, read_spec, usual
+from service.models.repository import default_name, read_repository, read_spec, select_model
 from service.models.spec import Classes, Instances, ModelSpec, Sample
 
 WEIGHTS = b"any bytes: the repository compares them with their hash and never parses them"
@@ -226,14 +226,14 @@ def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 def test_model_is_chosen_by_name_then_by_default_then_by_order(
     name: str | None, default: str | None, chosen: int
 ) -> None:
-    assert choose({"nuclei": 1, "cells": 2}, name, default) == chosen
+    assert select_model({"nuclei": 1, "cells": 2}, name, default) == chosen
 
 
 @pytest.mark.parametrize(
     ("served", "name"), [(["cells", "nuclei"], "nuclei"), (["cells", "plants"], "cells"), ([], None)]
 )
 def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str], name: str | None) -> None:
-    assert usual(served) == name
+    assert default_name(served) == name
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_choice_that_is_not_there_is_refused_with_those_that_are(
     models: dict[str, int], name: str | None, told: str
 ) -> None:
     with pytest.raises(UnknownModel, match=told):
-        choose(models, name, None)
+        select_model(models, name, None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.models.architectures import build
+from service.models.architectures import build_network
 from service.models.spec import Architecture
 from service.training.gradient_checkpointing import checkpoint_blocks, find_blocks
 
@@ -55,7 +55,7 @@ def trained(network: nn.Module) -> tuple[float, int]:
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
     torch.manual_seed(0)
-    plain = build(Architecture(name=name, arguments=TINY[name])).train()
+    plain = build_network(Architecture(name=name, arguments=TINY[name])).train()
     again = copy.deepcopy(plain)
     assert checkpoint_blocks(again) == len(find_blocks(plain)) > 1
     (loss, kept), (same_loss, less) = trained(plain), trained(again)
@@ -68,6 +68,6 @@ def test_a_step_is_the_same_and_keeps_less(name: str) -> None:
 
 
 def test_a_shared_block_is_found_once() -> None:
-    network = build(Architecture(name="DynUNet", arguments=TINY["DynUNet"]))
+    network = build_network(Architecture(name="DynUNet", arguments=TINY["DynUNet"]))
     found = find_blocks(network)
     assert len({id(block) for block in found}) == len(found)

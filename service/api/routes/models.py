@@ -8,7 +8,7 @@ from fastapi import APIRouter
 
 from service.api.admission import RuntimeDependency
 from service.api.schemas import Loaded, ModelInfo, ModelList
-from service.models.repository import usual
+from service.models.repository import default_name
 from service.serving.runtime import ModelState
 
 router = APIRouter(tags=["models"])
@@ -18,7 +18,7 @@ router = APIRouter(tags=["models"])
 async def list_models(runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
     models = [_info(model) for model in runtime.models]
-    default = runtime.settings.models.default or usual(model.name for model in models)
+    default = runtime.settings.models.default or default_name(model.name for model in models)
     return ModelList(default=default, models=models)
 
 

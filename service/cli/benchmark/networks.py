@@ -23,7 +23,7 @@ from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.inference.engine_selector import FAILURES, EngineSelector
 from service.inference.estimate import activation_bytes
-from service.models.loader import Network, load
+from service.models.loader import Network, load_network
 from service.models.spec import ModelSpec
 
 ROUNDS, SECONDS = 12, 60.0
@@ -129,7 +129,7 @@ def build_and_race(
 
 def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]) -> Iterator[Maker]:
     """Every engine that the settings leave open and that makes anything of the network, at every batch size."""
-    network = load(spec)
+    network = load_network(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     warming = EngineSelector(spec, settings, device, network, window_bytes)
     names = precision.candidates(settings.engine.precision, hardware.native_precisions(device))
@@ -190,7 +190,7 @@ def compare_optimisations(
     spec: ModelSpec, yardstick: Yardstick, windows: int, seconds: float = math.inf
 ) -> Iterator[Row]:
     """Each one alone beside the network as it was loaded, and each one removed beside all of them together."""
-    network, device = load(spec), yardstick.device
+    network, device = load_network(spec), yardstick.device
     known = optimisations(network, device, windows)
     everything = Recipe()
     for change in known.values():

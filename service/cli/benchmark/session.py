@@ -24,7 +24,7 @@ from service.engine.plans import EngineConfig
 from service.inference.batcher import device_of
 from service.inference.result import EngineReport
 from service.inference.segmenter import Segmenter
-from service.models.loader import load
+from service.models.loader import load_network
 from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
         line = Requests(segmenter, folder / "stack.tif", folder, device, threads)
         answered = _repeat(line, wanted)
         shape = (spec.input.channels, *spec.input.roi_size)
-        yardstick = Yardstick(torch_device, flop_of_window(load(spec), shape) / 1e9)
+        yardstick = Yardstick(torch_device, flop_of_window(load_network(spec), shape) / 1e9)
         yardstick.measure(segmenter.report().precision)
         report = Report(
             model=spec.identifier,

@@ -23,7 +23,7 @@ from service.core.volume import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
 from service.models.importers.archives import unpacked
 from service.models.importers.package import Draft, Proof
-from service.models.loader import load
+from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec
 
@@ -93,7 +93,7 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
         text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
         spec = read_spec(folder)
-        network = load(spec)
+        network = load_network(spec)
         checks = tuple(
             _check(network, prepare(Volume.from_array(proof.image[0]), spec), spec.activation, proof)
             for proof in draft.proofs

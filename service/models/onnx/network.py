@@ -185,7 +185,7 @@ class _Builder:
             softmax_flattened if call.operator == "Softmax" and self._model.opset < 13 else OPERATORS.get(call.operator)
         )
         if function is None:
-            raise BrokenModel(f"{call.operator} is not on the list in service/onnxops.py.")
+            raise BrokenModel(f"{call.operator} is not on the list in service/models/onnx/operators.py.")
         return self._called(call, function, call.attributes)
 
     def _called(

@@ -16,7 +16,7 @@ from service.__main__ import main
 from service.core.errors import UnsupportedPackage
 from service.models.importers.archives import unpacked
 from service.models.importers.model_folder import state_dict
-from service.models.loader import load
+from service.models.loader import load_network
 
 STATED: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},
@@ -110,7 +110,7 @@ def test_an_exported_graph_is_imported_and_computes_the_same(bands_network: nn.M
     torch.export.save(torch.export.export(bands_network, (image,)), file)
     spec, _ = import_model(file, tmp_path / "models", STATED)
     assert (spec.name, spec.network, spec.weights.file) == ("bands", "exported", "weights.pt2")
-    assert torch.allclose(load(spec)(image), bands_network(image))
+    assert torch.allclose(load_network(spec)(image), bands_network(image))
 
 
 def test_the_command_imports_and_then_lists(

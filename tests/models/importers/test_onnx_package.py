@@ -13,7 +13,7 @@ from onnxes import exported
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.models.loader import load
+from service.models.loader import load_network
 
 SHAPE = (1, 1, 16, 32, 32)
 STATED: dict[str, Any] = {
@@ -32,7 +32,7 @@ def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Modu
     assert (spec.name, spec.input.channels, spec.input.roi_size) == ("bands", 1, (16, 32, 32))
     image = torch.rand(2, *SHAPE[1:])
     with torch.inference_mode():
-        torch.testing.assert_close(load(spec)(image), bands_network(image), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(load_network(spec)(image), bands_network(image), rtol=1e-4, atol=1e-4)
     other = {**STATED, "input": {**STATED["input"], "roi_size": [32, 32, 32]}}
     with pytest.raises(BrokenModel, match="fixes its input"):
         import_model(path, tmp_path / "models", other, "other")
