@@ -26,7 +26,7 @@ from service.cli import evaluate as evaluate_command
 from service.cli import models as models_command
 from service.cli import train as train_command
 from service.core import logs
-from service.core.config import KEY_NAME, Settings, overruled, read_settings
+from service.core.config import KEY_NAME, Settings, override_settings, read_settings
 from service.core.errors import BadParameter, ConfigError, StackSegError
 from service.models.repository import read_repository, select_model
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         settings = read_settings(options.config)
-        logs.set_up(settings.logging.level, settings.logging.format)
+        logs.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
         sys.stderr.write(f"stackseg: {error}\n")
@@ -120,7 +120,9 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
     from service.api.server import serve  # noqa: PLC0415
 
     chosen = {name: getattr(options, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
-    settings = overruled(settings, "server", {name: value for name, value in chosen.items() if value is not None})
+    settings = override_settings(
+        settings, "server", {name: value for name, value in chosen.items() if value is not None}
+    )
     host = settings.server.host
     if is_public(host) and not settings.access.keys:
         log.warning("%s is a public address and there are no access.keys: whoever reaches it may use it", host)

@@ -7,7 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from service.core.config import Settings, overruled
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.models.repository import read_repository, select_model
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
-        settings = overruled(settings, "device", {"name": options.device})
+        settings = override_settings(settings, "device", {"name": options.device})
     wanted = session.Wanted(
         shape=tuple(options.shape),
         repeats=options.repeats,

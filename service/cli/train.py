@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from service.core.config import Settings, Training, overruled
+from service.core.config import Settings, Training, override_settings
 from service.core.errors import BadParameter
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
@@ -37,7 +37,7 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Train and write the model folder, or measure. Needs the extra `train`."""
     given = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
-    settings = overruled(settings, "training", given)
+    settings = override_settings(settings, "training", given)
     base = None if options.base is None else read_spec(options.base)
     pairs = (options.images, options.labels)
     if options.benchmark:

@@ -1,8 +1,9 @@
-"""Arrays that are too large for memory, in files without a name, which go with them; and memory that is used again."""
+"""Arrays that are too large for memory, in unnamed mapped files, and pools of memory for arrays that come and go."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import tempfile
@@ -17,32 +18,33 @@ from service.core.volume import Array
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], Array]
 
-# From here on an array lies on disk, and what is read of a volume is read slab by slab.
+# Arrays from this size on lie on disk, and volumes from this size on are read slab by slab.
 LARGE_BYTES = 2**28
 
-# A line of the cache, and the widest vector.
+# Size of a cache line and of the widest vector, in bytes.
 ALIGNMENT = 64
 
 
-def allocator(folder: Path | None) -> Allocate:
-    """Makes arrays of zeros: small ones in memory, large ones in the folder (None: the system's temporary one).
+def make_allocator(folder: Path | None) -> Allocate:
+    """Return a function that makes arrays of zeros: small ones in memory, large ones in mapped files.
 
-    Raises OutOfStorage where the disk has no room for the whole of a large one.
+    The files lie in `folder` (None: the system's temporary one). The function raises OutOfStorage where the disk has
+    no room for the whole array.
     """
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return np.zeros(shape, dtype) if size < LARGE_BYTES else on_disk(shape, dtype, folder)
+        is_small = math.prod(shape) * np.dtype(dtype).itemsize < LARGE_BYTES
+        return np.zeros(shape, dtype) if is_small else allocate_on_disk(shape, dtype, folder)
 
     return allocate
 
 
-def on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
-    """An array of zeros in a mapped file. Raises OutOfStorage."""
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
+    """Return an array of zeros in a mapped file without a name, which ends with the array. Raises OutOfStorage."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            # A mapped file whose disk turns out to be full ends the process; so its room is taken beforehand.
+            # Writing to a mapped file on a full disk kills the process, so the room is reserved first.
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OutOfStorage(
@@ -52,77 +54,77 @@ def on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Ar
 
 
 class BufferPool:
-    """Arrays of so many bytes, each in memory that an earlier one had, once nothing refers to that any more.
+    """Aligned buffers of one size; a buffer is used again once no array refers to it.
 
-    What a large array leaves malloc divides among others, and torch asks it for aligned memory, for which there is
-    hardly ever room where the like was freed. So a process would grow by many an array that comes after another.
+    malloc splits large freed blocks, and torch asks it for aligned ones, which then seldom fit. Without a pool the
+    process grows by many arrays that follow each other.
 
-    nbytes  of each; where it begins, vectors and lines of the cache do
-    idle    so many wait for the next use, at most
-    spare   where its memory comes from, and goes with its end
+    nbytes  size of each buffer
+    idle    number of unused buffers that are kept
+    cache   where buffers come from first, and where they go when the pool ends
     """
 
-    def __init__(self, nbytes: int, idle: int, spare: BufferCache | None = None) -> None:
-        self._nbytes, self._most, self._spare = nbytes, idle, spare
+    def __init__(self, nbytes: int, idle: int, cache: BufferCache | None = None) -> None:
+        self._nbytes, self._max_idle, self._cache = nbytes, idle, cache
         self._idle = list[Array]()
 
     def take(self) -> NDArray[np.uint8]:
-        """One in which anything may stand. Any thread may take it, and let go of it."""
+        """Return a buffer, uint8 [nbytes], with arbitrary content. Thread-safe, as is dropping the buffer."""
         try:
             memory = self._idle.pop()
         except IndexError:
-            found = None if self._spare is None else self._spare.take(self._nbytes)
-            memory = _aligned(self._nbytes) if found is None else found
+            cached = None if self._cache is None else self._cache.take(self._nbytes)
+            memory = _allocate_aligned(self._nbytes) if cached is None else cached
         return np.asarray(_Loan(memory, self))
 
     def __del__(self) -> None:
-        # One by one: whoever asks for memory after this end must not get what another pool has by then.
-        while self._spare is not None and self._idle:
-            self._spare.keep(self._idle.pop())
+        # Each buffer leaves the pool before the cache gets it, so that no two owners ever hold the same one.
+        while self._cache is not None and self._idle:
+            self._cache.keep(self._idle.pop())
 
     def give_back(self, memory: Array) -> None:
-        """To be called once nobody looks at it any more."""
-        if len(self._idle) < self._most:
+        """Keep a buffer that no array refers to."""
+        if len(self._idle) < self._max_idle:
             self._idle.append(memory)
 
 
 class BufferCache:
-    """Memory that waits for a pool that needs arrays of its size: the next request is often like the last.
+    """Buffers of ended pools, for new pools of the same size: a request is often like the one before it.
 
-    A system hands out fresh memory in pages that it must first fill with zeros.
+    Fresh memory is slower, as the system fills its pages with zeros first.
 
-    nbytes  so much waits, at most; the oldest goes first
+    nbytes  size of all buffers together; the oldest are dropped first
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._most = nbytes
-        # Whoever takes one out has it for himself. There is no lock, as pools end wherever Python looks for such.
+        self._max_bytes = nbytes
+        # There is no lock, as a pool may end wherever Python collects garbage; `pop` gives a buffer to one caller only.
         self._idle = dict[int, Array]()
         self._numbers = itertools.count()
 
     def take(self, nbytes: int) -> Array | None:
-        """Some of exactly this size."""
+        """Return the newest buffer of exactly this size, or None."""
         for number, memory in reversed(self._idle.copy().items()):
             if memory.nbytes == nbytes and self._idle.pop(number, None) is not None:
                 return memory
         return None
 
     def keep(self, memory: Array) -> None:
-        """To be called once nobody looks at it any more."""
-        if not 0 < memory.nbytes <= self._most:
+        """Keep a buffer that no array refers to, and drop the oldest ones beyond the limit."""
+        if not 0 < memory.nbytes <= self._max_bytes:
             return
         self._idle[next(self._numbers)] = memory
         idle = self._idle.copy()
-        held = sum(one.nbytes for one in idle.values())
+        held = sum(buffer.nbytes for buffer in idle.values())
         for number, oldest in idle.items():
-            if held <= self._most:
+            if held <= self._max_bytes:
                 return
             self._idle.pop(number, None)
             held -= oldest.nbytes
 
 
 class _Loan:
-    """What arrays refer to that are made of it, and so do all views of these; its end is theirs."""
+    """Base object of the arrays made from one buffer; it is collected after the last of their views."""
 
     def __init__(self, memory: Array, pool: BufferPool) -> None:
         self._memory, self._pool = memory, pool
@@ -132,14 +134,14 @@ class _Loan:
         self._pool.give_back(self._memory)
 
 
-def _aligned(nbytes: int) -> Array:
+def _allocate_aligned(nbytes: int) -> Array:
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
     return memory[first : first + nbytes]
 
 
-def release(array: Array) -> None:
-    """Let memory forget the pages of an array that lies on disk, where they remain; others are left alone."""
+def release_pages(array: Array) -> None:
+    """Drop the pages of a mapped array from memory; they stay on disk. Arrays in memory are left alone."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -1,4 +1,4 @@
-"""What the operator chooses: `configs/*.yaml` + `STACKSEG_SECTION__KEY` -> Settings."""
+"""Settings of the operator: a YAML file, overridden by environment variables `STACKSEG_SECTION__KEY`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.core.errors import ConfigError, fault_message
+from service.core.errors import ConfigError, validation_message
 
 PREFIX = "STACKSEG_"
 
@@ -33,8 +33,8 @@ KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 # The first part of a place such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-# Batches at the same time, at most: more callers than that take turns at the interpreter.
-MOST_STREAMS = 8
+# Largest number of batches at the same time: further callers would only wait for the GIL.
+MAX_STREAMS = 8
 
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
@@ -46,12 +46,12 @@ class _Section(BaseModel):
 
 
 class Models(_Section):
-    """Which models to serve, and which of them are loaded when.
+    """Models to serve, and when they are loaded.
 
     serve         names of folders; none: every folder
-    default       answers requests that name none; it is loaded at start
-    load          others that are loaded at start; those that are not are loaded when they are first asked for
-    memory_bytes  that loaded models may take on one device; the least recently used one makes room for another
+    default       model for requests that name none, loaded at start
+    load          further models loaded at start; the rest are loaded by their first request
+    memory_bytes  limit for the loaded models of one device; the least recently used one makes room for another
     """
 
     folder: Path = Path("models")
@@ -62,11 +62,11 @@ class Models(_Section):
 
 
 class Device(_Section):
-    """Where models run.
+    """Devices that models run on.
 
     name     auto: the first CUDA GPU, else the CPU
     serve    several devices for one service, each with a worker and models of its own, or all GPUs; none: `name`
-    threads  of the network on a CPU; 0: as many as the process may use
+    threads  CPU threads of the network; 0: one for each usable core
     """
 
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -82,21 +82,21 @@ class Device(_Section):
 
 
 class Engine(_Section):
-    """How the network runs.
+    """Execution of the network.
 
-    kind            winograd: convolutions of fewer multiplications, on CPUs in bfloat16 or float32
-    kind            auto: the fastest that gives the same labels, found by trying, other keys that are auto included
+    kind            winograd: convolutions of fewer multiplications, on CPUs in bfloat16 or float32;
+                    auto: the fastest measured one that gives the same labels, with other keys that are auto included
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
     channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed
     compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd is compiled only if a mode is asked for
     freeze          CPU only: weights become constants of the compiled graph
-    streams         CPU only: batches that are computed at the same time, with a part of the cores each; auto: the
-                    fastest number that is found with kind auto, else two
-    matmul_precision  CUDA only, of float32 products, as torch calls it; all but highest let convolutions use TF32
+    streams         CPU only: batches computed at the same time, each on a share of the cores; auto: the fastest
+                    measured number with kind auto, else two
+    matmul_precision  CUDA only: torch's name for the precision of float32 products; all but highest allow TF32
     cudnn_benchmark   CUDA only: cuDNN tries its algorithms in the first calls
-    tune_seconds    after which nothing new is tried
-    tolerance       share of the sample's labels that what is tried may change
-    cache_folder    where plans and compiled artefacts are kept between starts
+    tune_seconds    after which no further candidate is measured
+    tolerance       share of the sample's labels that a candidate may change
+    cache_folder    plans and compiled artefacts, kept between starts
     """
 
     kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino", "tensorrt"] = "auto"
@@ -104,7 +104,7 @@ class Engine(_Section):
     channels_last: bool | Literal["auto"] = "auto"
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
     freeze: bool = True
-    streams: Annotated[int, Field(ge=1, le=MOST_STREAMS)] | Literal["auto"] = "auto"
+    streams: Annotated[int, Field(ge=1, le=MAX_STREAMS)] | Literal["auto"] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     cudnn_benchmark: bool = True
     tune_seconds: PositiveFloat = 180.0
@@ -113,9 +113,9 @@ class Engine(_Section):
 
 
 class Windows(_Section):
-    """How the volume is covered.
+    """Sliding windows over the volume.
 
-    sw_batch_size  windows per call of the network; auto: the fastest with engine.kind auto, else what suits the device
+    sw_batch_size  windows per call of the network; auto: the fastest with engine.kind auto, else one for the device
     overlap        share of a window that it has in common with the next one
     blending       weight of a voxel inside its window
     sigma          width of the Gaussian, as a share of the window's edge
@@ -130,18 +130,18 @@ class Windows(_Section):
 
 
 class Limits(_Section):
-    """What a request may ask for, and how much may wait.
+    """Largest values of a request, and of the work of the service.
 
-    upload_bytes         of a posted file
-    decoded_bytes        of the pixels that are read from it
-    sw_batch_size        largest that a request may ask for
-    overlap              largest that a request may ask for
-    windows              that one volume may take, by its size, overlap and diameter
-    cache_bytes          of results that are kept for who asks the same again; 0: none
-    waiting              requests that may wait for the device, beyond one that runs
-    at_once              of these, how many may be worked on at the same time: prepared, computed, decoded
-    read_seconds         for decoding one file
-    request_seconds      for a request as a whole, waiting included
+    upload_bytes     of a posted file
+    decoded_bytes    of the pixels that are read from it
+    sw_batch_size    of a request
+    overlap          of a request
+    windows          of one volume, by its size, overlap and diameter
+    cache_bytes      of results kept for equal requests; 0: none
+    waiting          requests that wait for the device, beyond one that runs
+    at_once          requests of these in work at the same time: prepared, computed, decoded
+    read_seconds     for decoding one file
+    request_seconds  for a request as a whole, waiting included
     """
 
     upload_bytes: PositiveInt = 4 * 2**30
@@ -172,7 +172,7 @@ class References(_Section):
     """Folders of this host below which requests may name files instead of sending and receiving them; none: off.
 
     inputs         name -> folder, or folder and keys, that `input=NAME/...` reads from
-    outputs        the same that `output_to=NAME/...` writes to
+    outputs        name -> folder, or folder and keys, that `output_to=NAME/...` writes to
     decoded_bytes  of the pixels that are read from such a file; None: limits.decoded_bytes
     """
 
@@ -182,12 +182,12 @@ class References(_Section):
 
 
 class Jobs(_Section):
-    """Jobs that are answered later, and what is kept of them.
+    """Asynchronous jobs and their files.
 
-    folder        of their inputs, states and results; None: in the scratch folder, and gone with the process
-    quota_bytes   of inputs and results together; the oldest results make room for new ones
-    keep_hours    how long a job and its result are kept once it is over
-    attempts      how often a job may be begun when the process dies while it runs
+    folder       of inputs, states and results; None: in the scratch folder, deleted with the process
+    quota_bytes  of inputs and results together; the oldest results make room for new ones
+    keep_hours   for which a job and its result are kept after its end
+    attempts     number of starts of a job whose process dies while it runs
     """
 
     folder: Path | None = None
@@ -197,7 +197,7 @@ class Jobs(_Section):
 
 
 class Server(_Section):
-    """Where to listen, and where uploads live until they are answered (None: the system's temporary folder).
+    """Address to listen on, and the folder of uploads until they are answered (None: the system's temporary one).
 
     With `ssl_keyfile` and `ssl_certfile` (PEM) the service speaks HTTPS.
     """
@@ -217,7 +217,7 @@ class Server(_Section):
 
 
 class Access(_Section):
-    """Who may use the service.
+    """API keys, their limits, and allowed hosts and origins.
 
     keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
     requests_per_minute  of one key; 0: any number
@@ -240,10 +240,10 @@ class Access(_Section):
 
 
 class Watchdog(_Section):
-    """When the device counts as stuck, and how long that may last before the process ends.
+    """Times after which a device counts as stuck and the process ends.
 
-    batch_seconds  for one batch of windows
-    grace_seconds  not ready until then, to be started again after that
+    batch_seconds  longest time for one batch of windows; beyond, the service is not ready
+    grace_seconds  further time until the process ends, to be started again
     """
 
     batch_seconds: PositiveFloat = 300.0
@@ -251,27 +251,27 @@ class Watchdog(_Section):
 
 
 class Logging(_Section):
-    """`text` is for people, `json` for programs: one object per line."""
+    """Level and format of the log: text for people, or one JSON object per line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
 
 
 class Training(_Section):
-    """How `stackseg train` learns; its options go before these keys.
+    """Training by `stackseg train`, whose options take precedence over these keys.
 
-    steps, learning_rate  as many updates of the weights; the rate at its highest
-    minutes               after which training ends, whatever steps says; None: no limit
+    steps, learning_rate  number of updates of the weights; highest rate
+    minutes               after which training ends before all steps are done; None: no limit
     batch_size, edge      crops per step, cubes of `edge` voxels
-    validation            share of every stack that is not trained on
-    every, patience       validate every so many steps; stop after so many validations without a lower loss
+    validation            share of every stack that is held out
+    every, patience       steps between validations; validations without a lower loss until training stops
     clip                  norm above which gradients are scaled down
-    pool                  augmented volumes held in memory, from which crops are drawn
-    workers               processes that make these volumes; 0: one thread beside the training
+    pool                  augmented volumes in memory, from which crops are drawn
+    workers               processes that augment volumes; 0: one thread beside the training
     channels_last         memory format channels_last_3d
-    compile               torch.compile the network that is trained
-    checkpointing         keep the input of every block only and compute the rest again: less memory, more time
-    seed                  the same seed gives the same model
+    compile               run the network through torch.compile
+    checkpointing         keep only the input of every block and recompute the rest: less memory, more time
+    seed                  of all random numbers
     """
 
     steps: PositiveInt = 600
@@ -299,7 +299,7 @@ class Training(_Section):
 
 
 class Settings(_Section):
-    """All sections. Read with `read_settings`; the defaults here serve a laptop as well as a GPU host."""
+    """All sections of settings, with defaults for a laptop as well as a GPU host."""
 
     models: Models = Models()
     device: Device = Device()
@@ -333,27 +333,28 @@ class Settings(_Section):
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """Read a configuration file, then let `STACKSEG_SECTION__KEY` variables override single keys.
+    """Read a configuration file, and override single keys by `STACKSEG_SECTION__KEY` variables.
 
-    Raises ConfigError for an unreadable file, and for every key, variable or value that is not understood, by name.
+    Raises ConfigError for an unreadable file, and for an unknown or invalid key, variable or value, which it names.
     """
     values = _read_file(path) if path is not None else {}
     _override(values, os.environ if environment is None else environment)
-    return _validated(values)
+    return _validate(values)
 
 
-def overruled(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
-    """The settings with some keys of one section changed. Raises ConfigError like `read_settings`."""
-    every = settings.model_dump()
-    return _validated({**every, section: {**every[section], **values}})
+def override_settings(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
+    """Return settings with some keys of one section changed. Raises ConfigError for an unknown key or value."""
+    sections = settings.model_dump()
+    return _validate({**sections, section: {**sections[section], **values}})
 
 
-def _validated(values: Mapping[str, Any]) -> Settings:
+def _validate(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         faults = "; ".join(
-            f"{'.'.join(map(str, e['loc'][:2])) or 'settings'}: {fault_message(e)}" for e in error.errors()
+            f"{'.'.join(map(str, fault['loc'][:2])) or 'settings'}: {validation_message(fault)}"
+            for fault in error.errors()
         )
         raise ConfigError(f"The configuration is not understood: {faults}") from error
 

@@ -1,4 +1,4 @@
-"""Kernels in C++ that come as source: compiled for the processor at hand, and kept for the next start."""
+"""C++ sources compiled for this processor, loaded through ctypes, and cached for the next start."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from typing import Any, ClassVar
 
 from service.core import hardware
 
+# Every source is compiled with one of these.
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+OPENMP_FLAGS = (*FLAGS, "-fopenmp")
+
 COMPILER_SECONDS = 120
 WRITABLE_BY_OTHERS = 0o002
 WRITABLE_BY_GROUP = 0o020
@@ -28,47 +32,47 @@ log = logging.getLogger(__name__)
 
 
 class _CompilerFailed(OSError):
-    """It said no; asking it again, elsewhere, is no use."""
+    """The compiler ran and refused the source; compiling into another folder would not help."""
 
 
 class ExtensionCache:
-    """Where compiled kernels are kept; nowhere until `use` has named a folder."""
+    """Folder of compiled libraries; nothing is cached before `set_folder`."""
 
     def __init__(self, compiler_seconds: float = COMPILER_SECONDS) -> None:
         self._folder: Path | None = None
         self._seconds = compiler_seconds
 
-    def use(self, folder: Path) -> None:
-        """Keep what is compiled from now on in `folder`, and take it from there."""
+    def set_folder(self, folder: Path) -> None:
+        """Cache libraries in `folder` from now on."""
         self._folder = folder.resolve()
 
     def load(self, source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-        """The library that the compiler (CXX, else g++) makes of `source`, at this start or at an earlier one.
+        """Load the library of `source` from the cache, or compile it first (with CXX, else g++).
 
-        What was kept counts for the same source, flags, compiler and processor, and is loaded only from where nobody
-        else can write: it is code. Raises OSError where there is no compiler, or it fails.
+        The key is a hash of source, headers, flags, compiler and processor. A library is code, so it is loaded only
+        from a folder that nobody else can write to. Raises OSError where there is no compiler, or it fails.
         """
         compiler = (os.environ.get("CXX") or "g++").split()
-        folder = self._own_folder()
+        folder = self._trusted_folder()
         if folder is None:
-            return self._compiled(compiler, source, flags)
-        kept = folder / f"{source.stem}-{_digest(compiler, source, flags)}.so"
-        if not _is_ours(kept):
+            return self._compile_uncached(compiler, source, flags)
+        cached = folder / f"{source.stem}-{_digest(compiler, source, flags)}.so"
+        if not _is_trusted(cached):
             try:
-                self._keep(compiler, source, flags, kept)
+                self._compile_into(compiler, source, flags, cached)
             except _CompilerFailed:
                 raise
             except OSError as error:
                 log.warning("Compiled kernels cannot be kept, every start compiles them: %s", error)
-                return self._compiled(compiler, source, flags)
+                return self._compile_uncached(compiler, source, flags)
         try:
-            return ctypes.CDLL(str(kept))
+            return ctypes.CDLL(str(cached))
         except OSError as error:
-            log.warning("%s cannot be loaded, compiling it again: %s", kept, error)
-            return self._compiled(compiler, source, flags)
+            log.warning("%s cannot be loaded, compiling it again: %s", cached, error)
+            return self._compile_uncached(compiler, source, flags)
 
-    def _own_folder(self) -> Path | None:
-        """The folder, if it can be had and nobody else may write to it."""
+    def _trusted_folder(self) -> Path | None:
+        """Return the cache folder, or None where it cannot be made or others may write to it."""
         if self._folder is None:
             return None
         try:
@@ -82,8 +86,8 @@ class ExtensionCache:
             return None
         return self._folder
 
-    def _keep(self, compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
-        """Compile to where the next start looks for it, at once or not at all, also if the power fails."""
+    def _compile_into(self, compiler: Sequence[str], source: Path, flags: Sequence[str], target: Path) -> None:
+        """Compile to `target` atomically, even where the power fails."""
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as folder:
             part = Path(folder) / target.name
             _compile([*compiler, *flags, str(source), "-o", str(part)], self._seconds)
@@ -92,23 +96,23 @@ class ExtensionCache:
                 os.fsync(file.fileno())
             part.replace(target)
 
-    def _compiled(self, compiler: Sequence[str], source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    def _compile_uncached(self, compiler: Sequence[str], source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="stackseg-kernel-") as folder:
             target = Path(folder) / f"{source.stem}.so"
             _compile([*compiler, *flags, str(source), "-o", str(target)], self._seconds)
-            # Once it is mapped it needs its file no more.
+            # A mapped library does not need its file.
             return ctypes.CDLL(str(target))
 
 
 extension_cache = ExtensionCache()
-"""The one of this process: libraries are loaded once, whoever asks for them."""
+"""Cache of this process."""
 
 
 class CppExtension:
-    """The functions of one source, once `prepare` has compiled it; without a compiler there are none.
+    """Functions of one C++ source, available once `prepare` or `load` has compiled it.
 
-    signatures  name, what it takes and what it gives: pointers, 32-bit and 64-bit integers, floats, doubles, or -
-    without     what the log says in that case
+    signatures  (name, argument types, result type) of each function, types by their letters in `KINDS`
+    without     clause for the log: the price of running without a compiler
     """
 
     KINDS: ClassVar[dict[str, Any]] = {
@@ -125,11 +129,11 @@ class CppExtension:
     ) -> None:
         self._source, self._flags, self._signatures, self._without = source, flags, signatures, without
         self._library: ctypes.CDLL | None = None
-        self._keeping: ctypes.PyDLL | None = None
+        self._library_with_gil: ctypes.PyDLL | None = None
         self._tried = False
 
     def prepare(self) -> None:
-        """`load`, if that was not tried before. That it fails is no error."""
+        """Load the functions, once; a failure is logged and not raised."""
         if self._tried:
             return
         self._tried = True
@@ -139,42 +143,42 @@ class CppExtension:
             log.warning("%s, without the kernel for it: %s", self._without, error)
 
     def load(self) -> None:
-        """Compile, which takes a second or two, or load what an earlier start has kept.
+        """Load the functions from the cache, or compile them, which takes a second or two.
 
         Raises OSError where there is no compiler, or it fails.
         """
         if self._library is not None:
             return
         library = extension_cache.load(self._source, self._flags)
-        quick = ctypes.PyDLL(library._name, handle=library._handle)
-        for name, takes, gives in self._signatures:
-            for way in (library, quick):
-                function = getattr(way, name)
-                function.argtypes, function.restype = [self.KINDS[letter] for letter in takes], self.KINDS[gives]
-        self._library, self._keeping = library, quick
+        with_gil = ctypes.PyDLL(library._name, handle=library._handle)
+        for name, arguments, result in self._signatures:
+            for loaded in (library, with_gil):
+                function = getattr(loaded, name)
+                function.argtypes, function.restype = [self.KINDS[letter] for letter in arguments], self.KINDS[result]
+        self._library, self._library_with_gil = library, with_gil
 
     @property
     def ready(self) -> bool:
-        """Whether it is there."""
+        """Whether the functions are loaded."""
         return self._library is not None
 
     @property
     def _functions(self) -> ctypes.CDLL:
-        """Functions that let other threads run Python meanwhile."""
+        """Functions that release the GIL."""
         if self._library is None:
             raise RuntimeError("prepare() has not made the kernel")
         return self._library
 
     @property
-    def _quick(self) -> ctypes.PyDLL:
-        """The same without that: getting the interpreter's lock back takes longer than what is done in some 30 us."""
-        if self._keeping is None:
+    def _functions_with_gil(self) -> ctypes.PyDLL:
+        """Functions that hold the GIL: taking it back would cost more than a call of less than about 30 us."""
+        if self._library_with_gil is None:
             raise RuntimeError("prepare() has not made the kernel")
-        return self._keeping
+        return self._library_with_gil
 
 
 def _is_open(folder: Path, own: Path) -> bool:
-    """Whether somebody else could put a file, or another folder, in place of what lies in `own`."""
+    """Whether another user could replace a file, or a folder on the way to it, in `own`."""
     state = folder.stat()
     if state.st_uid not in {0, os.geteuid()}:
         return True
@@ -182,7 +186,8 @@ def _is_open(folder: Path, own: Path) -> bool:
     return open_to_some and (folder == own or not state.st_mode & STICKY)
 
 
-def _is_ours(file: Path) -> bool:
+def _is_trusted(file: Path) -> bool:
+    """Whether a file exists that only this user can have written."""
     try:
         state = file.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -191,40 +196,40 @@ def _is_ours(file: Path) -> bool:
 
 
 def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
-    """Of everything that decides what comes out."""
-    said = subprocess.run(  # noqa: S603
+    """Hash everything that decides about the compiled library."""
+    version = subprocess.run(  # noqa: S603
         [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
     ).stdout
-    processor = f"{platform.machine()} {hardware.processor()}"
+    processor = f"{platform.machine()} {hardware.cpu_fingerprint()}"
     parts = (
         *(file.read_bytes() for file in _with_headers(source)),
         " ".join(flags).encode(),
         " ".join(compiler).encode(),
-        said,
+        version,
         processor.encode(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """List a source and, after it, the headers of ours that it includes, directly or through each other."""
-    found = [source.resolve()]
-    for file in found:
+    """List a source and, after it, the headers that it includes in quotes, directly or through each other."""
+    files = [source.resolve()]
+    for file in files:
         included = ((file.parent / name).resolve() for name in _INCLUDE.findall(file.read_text(encoding="utf-8")))
-        found += [header for header in dict.fromkeys(included) if header not in found]
-    return found
+        files += [header for header in dict.fromkeys(included) if header not in files]
+    return files
 
 
 def _compile(command: Sequence[str], seconds: float) -> None:
-    # Of a group of its own: what a compiler starts would go on if only the compiler were killed.
+    # A process group of its own, as a compiler's children would survive if only the compiler were killed.
     with subprocess.Popen(  # noqa: S603
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            _, said = process.communicate(timeout=seconds)
+            _, complaints = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise _CompilerFailed(f"{command[0]} takes more than {seconds:.0f} s") from None
     if process.returncode:
-        reason = said.decode(errors="replace").strip()[:500]
+        reason = complaints.decode(errors="replace").strip()[:500]
         raise _CompilerFailed(f"{command[0]} could not compile: {reason}")

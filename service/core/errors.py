@@ -33,7 +33,7 @@ StackSegError
 
 A message is one or two sentences for the person who can act on it: what was found, and what to do.
 `slug` is the stable last part of the problem type that clients may match on.
-HTTP status codes are not known here; `service.api.app` has the one table.
+HTTP status codes are not known here; `service.api.problems` has the one table.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ from typing import Any, ClassVar
 
 
 class StackSegError(Exception):
-    """Root of the tree; never raised itself."""
+    """Root of the tree, never raised itself."""
 
     slug: ClassVar[str] = "error"
 
 
 class RequestError(StackSegError):
-    """The caller can fix it."""
+    """The caller can correct the request."""
 
     slug = "bad-request"
 
@@ -125,7 +125,7 @@ class ResultGone(RequestError):
 
 
 class CapacityError(StackSegError):
-    """The service cannot do it now."""
+    """The service cannot answer the request now."""
 
     slug = "capacity"
 
@@ -237,6 +237,6 @@ class Cancelled(StackSegError):
     slug = "cancelled"
 
 
-def fault_message(fault: Mapping[str, Any]) -> str:
-    """What one of the `errors()` of pydantic's ValidationError says, without the name of a Python exception."""
+def validation_message(fault: Mapping[str, Any]) -> str:
+    """Return the message of one of the `errors()` of pydantic's ValidationError, without a Python exception's name."""
     return str(fault["msg"]).removeprefix("Value error, ")

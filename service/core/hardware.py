@@ -1,4 +1,4 @@
-"""Devices: which one to use, what it computes natively, and how it is doing."""
+"""Devices: which one to use, what it computes natively, its memory, load and health."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from service.core.errors import ConfigError
 CGROUP = Path("/sys/fs/cgroup")
 
 MEMINFO = "/proc/meminfo"
-# More than there is in that, or in what a container is told of its memory.
-MOST_BYTES = 2**14
+# Larger than /proc/meminfo and the memory files of a control group.
+MAX_FILE_BYTES = 2**14
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One GPU as the driver sees it; None where the driver does not say. Memory in bytes, power in watts.
+    """State of one GPU, None where the driver does not tell. Memory in bytes, power in watts.
 
     reserved_bytes  held by this process, in use or cached for later
     """
@@ -49,7 +49,11 @@ class GpuStatus:
 
 @dataclass(frozen=True)
 class CpuStatus:
-    """The processor. `cores`: that this process may use; `features`: instruction sets that decide about speed."""
+    """State of the processor and its memory in bytes.
+
+    cores     number that this process may use
+    features  instruction sets that decide about speed, those of `FEATURES` that it has
+    """
 
     name: str
     cores: int
@@ -59,7 +63,7 @@ class CpuStatus:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` -> device. Raises ConfigError for a GPU that is not there."""
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises ConfigError for a GPU that is not there."""
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
@@ -72,7 +76,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Every CUDA device of this process. Raises ConfigError where there is none."""
+    """List the CUDA devices of this process as `cuda:N`. Raises ConfigError where there is none."""
     names = tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     if not names:
         raise ConfigError("device.serve is all, but no CUDA device can be used; leave it empty.")
@@ -80,7 +84,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
-    """Floating dtypes for which the device has matrix units or full-rate arithmetic, float32 always among them."""
+    """Return the floating dtypes that the device computes at full rate or in matrix units, float32 included."""
     if device.type == "cuda":
         return cuda_precisions(torch.cuda.get_device_capability(device))
     # torch offers no public query for these instruction sets; the private one answers False where it knows nothing.
@@ -89,7 +93,7 @@ def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
 
 
 def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
-    """The same, by CUDA compute capability: FP16 tensor cores from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
+    """Return the floating dtypes by CUDA compute capability: FP16 from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
     dtypes = {torch.float32}
     if capability >= (7, 0):
         dtypes.add(torch.float16)
@@ -99,13 +103,13 @@ def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
 
 
 def gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
-    """Every NVIDIA GPU of the host; empty without a driver. `nvml` is the driver's library, as pynvml presents it."""
+    """Query every NVIDIA GPU of the host through NVML; empty without a driver."""
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
     try:
-        driver = _ask(nvml.nvmlSystemGetDriverVersion)
+        driver = _query(nvml.nvmlSystemGetDriverVersion)
         return tuple(_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError:
         return ()
@@ -114,7 +118,7 @@ def gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
 
 
 def cpu() -> CpuStatus:
-    """The processor of this host and its memory."""
+    """Query the processor of this host and its memory."""
     return CpuStatus(
         name=_cpu_field("model name") or platform.processor() or platform.machine(),
         cores=usable_cores(),
@@ -124,18 +128,18 @@ def cpu() -> CpuStatus:
     )
 
 
-def processor() -> str:
-    """What the processor is and can do: the same text where code that was compiled for one runs on the other."""
+def cpu_fingerprint() -> str:
+    """Return model and flags of the processor, which decide whether code compiled with -march=native runs on it."""
     return f"{cpu().name} {' '.join(sorted(_cpu_field('flags').split()))}"
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """Return the name that the maker gives the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name
 
 
-def works(device: torch.device) -> bool:
-    """Whether the device still computes. Once a CUDA context has failed, nothing in the process does."""
+def is_working(device: torch.device) -> bool:
+    """Whether the device still computes. A CUDA context that has failed once fails for the rest of the process."""
     try:
         return bool(torch.ones(1, device=device).add_(1).item() == 2)
     except RuntimeError:
@@ -143,14 +147,14 @@ def works(device: torch.device) -> bool:
 
 
 def use_threads(count: int) -> None:
-    """Let the calling thread compute with so many threads on a CPU; 0: with one for each usable core."""
+    """Set how many CPU threads torch uses for the calling thread; 0: one for each usable core."""
     torch.set_num_threads(count or usable_cores())
-    # A thread that has not asked yet takes the number that any thread has set last.
+    # Asking fixes the number for this thread; one that never asked takes what any thread set last.
     torch.get_num_threads()
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may keep busy: those of its affinity, or fewer where a container's share is smaller."""
+    """Count the cores that this process may use: those of its affinity, or the container's quota if that is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if not quota.isdigit():
@@ -159,31 +163,30 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = CGROUP) -> int | None:
-    """Bytes that can still be taken, from the host or from what a container is limited to; None where nobody says."""
-    # Asked several times for every request.
+    """Return the bytes that the host, or the container's limit, has left; None where neither is known."""
     on_host = _meminfo("MemAvailable")
     maximum, current, statistics = _memory_files(cgroup)
-    limit = _read_again(maximum).strip()
-    used = _read_again(current).strip() if limit.isdigit() else b""
+    limit = _reread(maximum).strip()
+    used = _reread(current).strip() if limit.isdigit() else b""
     if not used.isdigit():
         return on_host
-    # Pages of files count as used, but are dropped as soon as somebody needs the room.
-    fields = dict(line.split(b" ", 1) for line in _read_again(statistics).splitlines())
+    # Cached file pages count as used, but the kernel drops them when memory is needed.
+    fields = dict(line.split(b" ", 1) for line in _reread(statistics).splitlines())
     reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
     in_container = max(0, int(limit) - int(used) + reclaimable)
     return in_container if on_host is None else min(on_host, in_container)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that this process may still take on the device, None where nobody says."""
+    """Return the bytes that this process may still take on the device, cached ones included; None where unknown."""
     if device.type != "cuda":
         return available_memory()
     free, _total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def return_freed(device: torch.device) -> None:
-    """Let others have the memory that this process has freed, and torch or the C library would keep for later."""
+def release_memory(device: torch.device) -> None:
+    """Return freed memory to the system that torch or the C library would keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return_pages()
@@ -198,34 +201,34 @@ def return_pages() -> None:
 
 def _gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    utilisation = _ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
+    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _query(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    utilisation = _query(nvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = _query(nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuStatus(
         index=index,
-        name=_ask(nvml.nvmlDeviceGetName, handle) or "unknown",
+        name=_query(nvml.nvmlDeviceGetName, handle) or "unknown",
         driver=driver,
         compute_capability=".".join(map(str, capability)) if capability else None,
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
-        reserved_bytes=_reserved(_ask(nvml.nvmlDeviceGetUUID, handle)),
+        reserved_bytes=_reserved(_query(nvml.nvmlDeviceGetUUID, handle)),
         utilisation_percent=int(utilisation.gpu) if utilisation else None,
-        temperature_celsius=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        temperature_celsius=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=milliwatts / 1000 if milliwatts is not None else None,
     )
 
 
-def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The driver's answer, or None where this GPU does not support the question."""
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the driver's answer, or None where this GPU does not support the query."""
     try:
-        return question(*arguments)
+        return function(*arguments)
     except pynvml.NVMLError:
         return None
 
 
 def _reserved(uuid: str | None) -> int:
-    """Bytes that torch holds on the GPU with this UUID; NVML's numbering ignores CUDA_VISIBLE_DEVICES, UUIDs do not."""
+    """Return the bytes that torch holds on the GPU with this UUID; indices of NVML ignore CUDA_VISIBLE_DEVICES."""
     if uuid is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     for index in range(torch.cuda.device_count()):
@@ -243,8 +246,8 @@ def _cpu_field(key: str) -> str:
 
 
 def _meminfo(name: str) -> int | None:
-    """Bytes by that name in /proc/meminfo; None on systems without it."""
-    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_again(MEMINFO), re.MULTILINE)
+    """Return an entry of /proc/meminfo in bytes; None on systems without that file."""
+    found = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _reread(MEMINFO), re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
 
 
@@ -253,21 +256,21 @@ def _memory_files(cgroup: Path) -> tuple[str, str, str]:
     return str(cgroup / "memory.max"), str(cgroup / "memory.current"), str(cgroup / "memory.stat")
 
 
-def _read_again(path: str) -> bytes:
-    """What a file of the system says now, up to `MOST_BYTES`; nothing where it was not there at first.
+def _reread(path: str) -> bytes:
+    """Read a system file of up to `MAX_FILE_BYTES` through a descriptor that stays open; b"" where it was missing.
 
-    It stays open, and is read without letting others run Python: each of that takes a busy service longer than reading.
+    Memory is checked several times per request, and opening the file, or giving up the GIL, costs more than reading.
     """
-    file = _kept_open(path)
+    file = _open_once(path)
     if file is None:
         return b""
-    told = ctypes.create_string_buffer(MOST_BYTES)
-    size = _pread()(file, told, MOST_BYTES, 0)
-    return ctypes.string_at(told, max(size, 0))
+    content = ctypes.create_string_buffer(MAX_FILE_BYTES)
+    size = _pread_with_gil()(file, content, MAX_FILE_BYTES, 0)
+    return ctypes.string_at(content, max(size, 0))
 
 
 @cache
-def _kept_open(path: str) -> int | None:
+def _open_once(path: str) -> int | None:
     try:
         return os.open(path, os.O_RDONLY)
     except OSError:
@@ -275,8 +278,8 @@ def _kept_open(path: str) -> int | None:
 
 
 @cache
-def _pread() -> Callable[..., int]:
-    """The one of the C library, for what takes microseconds."""
+def _pread_with_gil() -> Callable[..., int]:
+    """Return the C library's `pread`, called without releasing the GIL."""
     pread = ctypes.PyDLL(None).pread
     pread.argtypes, pread.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64), ctypes.c_ssize_t
     return pread
@@ -284,7 +287,7 @@ def _pread() -> Callable[..., int]:
 
 def _read(path: Path) -> str:
     try:
-        # Without a buffer and a decoder of its own, which take longer to make than so little takes to read.
+        # Text mode would build a buffer and a decoder, which takes longer than reading so little.
         with path.open("rb", buffering=0) as file:
             return file.readall().decode("ascii", "replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The log: lines for people, or one JSON object per line for programs, with the number of the request it is about."""
+"""The log: lines for people, or one JSON object per line for programs, with the request's id."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import IO, Any
 
-# The number of the request that the running task answers; "" outside of requests, and in threads.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that the running task answers; "" outside of requests, and in threads."""
 
 TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def set_up(level: str, form: str, stream: IO[str] | None = None) -> None:
-    """Send what is logged to `stream` (None: standard error), as `text` or `json`."""
+def configure_logging(level: str, form: str, stream: IO[str] | None = None) -> None:
+    """Write the log to `stream` (None: standard error), as `text` or `json`."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(Json() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """For `extra=` of a logging call: members of the JSON object, beside those that every line has."""
+    """Return the `extra=` of a logging call that adds members to the JSON object of its line."""
     return {"fields": values}
 
 
-class Json(logging.Formatter):
-    """time (UTC), level, logger, message; request_id within a request; exception; and what `fields` added."""
+class JsonFormatter(logging.Formatter):
+    """Formats time (UTC), level, logger, message, the request's id, the members from `fields`, and the exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -37,8 +37,8 @@ class Json(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if number := request_id.get():
-            line["request_id"] = number
+        if identifier := request_id.get():
+            line["request_id"] = identifier
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

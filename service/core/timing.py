@@ -16,23 +16,25 @@ class Stages:
 
     @property
     def total(self) -> float:
-        """Seconds since this object was made."""
+        """Seconds since the request began."""
         return time.perf_counter() - self._began
 
     def measure(self, name: str) -> AbstractContextManager[None]:
         """Time the block as stage `name`."""
-        return _Measured(self, name)
+        return _StageTimer(self, name)
 
     def add(self, name: str, seconds: float) -> None:
+        """Add seconds to stage `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def update(self, seconds: Mapping[str, float]) -> None:
+        """Add the seconds of several stages."""
         for name, value in seconds.items():
             self.add(name, value)
 
 
-class _Measured(AbstractContextManager[None]):
-    """A block that is timed as a stage; a generator in its place takes longer than some of what is timed."""
+class _StageTimer(AbstractContextManager[None]):
+    """Timer of one block; `contextlib.contextmanager` takes longer than some of the blocks."""
 
     __slots__ = ("_began", "_name", "_stages")
 

@@ -1,4 +1,4 @@
-"""The nouns: a volume that was posted, what to read of it, and the segmentation that goes back."""
+"""The nouns of a request: the volume, the part of a file to read, the options, and the segmentation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ Array = NDArray[Any]
 
 Size = tuple[int, int, int]
 """Voxels along (Z, Y, X)."""
+StackShape = tuple[int, int, int, int]
+"""Channels, and voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
 
 
-# Lengths in micrometres: from a tenth of an atom to a metre. Beyond, TIFF tags and quotients overflow.
-PLAUSIBLE = (1e-5, 1e6)
+# Shortest and longest length, a tenth of an atom to a metre in micrometres: beyond, TIFF tags and quotients overflow.
+PLAUSIBLE_LENGTHS = (1e-5, 1e6)
 
 
 @dataclass(frozen=True)
 class VoxelSize:
-    """Edge lengths of one voxel in micrometres; within `PLAUSIBLE`, or `BadParameter`."""
+    """Edge lengths of one voxel in micrometres. Raises BadParameter beyond `PLAUSIBLE_LENGTHS`."""
 
     z: float
     y: float
@@ -33,8 +35,8 @@ class VoxelSize:
 
     def __post_init__(self) -> None:
         for axis, size in zip("zyx", self, strict=True):
-            if not PLAUSIBLE[0] <= size <= PLAUSIBLE[1]:
-                least, most = PLAUSIBLE
+            if not PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1]:
+                least, most = PLAUSIBLE_LENGTHS
                 text = f"must be a number of micrometres from {least:g} to {most:g}, not {size}"
                 raise BadParameter(f"The voxel size along {axis} {text}.")
 
@@ -44,7 +46,7 @@ class VoxelSize:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of a file to read, and what the caller states instead of the file.
+    """Part of a file to read, and facts that the caller states instead of the file.
 
     channel     index or name; None: the only channel, or as many as the model takes
     time        index; None: the only time point
@@ -59,10 +61,10 @@ class Selection:
 
 
 class Extent(Protocol):
-    """What is known of a stack before its pixels are read; volumes and descriptions of files are extents."""
+    """Shape and sampling of a stack without its pixels; `Volume` and `Description` are extents."""
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> StackShape:
         """(C, Z, Y, X)."""
 
     @property
@@ -72,7 +74,7 @@ class Extent(Protocol):
 
 @dataclass(frozen=True)
 class Volume:
-    """One stack: [C, Z, Y, X], dtype as stored, read plane range by plane range.
+    """One stack [C, Z, Y, X], dtype as stored, whose planes are read in ranges.
 
     shape       (C, Z, Y, X)
     read        read(z0, z1) -> [C, z1 - z0, Y, X] in native byte order; the pixels may live in a file
@@ -80,7 +82,7 @@ class Volume:
     channels    one name per channel, "" where the file gives none
     """
 
-    shape: tuple[int, int, int, int]
+    shape: StackShape
     dtype: np.dtype[Any]
     read: Callable[[int, int], Array]
     voxel_size: VoxelSize | None = None
@@ -97,25 +99,26 @@ class Volume:
 
     @property
     def voxels(self) -> int:
-        """Number of voxels of one channel."""
+        """Voxels of one channel."""
         return math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all pixels."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self) -> Array:
-        """All pixels, [C, Z, Y, X]."""
+        """Read all pixels, [C, Z, Y, X]."""
         return self.read(0, self.shape[1])
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """What a model made of a volume, on the grid of that volume.
+    """Output of a model, on the grid of the volume.
 
     pixels      labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
-    kind        what the pixels mean
-    voxel_size  as the volume's
+    kind        meaning of the pixels
+    voxel_size  of the volume
     count       number of objects (labels), else None
     names       the K names of the classes or probabilities, empty for labels
     """
@@ -127,31 +130,28 @@ class Segmentation:
     names: tuple[str, ...] = ()
 
 
-_NARROW, _WIDE = np.dtype(np.uint16), np.dtype(np.uint32)
-
-
 def label_dtype(count: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that numbers `count` objects."""
-    return _NARROW if count < 2**16 else _WIDE
+    """Return the smallest of uint16 and uint32 that numbers `count` objects."""
+    return np.dtype(np.uint16 if count < 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What was understood of a file before its pixels were read.
+    """Facts about a file and the selected part, found without reading pixels.
 
-    container          "OME-TIFF", "ImageJ TIFF", "TIFF", ...
-    axes, stored_shape one letter of TZCYXS per stored dimension, as used (after an override), and its lengths
-    shape              (C, Z, Y, X) of the part that the selection reads
-    dtype              as stored, for example "uint16"
-    voxel_size         micrometres, or None; `voxel_size_from` says where it was found
-    channels, times    names of all stored channels; number of time points
-    notes              what a careful user would want to know, one sentence each
+    container           "OME-TIFF", "ImageJ TIFF", "TIFF", ...
+    axes, stored_shape  one letter of TZCYXS per stored dimension after an override, and the lengths
+    shape               (C, Z, Y, X) of the selected part
+    dtype               as stored, for example "uint16"
+    voxel_size          micrometres, or None; `voxel_size_from` names its source
+    channels, times     names of all stored channels; number of time points
+    notes               assumptions and doubts, one sentence each
     """
 
     container: str
     axes: str
     stored_shape: tuple[int, ...]
-    shape: tuple[int, int, int, int]
+    shape: StackShape
     dtype: str
     voxel_size: VoxelSize | None
     voxel_size_from: str
@@ -162,19 +162,19 @@ class Description:
 
 @dataclass(frozen=True)
 class Diameter:
-    """How wide the objects are: in the plane, or along (z, y, x); positive. Raises BadParameter."""
+    """Diameter of the objects in the plane, or along (z, y, x). Raises BadParameter beyond `PLAUSIBLE_LENGTHS`."""
 
     lengths: tuple[float] | tuple[float, float, float]
     unit: Literal["px", "um"]
 
     def __post_init__(self) -> None:
-        if not all(PLAUSIBLE[0] <= length <= PLAUSIBLE[1] for length in self.lengths):
-            least, most = PLAUSIBLE
+        if not all(PLAUSIBLE_LENGTHS[0] <= length <= PLAUSIBLE_LENGTHS[1] for length in self.lengths):
+            least, most = PLAUSIBLE_LENGTHS
             raise BadParameter(f"A diameter must be from {least:g} to {most:g}, not {self.lengths}.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From text such as 15px, 7,15,15px or 6.5um. Raises BadParameter."""
+        """Parse text such as 15px, 7,15,15px or 6.5um. Raises BadParameter."""
         given = text.strip().lower()
         try:
             match [float(length) for length in given[:-2].split(",")], given[-2:]:
@@ -190,13 +190,13 @@ class Diameter:
         )
 
     def __str__(self) -> str:
-        """As `parse` takes it."""
+        """Return text that `parse` understands."""
         return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
-    def voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
-        """Along (z, y, x), in voxels; a diameter in the plane counts for z too, planes being as they are.
+    def in_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
+        """Return the diameters along (z, y, x) in voxels, None for micrometres without a voxel size.
 
-        None where micrometres are given and the voxel size is not known.
+        A diameter in the plane counts as the same number of planes along z.
         """
         if self.unit == "px":
             sizes: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -211,23 +211,22 @@ class Diameter:
         return z / sizes[0], y / sizes[1], x / sizes[2]
 
 
-# Of objects: stated, to be estimated from the stack, or of no interest: the stack is used as it is sampled.
-ObjectSize = Diameter | Literal["auto", "none"]
+DiameterSetting = Diameter | Literal["auto", "none"]
+"""Stated, estimated from the stack (auto), or none: the stack is used as it is sampled."""
 
 
-def parse_size(text: str) -> ObjectSize:
-    """From auto, none, or what `Diameter.parse` takes. Raises BadParameter."""
+def parse_diameter(text: str) -> DiameterSetting:
+    """Parse auto, none, or text for `Diameter.parse`. Raises BadParameter."""
     given = text.strip().lower()
     return _auto_or_none(given) or Diameter.parse(given)
 
 
-# Grey value up to which voxels hold nothing, so that windows of such voxels are not computed: stated, told from the
-# stack, or none: every window is computed.
 SkipBelow = float | Literal["auto", "none"]
+"""Grey value of empty voxels, whose windows are skipped: stated, found from the stack (auto), or none."""
 
 
-def parse_grey(text: str) -> SkipBelow:
-    """From auto, none, or a finite number. Raises BadParameter."""
+def parse_skip_below(text: str) -> SkipBelow:
+    """Parse auto, none, or a finite number. Raises BadParameter."""
     given = text.strip().lower()
     if (word := _auto_or_none(given)) is not None:
         return word
@@ -250,14 +249,14 @@ def _auto_or_none(text: str) -> Literal["auto", "none"] | None:
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller may choose for one request; None leaves the operator's choice, or the model's.
+    """Choices of the caller for one request; None leaves a choice to the operator or the model.
 
-    diameter    of the objects; the volume is resampled to that at which the model works best
-    skip_below  windows of voxels up to this grey value are not computed
+    diameter    of the objects; the volume is resampled so that they have the size that the model works best at
+    skip_below  windows whose voxels are all up to this grey value are not computed
     """
 
     output: OutputKind | None = None
     sw_batch_size: int | None = None
     overlap: float | None = None
-    diameter: ObjectSize | None = None
+    diameter: DiameterSetting | None = None
     skip_below: SkipBelow | None = None

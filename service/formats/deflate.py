@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.cpp_extension import CppExtension
+from service.core.cpp_extension import FLAGS, CppExtension
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
 # What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (("stackseg_deflate", "pqqqqpp", "-"),)

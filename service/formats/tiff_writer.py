@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 from tifffile import TiffWriter
 
-from service.core.buffers import release
+from service.core.buffers import release_pages
 from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
 from service.formats import imagej, tiff_template
 from service.formats.tiff_reader import RELEASED_PAGES
@@ -157,7 +157,7 @@ def _pages(pixels: Array) -> Iterator[Array]:
     """The planes [Y, X] of an array of any shape; of one that lies on disk, a few at a time are in memory."""
     for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
         if number % RELEASED_PAGES == 0:
-            release(pixels)
+            release_pages(pixels)
         yield pixels[index]
 
 
@@ -172,7 +172,7 @@ def _one_by_one(pixels: Array, compress: Compress) -> Iterator[bytes]:
     count = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
     blocks = (pixels[begin : begin + count] for begin in range(0, len(pixels), count))
     for streams, ends in _ahead(lambda planes: compress(planes) or _compressed(planes), blocks):
-        release(pixels)
+        release_pages(pixels)
         for start, end in itertools.pairwise((0, *ends.tolist())):
             yield streams[start:end].tobytes()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.volume import PLAUSIBLE, VoxelSize
+from service.core.volume import PLAUSIBLE_LENGTHS, VoxelSize
 from service.formats.ome import OmeImage
 
 _SI = {
@@ -96,7 +96,7 @@ def length(value: Any, unit: str) -> float | None:
         size = float(value) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
-    return size if PLAUSIBLE[0] <= size <= PLAUSIBLE[1] else None
+    return size if PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1] else None
 
 
 def _along(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from service.core import hardware
-from service.core.config import MOST_STREAMS, Settings
+from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
@@ -462,5 +462,5 @@ def make_device(settings: Settings, *, on_host: bool) -> WindowBatcher:
     """Make a device with as many streams as a model may have at most, each of which gets its part of the cores."""
     cores = settings.device.threads or hardware.usable_cores()
     wanted = settings.engine.streams
-    most = min(cores, MOST_STREAMS) if wanted == "auto" else wanted
+    most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
     return WindowBatcher("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from service.core import hardware
-from service.core.config import MOST_STREAMS, Settings
+from service.core.config import MAX_STREAMS, Settings
 from service.engine import autotune, backends, plans, precision, tf32
 from service.engine.plans import EngineConfig, EnginePlan
 from service.engine.prepare import prepare
@@ -345,7 +345,7 @@ class EngineSelector:
         """What to try besides a single one; nothing where the number is fixed."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return ()
-        return autotune.stream_counts(torch.get_num_threads(), MOST_STREAMS)
+        return autotune.stream_counts(torch.get_num_threads(), MAX_STREAMS)
 
     def _eager(self, name: str) -> EngineConfig:
         memory_format = backends.memory_formats(self._settings.engine, backends.KINDS["eager"], self._device)[0]

@@ -14,7 +14,17 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import Description, Diameter, Extent, ObjectSize, Options, OutputKind, Size, Volume, VoxelSize
+from service.core.volume import (
+    Description,
+    Diameter,
+    DiameterSetting,
+    Extent,
+    Options,
+    OutputKind,
+    Size,
+    Volume,
+    VoxelSize,
+)
 from service.inference.decoding.decoders import decoding_bytes
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.resample import working_size
@@ -173,7 +183,7 @@ class Estimator:
         """What would come back. Raises BadParameter for options that do not fit."""
         return self.plan(options).output
 
-    def object_size(self, options: Options) -> ObjectSize:
+    def object_size(self, options: Options) -> DiameterSetting:
         """What would be done about the width of objects. Raises BadParameter for options that do not fit."""
         plan = self.plan(options)
         return "auto" if plan.estimated else plan.diameter or "none"

@@ -109,7 +109,7 @@ def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[f
     wanted = spec.input.diameter
     if wanted is None:
         raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
-    have = diameter.voxels(volume.voxel_size)
+    have = diameter.in_voxels(volume.voxel_size)
     if have is None:
         raise BadParameter(
             "The file states no voxel size, so a diameter in um means nothing; give voxel_size=Z,Y,X too, or diameter "

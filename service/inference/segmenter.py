@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core import hardware
-from service.core.buffers import allocator
+from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.cpp_extension import extension_cache
 from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
@@ -97,12 +97,12 @@ class Segmenter:
         self.spec = spec
         self._settings = settings
         self._device = hardware.choose_device(settings.device.name)
-        self._allocate = allocator(settings.server.scratch_folder)
+        self._allocate = make_allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.use_cache(settings.engine.cache_folder)
-        extension_cache.use(plans.home(settings.engine.cache_folder).with_name("kernels"))
+        extension_cache.set_folder(plans.home(settings.engine.cache_folder).with_name("kernels"))
         network = load_network(spec, self._watched)
         self._warm_up = EngineSelector(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()
@@ -385,7 +385,7 @@ def translated(needed: Estimate, device: torch.device) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
-            if device.type != "cpu" and not hardware.works(device):
+            if device.type != "cpu" and not hardware.is_working(device):
                 raise DeviceLost(f"{device} has failed and must be started anew with the service.") from error
             raise
         most = max(needed.host_bytes, needed.device_bytes)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import yaml
 from pydantic import ValidationError
 
-from service.core.errors import BrokenModel, UnknownModel, fault_message
+from service.core.errors import BrokenModel, UnknownModel, validation_message
 from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
@@ -78,7 +78,7 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
 
 def _describe_errors(error: ValidationError) -> str:
     """Return every fault after the key it concerns, in one line."""
-    faults = [(".".join(map(str, fault["loc"])), fault_message(fault)) for fault in error.errors()]
+    faults = [(".".join(map(str, fault["loc"])), validation_message(fault)) for fault in error.errors()]
     return "; ".join(f"{key}: {message}" if key else message for key, message in faults)
 
 

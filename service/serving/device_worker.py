@@ -229,7 +229,7 @@ class DeviceWorker:
         self._metrics.count_unload(name)
         torch_compile.forget()
         gc.collect()
-        hardware.return_freed(self._torch_device)
+        hardware.release_memory(self._torch_device)
 
 
 class Reservation:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from service.core.errors import BadParameter, fault_message
-from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse_grey, parse_size
+from service.core.errors import BadParameter, validation_message
+from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse_diameter, parse_skip_below
 
 
 class Query(BaseModel):
@@ -110,7 +110,7 @@ class Query(BaseModel):
     def _understood(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
             try:
-                (parse_size if field.field_name == "diameter" else parse_grey)(text)
+                (parse_diameter if field.field_name == "diameter" else parse_skip_below)(text)
             except BadParameter as error:
                 raise ValueError(str(error)) from None
         return text
@@ -128,8 +128,8 @@ class Query(BaseModel):
 
     @cached_property
     def options(self) -> Options:
-        diameter = None if self.diameter is None else parse_size(self.diameter)
-        skip_below = None if self.skip_below is None else parse_grey(self.skip_below)
+        diameter = None if self.diameter is None else parse_diameter(self.diameter)
+        skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
         return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)
 
 
@@ -141,7 +141,7 @@ def explain(faults: Iterable[Mapping[str, Any]]) -> str:
         if fault["type"] == "extra_forbidden":
             sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
         else:
-            sentences.append(f"{name}: {fault_message(fault)}.")
+            sentences.append(f"{name}: {validation_message(fault)}.")
     return " ".join(sentences)
 
 

@@ -12,7 +12,7 @@ from skimage.feature import peak_local_max
 from skimage.filters import threshold_otsu
 from skimage.segmentation import watershed
 
-from service.core.volume import Diameter, ObjectSize, Options, Volume, parse_size
+from service.core.volume import Diameter, DiameterSetting, Options, Volume, parse_diameter
 from service.inference.segmenter import Segmenter
 from service.training.object_size import mean_diameter, median_extents
 
@@ -102,7 +102,7 @@ def stack_name(image: Path) -> str:
     return image.parent.name if image.stem == "image" else image.stem
 
 
-def state_size(text: str, truth: Labels) -> ObjectSize:
+def state_size(text: str, truth: Labels) -> DiameterSetting:
     """Return the size that `text` states: `mean` or `extents` of the true objects, or itself. Raises BadParameter."""
     if text == "mean":
         return Diameter((mean_diameter(truth),), "px")
@@ -110,7 +110,7 @@ def state_size(text: str, truth: Labels) -> ObjectSize:
         widths = median_extents(truth)
         z, y, x = (1.0, 1.0, 1.0) if widths is None else widths.tolist()
         return Diameter((z, y, x), "px")
-    return parse_size(text)
+    return parse_diameter(text)
 
 
 class Line(NamedTuple):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.core.config import Settings, overruled
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.formats import tiff_writer
@@ -89,7 +89,7 @@ def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> N
     sample = spec.sample or Sample()
     starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
     middle = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
-    segmenter = Segmenter(spec, overruled(settings, "engine", {"kind": "eager", "precision": "fp32"}))
+    segmenter = Segmenter(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     segmenter.warm_up()
     expected = segmenter.segment(Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
     tiff_writer.write(Segmentation(middle, "labels"), spec.folder / sample.input)

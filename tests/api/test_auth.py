@@ -136,7 +136,7 @@ def test_callers_are_named_in_metrics_and_log_and_their_keys_never(
     with caplog.at_level(logging.INFO, "service.access"):
         locked.post("/segment", content=STACK, headers=TIFF | bearer(BOB))
         locked.get("/models", headers=bearer("stackseg_eve"))
-    told, refused = (json.loads(logs.Json().format(record)) for record in caplog.records)
+    told, refused = (json.loads(logs.JsonFormatter().format(record)) for record in caplog.records)
     assert (told["caller"], told["model"], told["status"], told["route"]) == ("bob", "bands/1", 200, "/segment")
     assert told["stages"].keys() == {"receive", "read", "queue", "windows", "write", "total"}
     assert (refused["caller"], refused["problem"]) == ("nobody", "unauthorized")

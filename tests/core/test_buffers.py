@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from service.core import buffers
-from service.core.buffers import ALIGNMENT, BufferCache, BufferPool, allocator, on_disk, release
+from service.core.buffers import ALIGNMENT, BufferCache, BufferPool, allocate_on_disk, make_allocator, release_pages
 from service.core.errors import OutOfStorage
 
 
 def test_large_array_is_zeros_on_disk_in_a_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "LARGE_BYTES", 4000)
-    allocate = allocator(tmp_path)
+    allocate = make_allocator(tmp_path)
     small, large = allocate((999,), np.float32), allocate((10, 100), np.float32)
     assert small.base is None
     assert isinstance(large.base, mmap.mmap)
@@ -26,10 +26,10 @@ def test_large_array_is_zeros_on_disk_in_a_file_without_a_name(tmp_path: Path, m
 
 
 def test_what_is_released_is_still_there(tmp_path: Path) -> None:
-    made = on_disk((64, 4096), np.uint16, tmp_path)
+    made = allocate_on_disk((64, 4096), np.uint16, tmp_path)
     made[3:5] = 7
-    release(made[3:5])
-    release(made)
+    release_pages(made[3:5])
+    release_pages(made)
     assert (made[3:5] == 7).all()
     assert made.sum() == 7 * 2 * 4096
 
@@ -40,23 +40,23 @@ def test_pages_of_a_released_array_leave_the_process(tmp_path: Path) -> None:
         _, _, mine = Path("/proc/self/smaps").read_text().partition(str(tmp_path))
         return 1024 * int(mine.partition("\nRss:")[2].split()[0])
 
-    made = on_disk((2**25,), np.uint8, tmp_path)
+    made = allocate_on_disk((2**25,), np.uint8, tmp_path)
     assert mapped() == 0
     made[:] = 1
     assert mapped() > 2**24
-    release(made)
+    release_pages(made)
     assert mapped() < 2**22
 
 
 def test_arrays_in_memory_are_left_alone() -> None:
     made = np.arange(10)
-    release(made[2:])
+    release_pages(made[2:])
     assert made[9] == 9
 
 
 def test_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OutOfStorage, match="no room"):
-        on_disk((2**50,), np.uint8, tmp_path)
+        allocate_on_disk((2**50,), np.uint8, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

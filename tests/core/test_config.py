@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.core.config import PREFIX, Settings, overruled, read_settings
+from service.core.config import PREFIX, Settings, override_settings, read_settings
 from service.core.errors import ConfigError
 
 HASH = "sha256:" + 64 * "0"
@@ -165,10 +165,10 @@ def test_limits_of_keys_need_keys() -> None:
 
 
 def test_one_section_is_overruled_and_checked_again() -> None:
-    settings = overruled(Settings(), "server", {"port": 9})
+    settings = override_settings(Settings(), "server", {"port": 9})
     assert (settings.server.port, settings.server.host) == (9, Settings().server.host)
     with pytest.raises(ConfigError, match=r"server\.port"):
-        overruled(Settings(), "server", {"port": -1})
+        override_settings(Settings(), "server", {"port": -1})
 
 
 @pytest.mark.parametrize("key", ["sw_batch_size", "overlap"])

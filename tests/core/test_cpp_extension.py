@@ -35,7 +35,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilation
 
 def shelf_in(folder: Path) -> ExtensionCache:
     extension_cache = ExtensionCache()
-    extension_cache.use(folder)
+    extension_cache.set_folder(folder)
     return extension_cache
 
 

@@ -193,7 +193,7 @@ def test_memory_that_was_freed_is_returned() -> None:
     last = blocks[-1]
     del blocks
     before = resident()
-    hardware.return_freed(torch.device("cpu"))
+    hardware.release_memory(torch.device("cpu"))
     assert before - resident() > 50_000_000
     assert len(last) == 2000
 

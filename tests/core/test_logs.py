@@ -15,7 +15,7 @@ def stream() -> Iterator[io.StringIO]:
     """What is written by a logger of its own, in JSON."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(logs.Json())
+    handler.setFormatter(logs.JsonFormatter())
     logger = logging.getLogger("test.logs")
     logger.addHandler(handler)
     logger.propagate = False

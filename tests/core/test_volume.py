@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
 from service.core.volume import (
-    PLAUSIBLE,
+    PLAUSIBLE_LENGTHS,
     Description,
     Diameter,
     Options,
@@ -25,7 +25,7 @@ from service.core.volume import (
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
-plausible = st.floats(*PLAUSIBLE)
+plausible = st.floats(*PLAUSIBLE_LENGTHS)
 impossible = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
 
 
@@ -42,10 +42,10 @@ def test_a_diameter_is_written_as_it_is_read(text: str) -> None:
 
 def test_a_diameter_in_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
-    assert Diameter((15,), "px").voxels(size) == Diameter((15, 15, 15), "px").voxels(None) == (15, 15, 15)
-    assert Diameter((4, 3, 2), "um").voxels(size) == (2, 6, 8)
-    assert Diameter((4,), "um").voxels(VoxelSize(2, 0.5, 0.5)) == (8, 8, 8)
-    assert Diameter((4,), "um").voxels(None) is None
+    assert Diameter((15,), "px").in_voxels(size) == Diameter((15, 15, 15), "px").in_voxels(None) == (15, 15, 15)
+    assert Diameter((4, 3, 2), "um").in_voxels(size) == (2, 6, 8)
+    assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (8, 8, 8)
+    assert Diameter((4,), "um").in_voxels(None) is None
 
 
 @pytest.mark.parametrize("length", [0, -1, 1e-9, 1e9, math.nan, math.inf])

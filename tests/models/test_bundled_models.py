@@ -12,7 +12,7 @@ from paths import ROOT, SHARED_DATA
 from torch import nn
 
 from service.core.config import read_settings
-from service.core.volume import Diameter, Options, Selection, Volume, parse_size
+from service.core.volume import Diameter, Options, Selection, Volume, parse_diameter
 from service.engine.prepare import prepare
 from service.formats import tiff_reader
 from service.inference.label_agreement import LabelAgreement
@@ -254,7 +254,7 @@ def test_small_nuclei_need_not_be_told(eager: Segmenter) -> None:
     volume = Volume.from_array(image[None])
     found = {}
     for said in (None, "none", "10px"):
-        result = eager.segment(volume, Options(diameter=None if said is None else parse_size(said)))
+        result = eager.segment(volume, Options(diameter=None if said is None else parse_diameter(said)))
         found[said] = score(truth, result.segmentation.pixels)
         assert result.estimated == (said is None)
     assert found[None].found == pytest.approx(found["10px"].found, rel=0.05)

@@ -17,7 +17,7 @@ from service.cli.benchmark.networks import Row, Runner, Yardstick, build_and_rac
 from service.cli.benchmark.requests import Requests
 from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
 from service.core import hardware
-from service.core.config import Settings, overruled
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Size
 from service.engine.plans import EngineConfig
@@ -124,7 +124,7 @@ def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
         folder = Path(name)
         requests.write_stack(spec, wanted.shape, folder / "stack.tif")
         if wanted.cold:
-            settings = overruled(settings, "engine", {"cache_folder": folder / "cache"})
+            settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
         starts, segmenter = device.call(lambda: _start(spec, settings, wanted))
         threads = settings.device.threads or hardware.usable_cores()
         # The thread that normalises and decodes here has no others beside it.

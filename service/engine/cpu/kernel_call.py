@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.core.cpp_extension import CppExtension
+from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
 
 NO_MEMORY = "no memory for what a kernel works in"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
 class Steps(CppExtension):
@@ -30,7 +29,7 @@ class Steps(CppExtension):
     def __init__(
         self, source: Path, steps: Sequence[str], without: str, others: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        super().__init__(source, FLAGS, [*((step, "pppi", "i") for step in steps), *others], without)
+        super().__init__(source, OPENMP_FLAGS, [*((step, "pppi", "i") for step in steps), *others], without)
 
     def number(self, name: str, *arguments: Any) -> int:
         """What one of the functions gives."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.buffers import LARGE_BYTES, Allocate, release
+from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
 from service.inference.decoding.instances import InstanceDecoder, above, logit
 from service.inference.decoding.watershed_kernel import BLOCK, CPU, WatershedKernel, ascent
@@ -99,7 +99,7 @@ def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
     planes, rows = slab.shape[-3:-1]
     pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
     if y0 + rows == pixels.shape[-2]:
-        release(pixels)
+        release_pages(pixels)
 
 
 class ProbabilityDecoder:

@@ -18,11 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.cpp_extension import CppExtension
+from service.core.cpp_extension import FLAGS, CppExtension
 from service.core.volume import Size, label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 
 # What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (
@@ -85,7 +84,7 @@ class WatershedKernel(CppExtension):
         """
         if min(size) < 1 or not self.suits(CPU, size, block):
             raise ValueError(f"a volume of {size} is not for the kernel")
-        return Landscape((self._functions, self._quick), size, terms, across=across, block=block)
+        return Landscape((self._functions, self._functions_with_gil), size, terms, across=across, block=block)
 
 
 class Landscape:

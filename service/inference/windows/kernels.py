@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import BufferCache, BufferPool
-from service.core.cpp_extension import CppExtension
+from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 # What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (
@@ -105,7 +104,7 @@ class Stitching(CppExtension):
     """The compiled functions, once `prepare` has made them; without a compiler there are none."""
 
     def __init__(self) -> None:
-        super().__init__(SOURCE, FLAGS, SIGNATURES, "Windows are cut and blended several times as slowly")
+        super().__init__(SOURCE, OPENMP_FLAGS, SIGNATURES, "Windows are cut and blended several times as slowly")
 
     def suits(self, device: torch.device) -> bool:
         """Whether it is there, and can blend on this device."""
@@ -134,7 +133,7 @@ class Stitching(CppExtension):
         if counts.dtype != np.int64 or counts.ndim != 1 or not counts.flags.c_contiguous:
             raise ValueError(f"{counts.dtype} {counts.shape} are no counts")
         less = ctypes.c_int64()
-        value: int = self._quick.stackseg_rank(counts.ctypes.data, len(counts), rank, ctypes.byref(less))
+        value: int = self._functions_with_gil.stackseg_rank(counts.ctypes.data, len(counts), rank, ctypes.byref(less))
         return value, less.value
 
     def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
@@ -189,7 +188,7 @@ class Stitching(CppExtension):
         if not self.tells(scores):
             raise ValueError(f"{scores.dtype} {list(scores.shape)} cannot be looked through")
         # What takes some 30 us is done before another thread would have given the interpreter's lock back.
-        functions = self._quick if scores.nbytes <= BRIEF else self._functions
+        functions = self._functions_with_gil if scores.nbytes <= BRIEF else self._functions
         return bool(functions.stackseg_finite(scores.data_ptr(), scores.dtype == torch.bfloat16, scores.numel()))
 
 

@@ -9,7 +9,7 @@ from service.cli.benchmark import report as show
 from service.cli.benchmark import requests, timing
 from service.cli.benchmark.networks import Row
 from service.cli.benchmark.session import Wanted, run
-from service.core.config import Settings, overruled
+from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.inference.batcher import device_of
 from service.inference.segmenter import Segmenter
@@ -58,7 +58,9 @@ def test_requests_are_measured_stage_by_stage(report):
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands, tmp_path, streams):
-    settings = overruled(overruled(SETTINGS, "engine", {"streams": streams}), "device", {"threads": streams})
+    settings = override_settings(
+        override_settings(SETTINGS, "engine", {"streams": streams}), "device", {"threads": streams}
+    )
     shape = (16, 40, 70)
     with device_of(settings) as device:
         segmenter, calls = Segmenter(bands, settings), []
@@ -86,7 +88,7 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
 
 
 def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands, tmp_path):
-    settings = overruled(overruled(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
+    settings = override_settings(override_settings(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
     with device_of(settings) as device:
         segmenter, calls = Segmenter(bands, settings), []
         device.call(segmenter.warm_up)

@@ -16,7 +16,7 @@ from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 from torch import Tensor
 
-from service.core.buffers import on_disk
+from service.core.buffers import allocate_on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
 from service.inference.decoding.decoders import CACHED, decoding_bytes, in_parts, make_decoder
 from service.inference.decoding.instances import Persistence, Smoother
@@ -321,7 +321,7 @@ def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nucl
 def test_results_on_disk_are_those_in_memory(bands, tmp_path, output):
     scores = torch.randn(1, 3, 6, 8, 10, generator=torch.Generator().manual_seed(0))
     results = []
-    for allocate in (np.zeros, functools.partial(on_disk, folder=tmp_path)):
+    for allocate in (np.zeros, functools.partial(allocate_on_disk, folder=tmp_path)):
         decoder = make_decoder(bands, (6, 8, 10), output, None, allocate)
         for z0, y0 in itertools.product((0, 2, 4), (0, 4)):
             decoder.add(z0, y0, scores[:, :, z0 : z0 + 2, y0 : y0 + 4])
