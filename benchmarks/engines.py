@@ -44,7 +44,7 @@ from service.cli.benchmark.report import table
 from service.cli.benchmark.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import backends, torch_compile
+from service.engine import backends, base, torch_compile
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.inference.engine_selector import EngineSelector, ReadyEngine
@@ -168,7 +168,7 @@ def bare_loops(
             for name, kind in itertools.product(names, precisions):
                 try:
                     run = BARE[name](network, batch, kind)
-                    for _ in range(backends.WARM_UP_CALLS):
+                    for _ in range(base.WARM_UP_CALLS):
                         run(batch)
                 except (ImportError, RuntimeError) as error:
                     print(f"bare {name} {kind}: {backends.first_line(error)}")
@@ -266,7 +266,7 @@ def main() -> None:
             how, rows = measure(name, options, Path(folder))
         # What torch keeps of one network would take the next one's memory.
         torch.compiler.reset()
-        torch_compile.forget()
+        torch_compile.drop_generated_code()
         print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
         print("\n".join(table("engine", rows)), flush=True)
         found[name] = {"rows": [asdict(row) for row in rows], "standing": loaded_model(rows)}

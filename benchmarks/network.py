@@ -88,7 +88,7 @@ def variants(
     x = x.to(dtype).to(memory_format=torch.channels_last_3d)
     yield Row(f"eager {dtype}, channels-last, folded", laid_out, x)
     torch.compiler.reset()
-    run = torch_compile.make(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
+    run = torch_compile.compile_module(laid_out, "default" if on_cpu else "reduce-overhead", freeze=on_cpu)
     yield Row(f"compiled {dtype}, channels-last, folded", run, x)
     if on_cpu:
         yield from winograds(laid_out, x)
@@ -96,12 +96,12 @@ def variants(
 
 def winograds(laid_out: nn.Module, x: Tensor) -> Iterator[Row]:
     """With Winograd convolutions, without compilation and with it; nothing where there are none."""
-    if winograd.candidates(laid_out):
+    if winograd.count_replaceable(laid_out):
         x = x.to(memory_format=torch.channels_last_3d)
-        fast = onednn.pack(winograd.accelerate(laid_out).get_submodule("network"), scores=True)
+        fast = onednn.pack(winograd.replace_convolutions(laid_out).get_submodule("network"), gives_scores=True)
         yield Row(f"Winograd convolutions {x.dtype}, others packed", fast, x)
-        yield Row(f"Winograd convolutions {x.dtype}, others packed, one call", cpu_graph.make(fast, x), x)
-        run = torch_compile.make(winograd.accelerate(laid_out), "default", freeze=True)
+        yield Row(f"Winograd convolutions {x.dtype}, others packed, one call", cpu_graph.capture(fast, x), x)
+        run = torch_compile.compile_module(winograd.replace_convolutions(laid_out), "default", freeze=True)
         yield Row(f"Winograd convolutions {x.dtype}, compiled and frozen", run, x)
 
 

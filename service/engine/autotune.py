@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from service.engine.backends import first_line, slow_build
+from service.engine.backends import first_line, slow_build_seconds
 from service.engine.plans import EngineConfig, Trial
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Tuner(Generic[Made]):
                 return f"{passed.choice.precision} is as good"
         if (reason := self._fits(choice)) is not None:
             return reason
-        needed = self._builds.get((choice.engine, choice.compile_mode), slow_build(choice))
+        needed = self._builds.get((choice.engine, choice.compile_mode), slow_build_seconds(choice))
         left = self._rules.seconds - self.seconds
         last_resort = choice.engine == "eager" and not self._passed
         if left < needed and not last_resort:

@@ -7,32 +7,40 @@ Source: the capture pattern of the PyTorch documentation, "CUDA semantics", sect
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from service.core.errors import BadParameter
+from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.models.loader import Network
 
-WARM_UP_CALLS = 3
+
+class CudaGraphBackend(Backend):
+    """The eager module, recorded as one CUDA graph."""
+
+    memory_formats: ClassVar = {"cuda": ANY_FORMAT}
+
+    def build(self, module: nn.Module, example: Tensor, /, *_: object) -> Network:
+        return GraphedNetwork(module, example)
 
 
 class Recorder(Protocol):
-    """Runs work once on a side stream, or records it for replay."""
+    """Recording and replay of work on a device; tests replace it by one that needs no GPU."""
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         """Run `work` on a side stream, so that lazy initialisation is over before the capture."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record `work`; returns the tensor that every replay fills."""
+        """Record `work`, and return the tensor that every replay fills."""
 
     def replay(self) -> None:
-        """Run what was recorded."""
+        """Run the recorded work."""
 
 
 class CudaRecorder:
-    """The real one. Everything happens on `device`."""
+    """A recorder on the CUDA device `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,14 +63,17 @@ class CudaRecorder:
 
 
 class GraphedNetwork:
-    """Replays one recorded forward. Input and output buffers are fixed: scores are valid until the next call."""
+    """One forward of `network` on batches like `example`, recorded and replayed.
 
-    def __init__(self, network: Network, example: Tensor, recorder: Recorder) -> None:
+    Input and output buffers are fixed: scores are valid until the next call.
+    """
+
+    def __init__(self, network: Network, example: Tensor, recorder: Recorder | None = None) -> None:
         self._input = example.clone()
-        self._recorder = recorder
+        self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():
-            recorder.warm_up(lambda: network(self._input))
-            self._output = recorder.capture(lambda: network(self._input))
+            self._recorder.warm_up(lambda: network(self._input))
+            self._output = self._recorder.capture(lambda: network(self._input))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] of the example's shape and dtype -> scores. Raises BadParameter for any other shape."""
@@ -72,8 +83,3 @@ class GraphedNetwork:
         self._input.copy_(x)
         self._recorder.replay()
         return self._output
-
-
-def make(network: Network, example: Tensor) -> Network:
-    """Record `network` for the shape of `example` on its CUDA device."""
-    return GraphedNetwork(network, example, CudaRecorder(example.device))

@@ -6,64 +6,93 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from service.core.errors import BadParameter
+from service.engine.base import Backend
+from service.engine.plans import EngineConfig
 from service.models.loader import Network
 
-# On import openvino would report to its vendor unless the user has opted out; it does without where the reporter is
-# missing. A service for other people's images has nothing to report.
+# On import openvino reports to its vendor, unless the user has opted out or the reporter cannot be imported. A service
+# for other people's images has nothing to report.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 HINTS = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 
 
-def missing() -> str | None:
-    """Why it cannot be used, None where it can."""
-    if importlib.util.find_spec("openvino") is None:
-        return "openvino is not installed; add it with pip install 'stackseg[openvino]'"
-    return None
+class OpenVinoBackend(Backend):
+    """OpenVINO's CPU plugin; it computes in the configured precision, from a float32 module and batch."""
+
+    memory_formats: ClassVar = {"cpu": ("contiguous",)}
+    float32_batch = True
+    packs_weights = True
+    divides_cores = True
+    slow_build_seconds = 15.0
+
+    def explain_missing(self) -> str | None:
+        if importlib.util.find_spec("openvino") is None:
+            return "openvino is not installed; add it with pip install 'stackseg[openvino]'"
+        return None
+
+    def build(self, module: nn.Module, example: Tensor, config: EngineConfig, /, *_: object) -> Network:
+        """Convert and compile `module` for the shape of `example`, with all of torch's threads among its streams.
+
+        Raises ImportError without openvino, RuntimeError for what it cannot convert.
+        """
+        import openvino  # noqa: PLC0415 - optional, and a second of start-up
+
+        graph = _convert(module, example)
+        options = {
+            "INFERENCE_PRECISION_HINT": HINTS[config.precision],
+            "PERFORMANCE_HINT": "LATENCY" if config.streams == 1 else "THROUGHPUT",
+            "NUM_STREAMS": str(config.streams),
+            "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        compiled = openvino.Core().compile_model(graph, "CPU", options)
+        return CompiledNetwork(compiled.create_infer_request, example.shape, config.streams)
 
 
 class CompiledNetwork:
-    """Scores lie in a buffer that belongs to the batch buffer: they are valid until that is handed over again.
+    """A compiled graph for batches of one shape.
 
-    request  makes something that computes one batch at a time
-    streams  batch buffers that are in use, at most
+    Scores lie in a buffer that belongs to the batch's memory: they are valid until that is handed over again.
+
+    create_request  makes an inference request, which computes one batch at a time
+    streams         batch buffers that are in use, at most
     """
 
-    def __init__(self, request: Callable[[], Any], shape: torch.Size, streams: int) -> None:
+    def __init__(self, create_request: Callable[[], Any], shape: torch.Size, streams: int) -> None:
         self._shape = shape
-        self._request = request
+        self._create_request = create_request
         self._streams = streams
-        self._bound: dict[int, _Bound] = {}
+        self._bindings: dict[int, _Binding] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x], contiguous, of the example's shape -> float32 [B, K, z, y, x]. Raises BadParameter."""
         if x.shape != self._shape:
             raise BadParameter(f"This network was made for {tuple(self._shape)} and cannot run {tuple(x.shape)}.")
-        # Windows arrive in a few buffers for good, one for each stream, which are handed over once and then only read.
-        bound = self._bound.get(x.data_ptr())
-        if bound is None:
-            bound = self._bind(x)
-        bound.request.infer(bound.inputs, share_inputs=True)
-        return bound.scores
+        # Windows arrive in a few lasting buffers, one for each stream; each is bound to a request once.
+        binding = self._bindings.get(x.data_ptr())
+        if binding is None:
+            binding = self._bind(x)
+        binding.request.infer(binding.inputs, share_inputs=True)
+        return binding.scores
 
-    def _bind(self, x: Tensor) -> _Bound:
-        if len(self._bound) == self._streams:
-            # Others than before: those of a trial, say.
-            self._bound.clear()
-        request = self._request()
+    def _bind(self, x: Tensor) -> _Binding:
+        if len(self._bindings) == self._streams:
+            # The buffers of an earlier caller, such as a trial, are not used any more.
+            self._bindings.clear()
+        request = self._create_request()
         scores = torch.from_numpy(request.get_output_tensor(0).data)
-        bound = self._bound[x.data_ptr()] = _Bound(request, {0: x.numpy()}, scores, x)
-        return bound
+        binding = self._bindings[x.data_ptr()] = _Binding(request, {0: x.numpy()}, scores, x)
+        return binding
 
 
-class _Bound(NamedTuple):
-    """One batch buffer, which is kept alive so that its address stays its own, and what computes it."""
+class _Binding(NamedTuple):
+    """A batch buffer and the request that computes it; `batch` keeps the buffer alive, and so its address taken."""
 
     request: Any
     inputs: dict[int, Any]
@@ -72,34 +101,18 @@ class _Bound(NamedTuple):
 
 
 def _convert(module: nn.Module, example: Tensor) -> Any:
-    """What `openvino.convert_model` does, which would also set the level and filters of all logging in the process."""
+    """Convert `module` to a graph for the shape of `example`.
+
+    `openvino.convert_model` would do that too, and set the level and filters of all logging in the process.
+    """
     from openvino.frontend import FrontEndManager  # noqa: PLC0415
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
 
     with warnings.catch_warnings():
-        # It traces, which torch deprecates and remarks upon; shapes are static here, so that traces are exact.
+        # torch warns about tracing; with static shapes, as here, traces are exact.
         warnings.simplefilter("ignore")
         decoder = TorchScriptPythonDecoder(module, example_input=example)
     frontend = FrontEndManager().load_by_framework("pytorch")
     graph = frontend.convert(frontend.load(decoder))
     graph.reshape(list(example.shape))
     return graph
-
-
-def make(module: nn.Module, example: Tensor, precision: str, streams: int = 1) -> Network:
-    """Convert and compile `module` (float32, CPU) for the shape of `example`; computes in `precision`.
-
-    As many threads as torch uses, divided among `streams` callers. Raises ImportError without openvino, RuntimeError
-    for what it cannot convert.
-    """
-    import openvino  # noqa: PLC0415 - optional, and a second of start-up
-
-    graph = _convert(module, example)
-    options = {
-        "INFERENCE_PRECISION_HINT": HINTS[precision],
-        "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
-        "NUM_STREAMS": str(streams),
-        "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    compiled = openvino.Core().compile_model(graph, "CPU", options)
-    return CompiledNetwork(compiled.create_infer_request, example.shape, streams)

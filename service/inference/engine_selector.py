@@ -62,7 +62,7 @@ class ReadyEngine:
     plan         what was tried, None where the engine is fixed
     cached       whether an earlier start made the plan
     nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
-    score_bytes  as `select.Built` has them
+    score_bytes  of one window, as in `backends.BuiltNetwork`
     """
 
     window: SlidingWindow
@@ -140,7 +140,7 @@ class EngineSelector:
         module = self.module(choice)
         window = self.sliding_window(module, choice, choice.sw_batch_size)
         built = backends.build(module, window.batch, choice, self._settings.engine)
-        caution = backends.KINDS[choice.engine].caution
+        caution = backends.BACKENDS[choice.engine].caution
         warnings = (caution,) if caution else ()
         network = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
         warm = ReadyEngine(network, module, choice, built.seconds, warnings)
@@ -148,7 +148,7 @@ class EngineSelector:
 
     def module(self, choice: EngineConfig) -> nn.Module:
         """The prepared module that a choice is built from."""
-        memory_format = backends.FORMATS[choice.memory_format]
+        memory_format = backends.MEMORY_FORMATS[choice.memory_format]
         return prepare(self._network, self._device, backends.batch_dtype(choice), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
@@ -169,7 +169,7 @@ class EngineSelector:
             blending=Blending(windows.blending, windows.sigma),
             device=self._device,
             dtype=backends.batch_dtype(choice),
-            memory_format=backends.FORMATS[choice.memory_format],
+            memory_format=backends.MEMORY_FORMATS[choice.memory_format],
             streams=choice.streams if batch_size >= choice.sw_batch_size else 1,
         )
 
@@ -198,9 +198,9 @@ class EngineSelector:
         settings = self._settings.engine
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
-        kind = backends.KINDS[settings.kind]
+        backend = backends.BACKENDS[settings.kind]
         names = precision.candidates(settings.precision, self._native)
-        unfit = {name: backends.unfit(kind, name, self._device, self._network) for name in names}
+        unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
         choices = [self._own(name) for name in names if unfit[name] is None]
         if not choices:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
@@ -220,11 +220,11 @@ class EngineSelector:
     def _own(self, name: str) -> EngineConfig:
         """The engine that was asked for, in the precision of that name."""
         settings = self._settings.engine
-        kind = backends.KINDS[settings.kind]
-        memory_format = backends.memory_formats(settings, kind, self._device)[0]
-        mode = backends.compile_modes(settings, kind, self._device)[0]
+        backend = backends.BACKENDS[settings.kind]
+        memory_format = backend.allowed_formats(settings, self._device)[0]
+        mode = backend.compile_modes(settings, self._device)[0]
         choice = EngineConfig(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
-        return replace(choice, streams=1) if backends.one_at_a_time(choice, settings) else choice
+        return replace(choice, streams=1) if backends.needs_single_stream(choice, settings) else choice
 
     @property
     def _sure(self) -> str:
@@ -236,7 +236,7 @@ class EngineSelector:
         """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
         parity = self._parity()
         for choice in self._candidates(self._streams):
-            quick = choice.engine != "eager" and backends.slow_build(choice) <= QUICK_BUILD
+            quick = choice.engine != "eager" and backends.slow_build_seconds(choice) <= QUICK_BUILD
             if not quick or self._fits(choice) is not None:
                 continue
             try:
@@ -263,8 +263,8 @@ class EngineSelector:
         settings = self._settings.engine
         names = precision.candidates(settings.precision, self._native)
         return [
-            replace(choice, streams=1 if backends.one_at_a_time(choice, settings) else streams)
-            for choice in backends.choices(settings, self._device, names, self._batch_size)
+            replace(choice, streams=1 if backends.needs_single_stream(choice, settings) else streams)
+            for choice in backends.list_configs(settings, self._device, names, self._batch_size)
         ]
 
     def _tuned(self, circumstances: dict[str, str]) -> ReadyEngine:
@@ -278,7 +278,7 @@ class EngineSelector:
 
         def enter(choice: EngineConfig) -> autotune.Candidate[ReadyEngine]:
             found = alone.get(replace(choice, streams=1))
-            if found is None or backends.KINDS[choice.engine].divides:
+            if found is None or backends.BACKENDS[choice.engine].divides_cores:
                 warm = alone[choice] = self.build(choice)
             else:
                 window = found.window.with_streams(choice.streams)
@@ -309,12 +309,12 @@ class EngineSelector:
 
     def _fits(self, choice: EngineConfig) -> str | None:
         """Why a choice must not be tried, None if it may."""
-        kind = backends.KINDS[choice.engine]
-        if (missing := kind.missing()) is not None:
+        backend = backends.BACKENDS[choice.engine]
+        if (missing := backend.explain_missing()) is not None:
             return missing
-        if (unfit := backends.unfit(kind, choice.precision, self._device, self._network)) is not None:
+        if (unfit := backend.explain_unfit(choice.precision, self._device, self._network)) is not None:
             return f"it {unfit}"
-        if choice.streams > 1 and backends.one_at_a_time(choice, self._settings.engine):
+        if choice.streams > 1 and backends.needs_single_stream(choice, self._settings.engine):
             return "a graph that is not frozen is made for one number of threads"
         windows = choice.sw_batch_size * choice.streams
         needed = self._window_bytes * backends.batch_dtype(choice).itemsize // 4 * windows
@@ -348,7 +348,7 @@ class EngineSelector:
         return autotune.stream_counts(torch.get_num_threads(), MAX_STREAMS)
 
     def _eager(self, name: str) -> EngineConfig:
-        memory_format = backends.memory_formats(self._settings.engine, backends.KINDS["eager"], self._device)[0]
+        memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def _warned(self, choice: EngineConfig, *warnings: str) -> ReadyEngine:

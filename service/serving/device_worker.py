@@ -53,7 +53,7 @@ class DeviceWorker:
     """
 
     def __init__(
-        self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: torch_compile.Turn
+        self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: torch_compile.LoadingLock
     ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
@@ -227,7 +227,7 @@ class DeviceWorker:
     def _unloaded(self, name: str) -> None:
         """Free what refers to itself, and what torch keeps for later."""
         self._metrics.count_unload(name)
-        torch_compile.forget()
+        torch_compile.drop_generated_code()
         gc.collect()
         hardware.release_memory(self._torch_device)
 

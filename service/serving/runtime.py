@@ -110,7 +110,7 @@ class Runtime:
         self.settings = settings
         self.references = HostFiles(settings.references)
         self.metrics = Metrics()
-        self._turn = torch_compile.Turn()
+        self._turn = torch_compile.LoadingLock()
         self.device_workers = tuple(
             DeviceWorker(name, own, load, self.metrics, self._turn) for name, own in device_worker_settings(settings)
         )
@@ -384,7 +384,9 @@ class Runtime:
             lambda: float(not self.obstacles()),
         )
         watch(
-            "stackseg_compiled_graphs", "Graphs compiled so far; only loading a model adds some.", torch_compile.graphs
+            "stackseg_compiled_graphs",
+            "Graphs compiled so far; only loading a model adds some.",
+            torch_compile.count_graphs,
         )
         watch(
             "stackseg_recompilations",

@@ -3,11 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_backends import FakeBackend
 from torch import Tensor, nn
 
 from service.core import config, hardware
-from service.engine import backends
-from service.engine.backends import KINDS, build, choices
+from service.engine import backends, base
+from service.engine.backends import BACKENDS, build, list_configs
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
@@ -17,7 +18,7 @@ EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def choice_of(engine, precision="fp32", memory_format="contiguous", mode=None):
+def make_config(engine, precision="fp32", memory_format="contiguous", mode=None):
     return EngineConfig(engine, precision, memory_format, 2, mode)
 
 
@@ -44,22 +45,22 @@ class Uncompilable(nn.Module):
 
 def test_eager_runs_the_module_itself():
     module = Counting()
-    built = build(module, EXAMPLE, choice_of("eager"), config.Engine())
-    assert module.calls == backends.WARM_UP_CALLS
+    built = build(module, EXAMPLE, make_config("eager"), config.Engine())
+    assert module.calls == base.WARM_UP_CALLS
     assert built.seconds > 0
     assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
 
 
 def test_a_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
-        build(Uncompilable(), EXAMPLE, choice_of("compiled", mode="default"), config.Engine())
+        build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), config.Engine())
     assert "\n" not in backends.first_line(caught.value)
 
 
 def test_more_modules_of_one_kind_are_compiled_than_torch_has_variants_of_a_function():
     for width in range(9):
         module = nn.Sequential(nn.Conv3d(1, 1 + width, 1)).eval().requires_grad_(requires_grad=False)
-        built = build(module, EXAMPLE, choice_of("compiled", mode="default"), config.Engine(freeze=False))
+        built = build(module, EXAMPLE, make_config("compiled", mode="default"), config.Engine(freeze=False))
         assert built.network(EXAMPLE).shape[1] == 1 + width
 
 
@@ -68,13 +69,13 @@ def test_an_error_without_words_is_called_by_its_name():
 
 
 def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
-    kind = backends.Backend(lambda module, *_: module, {"cpu": ("contiguous",)}, transform=lambda module: nn.ReLU())
-    monkeypatch.setitem(KINDS, "other", kind)
-    assert isinstance(build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).network, nn.ReLU)
+    backend = FakeBackend(lambda module: module, transform=lambda module: nn.ReLU())
+    monkeypatch.setitem(BACKENDS, "other", backend)
+    assert isinstance(build(Counting(), EXAMPLE, make_config("other"), config.Engine()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
-    ("network", "any_batch", "any_batch_size"),
+    ("network", "varying_batch", "any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
@@ -82,10 +83,12 @@ def test_a_module_is_transformed_before_the_engine_is_made(monkeypatch):
     ],
     ids=["any batch", "not said to be", "other scores"],
 )
-def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(monkeypatch, network, any_batch, any_batch_size):
-    kind = backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=any_batch)
-    monkeypatch.setitem(KINDS, "other", kind)
-    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).any_batch_size == any_batch_size
+def test_what_takes_fewer_windows_must_give_the_same_scores_for_them(
+    monkeypatch, network, varying_batch, any_batch_size
+):
+    backend = FakeBackend(lambda _: network, varying_batch=varying_batch)
+    monkeypatch.setitem(BACKENDS, "other", backend)
+    assert build(Counting(), EXAMPLE, make_config("other"), config.Engine()).any_batch_size == any_batch_size
 
 
 @pytest.mark.parametrize(("streams", "any_batch_size"), [(1, True), (2, False)])
@@ -94,12 +97,12 @@ def test_fewer_windows_must_give_the_same_scores_in_any_stream(monkeypatch, stre
         # As libraries do that choose an algorithm by the threads there are.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
-    monkeypatch.setitem(KINDS, "other", backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}, any_batch=True))
+    monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network, varying_batch=True))
     before = torch.get_num_threads()
     hardware.use_threads(2)
     try:
-        choice = replace(choice_of("other"), streams=streams)
-        assert build(Counting(), EXAMPLE, choice, config.Engine()).any_batch_size == any_batch_size
+        engine_config = replace(make_config("other"), streams=streams)
+        assert build(Counting(), EXAMPLE, engine_config, config.Engine()).any_batch_size == any_batch_size
         assert torch.get_num_threads() == 2
     finally:
         hardware.use_threads(before)
@@ -114,8 +117,8 @@ BUFFER = torch.empty(EXAMPLE.shape)
     ids=["new", "the batch itself", "the same buffer"],
 )
 def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, owns_scores):
-    monkeypatch.setitem(KINDS, "other", backends.Backend(lambda *_: network, {"cpu": ("contiguous",)}))
-    assert build(Counting(), EXAMPLE, choice_of("other"), config.Engine()).owns_scores == owns_scores
+    monkeypatch.setitem(BACKENDS, "other", FakeBackend(lambda _: network))
+    assert build(Counting(), EXAMPLE, make_config("other"), config.Engine()).owns_scores == owns_scores
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -127,8 +130,8 @@ def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compil
     )
     module = module.eval().requires_grad_(requires_grad=False).to(DTYPES[precision])
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
-    choice = choice_of("winograd", precision, memory_format="channels_last_3d")
-    built = build(module, example, choice, config.Engine())
+    engine_config = make_config("winograd", precision, memory_format="channels_last_3d")
+    built = build(module, example, engine_config, config.Engine())
     assert built.any_batch_size
     with torch.inference_mode():
         expected = copy.deepcopy(module).float()(example.float())
@@ -140,7 +143,7 @@ def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1))
     example = torch.rand(2, 8, 8, 8, 8).to(torch.bfloat16, memory_format=torch.channels_last_3d)
     wide = prepare(module, CPU, torch.bfloat16, torch.channels_last_3d)
-    built = build(wide, example, choice_of("winograd", "bf16", memory_format="channels_last_3d"), config.Engine())
+    built = build(wide, example, make_config("winograd", "bf16", memory_format="channels_last_3d"), config.Engine())
     with torch.inference_mode():
         scores, expected = built.network(example), wide(example)
     assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
@@ -148,55 +151,58 @@ def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
 
 
 def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():
-    found = choices(config.Engine(), CPU, ("bf16", "fp32"), 2)
-    assert found[0] == choice_of("winograd", "bf16", "channels_last_3d")
-    assert {choice.precision for choice in found if choice.engine == "winograd"} == {"bf16", "fp32"}
+    configs = list_configs(config.Engine(), CPU, ("bf16", "fp32"), 2)
+    assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
+    assert {engine_config.precision for engine_config in configs if engine_config.engine == "winograd"} == {
+        "bf16",
+        "fp32",
+    }
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
-    assert backends.unfit(KINDS["winograd"], "fp16", CPU, module) == "does not compute in fp16"
-    assert backends.unfit(KINDS["winograd"], "bf16", CUDA, module) == "needs a CPU"
-    assert backends.unfit(KINDS["winograd"], "bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
-    assert backends.unfit(KINDS["winograd"], "bf16", CPU, module.bfloat16()) is None
+    assert BACKENDS["winograd"].explain_unfit("fp16", CPU, module) == "does not compute in fp16"
+    assert BACKENDS["winograd"].explain_unfit("bf16", CUDA, module) == "needs a CPU"
+    assert BACKENDS["winograd"].explain_unfit("bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
+    assert BACKENDS["winograd"].explain_unfit("bf16", CPU, module.bfloat16()) is None
 
 
 def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
-    kind = backends.Backend(lambda module, *_: module, {"cpu": ("contiguous",)}, missing=lambda: "install it")
-    monkeypatch.setitem(KINDS, "other", kind)
+    backend = FakeBackend(lambda module: module, explain_missing=lambda: "install it")
+    monkeypatch.setitem(BACKENDS, "other", backend)
     with pytest.raises(ImportError, match="install it"):
-        build(Counting(), EXAMPLE, choice_of("other"), config.Engine())
+        build(Counting(), EXAMPLE, make_config("other"), config.Engine())
 
 
 def test_every_engine_that_can_be_configured_is_known():
     literal = config.Engine.model_fields["kind"].annotation
-    assert set(literal.__args__) == {"auto", *KINDS}
+    assert set(literal.__args__) == {"auto", *BACKENDS}
 
 
 def test_a_cpu_tries_its_own_engines_in_every_open_format():
-    found = choices(config.Engine(), CPU, ("fp32",), 2)
-    assert set(found) >= {
-        choice_of("eager"),
-        choice_of("eager", memory_format="channels_last_3d"),
-        choice_of("openvino"),
-        choice_of("compiled", memory_format="channels_last_3d", mode="default"),
+    configs = list_configs(config.Engine(), CPU, ("fp32",), 2)
+    assert set(configs) >= {
+        make_config("eager"),
+        make_config("eager", memory_format="channels_last_3d"),
+        make_config("openvino"),
+        make_config("compiled", memory_format="channels_last_3d", mode="default"),
     }
-    assert "cudagraph" not in {choice.engine for choice in found}
-    assert found[-1].engine == "eager"
+    assert "cudagraph" not in {engine_config.engine for engine_config in configs}
+    assert configs[-1].engine == "eager"
 
 
 def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
-    found = choices(config.Engine(), CUDA, ("bf16", "fp32"), 8)
-    assert {choice.engine for choice in found} == {"cudagraph", "compiled", "tensorrt", "eager"}
-    assert {choice.compile_mode for choice in found} == {None, "reduce-overhead", "max-autotune"}
-    assert {choice.sw_batch_size for choice in found} == {8}
-    precisions = [choice.precision for choice in found if choice.engine == "eager"]
+    configs = list_configs(config.Engine(), CUDA, ("bf16", "fp32"), 8)
+    assert {engine_config.engine for engine_config in configs} == {"cudagraph", "compiled", "tensorrt", "eager"}
+    assert {engine_config.compile_mode for engine_config in configs} == {None, "reduce-overhead", "max-autotune"}
+    assert {engine_config.sw_batch_size for engine_config in configs} == {8}
+    precisions = [engine_config.precision for engine_config in configs if engine_config.engine == "eager"]
     assert precisions == sorted(precisions)
 
 
 def test_what_is_fixed_is_not_varied():
     settings = config.Engine(channels_last=False, compile_mode="max-autotune", precision="bf16")
-    found = choices(settings, CPU, ("bf16",), 2)
-    assert {choice.memory_format for choice in found} == {"contiguous"}
-    assert {choice.precision for choice in found} == {"bf16"}
-    assert {choice.compile_mode for choice in found} == {None, "max-autotune"}
+    configs = list_configs(settings, CPU, ("bf16",), 2)
+    assert {engine_config.memory_format for engine_config in configs} == {"contiguous"}
+    assert {engine_config.precision for engine_config in configs} == {"bf16"}
+    assert {engine_config.compile_mode for engine_config in configs} == {None, "max-autotune"}
 
 
 @pytest.mark.parametrize(
@@ -210,29 +216,29 @@ def test_what_is_fixed_is_not_varied():
 )
 def test_compile_modes(setting, device, kind, expected):
     settings = config.Engine(compile_mode=setting, kind=kind)
-    assert backends.compile_modes(settings, KINDS["compiled"], device) == expected
-    assert backends.compile_modes(settings, KINDS["eager"], device) == (None,)
+    assert BACKENDS["compiled"].compile_modes(settings, device) == expected
+    assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 
 
 def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
     def modes(**settings):
-        return backends.compile_modes(config.Engine(**settings), KINDS["winograd"], CPU)
+        return BACKENDS["winograd"].compile_modes(config.Engine(**settings), CPU)
 
     assert modes() == modes(kind="winograd") == (None, "default")
     assert modes(kind="winograd", compile_mode="default") == ("default",)
 
 
 def test_an_engine_of_its_own_precision_keeps_float32_outside():
-    assert backends.batch_dtype(choice_of("openvino", "bf16")) == torch.float32
-    assert backends.batch_dtype(choice_of("eager", "bf16")) == torch.bfloat16
+    assert backends.batch_dtype(make_config("openvino", "bf16")) == torch.float32
+    assert backends.batch_dtype(make_config("eager", "bf16")) == torch.bfloat16
 
 
 def test_what_every_stream_keeps_is_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    weights = backends.weight_bytes(KINDS["winograd"].transform(module))
+    weights = backends.weight_bytes(BACKENDS["winograd"].transform(module))
     one, four = (
-        build(module, EXAMPLE, replace(choice_of("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
+        build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
     )
     # At the least what goes into a convolution at full size, and what comes of it.
     kept = one.nbytes - weights
@@ -240,4 +246,4 @@ def test_what_every_stream_keeps_is_counted():
     assert four.nbytes - weights == 4 * kept
     with torch.inference_mode():
         assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
-    assert build(module, EXAMPLE, choice_of("eager"), config.Engine()).score_bytes is None
+    assert build(module, EXAMPLE, make_config("eager"), config.Engine()).score_bytes is None

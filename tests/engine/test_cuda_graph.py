@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from service.core.errors import BadParameter
-from service.engine import cuda_graph
 from service.engine.cuda_graph import GraphedNetwork
 
 
@@ -67,7 +66,7 @@ def test_other_shapes_and_dtypes_are_refused(other):
 @torch.inference_mode()
 def test_a_real_graph_gives_the_scores_of_the_module():
     module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
-    network = cuda_graph.make(module, torch.zeros(2, 1, 16, 16, 16, device="cuda"))
+    network = GraphedNetwork(module, torch.zeros(2, 1, 16, 16, 16, device="cuda"))
     for _ in range(3):
         x = torch.rand(2, 1, 16, 16, 16, device="cuda")
         torch.testing.assert_close(network(x), module(x))

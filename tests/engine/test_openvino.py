@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
-from service.engine import openvino
+from service.engine.openvino import OpenVinoBackend
+from service.engine.plans import EngineConfig
 
-pytestmark = pytest.mark.skipif(openvino.missing() is not None, reason="openvino is not installed")
+pytestmark = pytest.mark.skipif(OpenVinoBackend().explain_missing() is not None, reason="openvino is not installed")
+
+
+def build(module, example, streams=1):
+    config = EngineConfig("openvino", "fp32", "contiguous", len(example), streams=streams)
+    return OpenVinoBackend().build(module, example, config, EngineSettings())
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +31,7 @@ def module():
 @torch.inference_mode()
 def test_scores_are_those_of_the_module(module):
     batch = torch.rand(2, 1, 8, 12, 16)
-    network = openvino.make(module, batch, "fp32")
+    network = build(module, batch)
     torch.testing.assert_close(network(batch), module(batch), atol=1e-5, rtol=1e-5)
     batch.copy_(torch.rand(2, 1, 8, 12, 16))
     torch.testing.assert_close(network(batch), module(batch), atol=1e-5, rtol=1e-5)
@@ -34,7 +41,7 @@ def test_scores_are_those_of_the_module(module):
 
 def test_streams_compute_at_the_same_time(module):
     batches = [torch.rand(1, 1, 8, 12, 16) for _ in range(3)]
-    network = openvino.make(module, batches[0], "fp32", streams=3)
+    network = build(module, batches[0], streams=3)
     with ThreadPoolExecutor(3) as pool:
         for _ in range(20):
             for batch, scores in zip(batches, pool.map(network, batches), strict=True):
@@ -43,7 +50,7 @@ def test_streams_compute_at_the_same_time(module):
 
 @torch.inference_mode()
 def test_another_shape_is_refused(module):
-    network = openvino.make(module, torch.rand(2, 1, 8, 8, 8), "fp32")
+    network = build(module, torch.rand(2, 1, 8, 8, 8))
     with pytest.raises(BadParameter, match="cannot run"):
         network(torch.rand(1, 1, 8, 8, 8))
 
@@ -52,7 +59,7 @@ def test_another_shape_is_refused(module):
 def test_the_logging_of_the_service_is_left_alone(module):
     root = logging.getLogger()
     before = (root.level, list(root.filters), list(root.handlers))
-    openvino.make(module, torch.rand(1, 1, 8, 8, 8), "fp32")
+    build(module, torch.rand(1, 1, 8, 8, 8))
     assert (root.level, root.filters, root.handlers) == before
 
 

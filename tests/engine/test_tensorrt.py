@@ -10,7 +10,7 @@ from torch import nn
 
 from service.core import config
 from service.core.errors import BadParameter
-from service.engine import backends, tensorrt
+from service.engine import backends
 from service.engine.plans import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -42,7 +42,7 @@ def module():
     return nn.Conv3d(1, 2, 3, padding=1).eval().requires_grad_(requires_grad=False)
 
 
-def choice():
+def engine_config():
     return EngineConfig("tensorrt", "fp32", "contiguous", 2)
 
 
@@ -50,13 +50,13 @@ def test_without_the_package_it_says_how_to_get_it(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ImportError, match="pip install torch-tensorrt"):
-        backends.build(module, torch.zeros(2, 1, 4, 4, 4), choice(), config.Engine())
+        backends.build(module, torch.zeros(2, 1, 4, 4, 4), engine_config(), config.Engine())
 
 
 @pytest.mark.parametrize(("precision", "disabled"), [("high", False), ("highest", True)])
 def test_it_builds_for_one_shape_and_the_precision_that_is_set(module, package, precision, disabled):
     example = torch.rand(2, 1, 4, 4, 4)
-    network = backends.build(module, example, choice(), config.Engine(matmul_precision=precision)).network
+    network = backends.build(module, example, engine_config(), config.Engine(matmul_precision=precision)).network
     assert package.options["disable_tf32"] is disabled
     assert package.options["device"] == CPU
     assert [tuple(tensor.shape) for tensor in package.options["arg_inputs"]] == [(2, 1, 4, 4, 4)]
@@ -65,18 +65,18 @@ def test_it_builds_for_one_shape_and_the_precision_that_is_set(module, package, 
 
 @pytest.mark.parametrize("other", [torch.rand(1, 1, 4, 4, 4), torch.rand(2, 1, 4, 4, 4).half()])
 def test_another_shape_or_dtype_is_refused(module, package, other):
-    network = tensorrt.make(module, torch.rand(2, 1, 4, 4, 4), tf32=True)
+    network = backends.build(module, torch.rand(2, 1, 4, 4, 4), engine_config(), config.Engine()).network
     with pytest.raises(BadParameter, match="was made for"):
         network(other)
 
 
 def test_only_gpus_have_it():
     def engines(device):
-        return {choice.engine for choice in backends.choices(config.Engine(), device, ("fp32",), 2)}
+        return {each.engine for each in backends.list_configs(config.Engine(), device, ("fp32",), 2)}
 
     assert "tensorrt" in engines(CUDA)
     assert "tensorrt" not in engines(CPU)
 
 
 def test_whoever_uses_it_is_told_that_nobody_has():
-    assert "never run on a GPU" in backends.KINDS["tensorrt"].caution
+    assert "never run on a GPU" in backends.BACKENDS["tensorrt"].caution

@@ -40,7 +40,7 @@ def module() -> nn.Module:
 @pytest.mark.parametrize("freeze", [True, False])
 def test_compiled_scores_are_those_of_the_module(module, freeze):
     counters.clear()
-    network = torch_compile.make(module, "default", freeze=freeze)
+    network = torch_compile.compile_module(module, "default", freeze=freeze)
     scores = [network(X), network(X)]
     assert module.eager_calls == 0
     for got in scores:
@@ -52,8 +52,8 @@ def test_compiled_scores_are_those_of_the_module(module, freeze):
 
 @torch.inference_mode()
 def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module):
-    network = torch_compile.make(module, "default", freeze=True)
-    expected, graphs = network(X), torch_compile.graphs()
+    network = torch_compile.compile_module(module, "default", freeze=True)
+    expected, graphs = network(X), torch_compile.count_graphs()
 
     def call(threads):
         hardware.use_threads(threads)
@@ -63,13 +63,13 @@ def test_a_frozen_network_runs_with_any_number_of_threads_and_in_several(module)
     with ThreadPoolExecutor(3) as pool:
         for scores in pool.map(call, [1, 2, 3] * 10):
             torch.testing.assert_close(scores, expected)
-    assert torch_compile.graphs() == graphs, "nothing was compiled again"
+    assert torch_compile.count_graphs() == graphs, "nothing was compiled again"
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("x", [X[:1], X.to(memory_format=torch.channels_last_3d)])
 def test_a_frozen_network_refuses_another_shape_or_layout(module, x):
-    network = torch_compile.make(module, "default", freeze=True)
+    network = torch_compile.compile_module(module, "default", freeze=True)
     network(X)
     with pytest.raises(BadParameter, match="compiled for"):
         network(x)
@@ -78,7 +78,7 @@ def test_a_frozen_network_refuses_another_shape_or_layout(module, x):
 def test_the_cache_folder_is_made_and_used(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-    torch_compile.use_cache(Path("a/cache"))
+    torch_compile.set_cache_folder(Path("a/cache"))
     assert (tmp_path / "a" / "cache").is_dir()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "a" / "cache")
 
@@ -91,7 +91,7 @@ def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> N
         return sum(one.shape[:2] == (37, 41) for one in tensors)
 
     def make() -> Network:
-        return torch_compile.make(
+        return torch_compile.compile_module(
             nn.Conv3d(41, 37, 3).eval().requires_grad_(requires_grad=False), "default", freeze=freeze
         )
 
@@ -100,27 +100,27 @@ def test_weights_go_with_the_network_and_those_of_others_stay(freeze: bool) -> N
         kept, gone = make(), make()
         expected = kept(example)
         gone(example)
-        both, graphs = weights(), torch_compile.graphs()
+        both, graphs = weights(), torch_compile.count_graphs()
         del gone
         gc.collect()
-        torch_compile.forget()
+        torch_compile.drop_generated_code()
         assert 0 < weights() < both
         assert torch.equal(kept(example), expected)
-        assert torch_compile.graphs() == graphs, "what is in use is not compiled again"
+        assert torch_compile.count_graphs() == graphs, "what is in use is not compiled again"
         del kept
-        torch_compile.forget()
+        torch_compile.drop_generated_code()
         assert weights() == 0
 
 
 def test_graphs_count_as_recompilations_only_while_nothing_is_loaded() -> None:
-    turn = torch_compile.Turn()
-    network = torch_compile.make(nn.Conv3d(1, 2, 1).eval(), "default", freeze=False)
+    loading = torch_compile.LoadingLock()
+    network = torch_compile.compile_module(nn.Conv3d(1, 2, 1).eval(), "default", freeze=False)
     with torch.inference_mode():
-        with turn:
+        with loading:
             network(torch.rand(1, 1, 4, 4, 4))
-        assert turn.recompilations == 0
+        assert loading.recompilations == 0
         network(torch.rand(1, 1, 5, 5, 5))
-    assert turn.recompilations == 1
+    assert loading.recompilations == 1
 
 
 class Rectified(nn.Module):
@@ -146,7 +146,7 @@ class Rectified(nn.Module):
 def test_what_is_not_finite_within_a_frozen_network_reaches_its_scores():
     torch.manual_seed(0)
     network = Rectified().eval().requires_grad_(requires_grad=False)
-    frozen = torch_compile.make(network, "default", freeze=True)
+    frozen = torch_compile.compile_module(network, "default", freeze=True)
     x = torch.rand(2, 4, 4, 4, 4)
     torch.testing.assert_close(frozen(x), network(x), atol=1e-5, rtol=1e-5)
     x[1, 2, 3, 0, 1] = torch.nan

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_backends import FakeBackend, change
 from paths import ROOT
 from torch import nn
 
@@ -40,16 +41,16 @@ def settings(tmp_path):
 @pytest.fixture
 def only():
     """only(*names, **kinds): no other engines exist, besides `kinds`."""
-    saved = dict(backends.KINDS)
+    saved = dict(backends.BACKENDS)
 
     def leave(*names, **kinds):
-        chosen = {name: backends.KINDS[name] for name in names} | kinds
-        backends.KINDS.clear()
-        backends.KINDS.update(chosen)
+        chosen = {name: backends.BACKENDS[name] for name in names} | kinds
+        backends.BACKENDS.clear()
+        backends.BACKENDS.update(chosen)
 
     yield leave
-    backends.KINDS.clear()
-    backends.KINDS.update(saved)
+    backends.BACKENDS.clear()
+    backends.BACKENDS.update(saved)
 
 
 @pytest.fixture
@@ -66,10 +67,6 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
     return EngineSelector(spec, chosen, CPU, load_network(spec) if network is None else network, window_bytes, native)
 
 
-def kind_of(make):
-    return backends.Backend(lambda module, *_: make(module), {"cpu": ("contiguous",)})
-
-
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     warm = warm_up(bands, settings(kind="eager")).run()
     assert warm.choice == EngineConfig(
@@ -80,19 +77,23 @@ def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "engine", "warning"),
+    ("attributes", "engine", "warning"),
     [
         ({}, "other", None),
-        ({"formats": {"cuda": ("contiguous",)}}, "eager", "The other engine needs a CUDA device; running eagerly."),
+        (
+            {"memory_formats": {"cuda": ("contiguous",)}},
+            "eager",
+            "The other engine needs a CUDA device; running eagerly.",
+        ),
         ({"precisions": ("fp16",)}, "eager", "The other engine does not compute in fp32; running eagerly."),
         ({"suits": lambda _: False}, "eager", "The other engine changes nothing in this network; running eagerly."),
     ],
     ids=["fits", "device", "precision", "network"],
 )
 def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
-    bands, settings, only, change, engine, warning
+    bands, settings, only, attributes, engine, warning
 ):
-    only("eager", other=replace(kind_of(lambda module: module), **change))
+    only("eager", other=FakeBackend(lambda module: module, **attributes))
     chosen = settings(precision="fp32")
     # A name that the settings allow for an engine of the test's own.
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
@@ -103,7 +104,7 @@ def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
 
 def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, settings, only):
     built = []
-    only("eager", other=kind_of(lambda module: built.append(module) or module))
+    only("eager", other=FakeBackend(lambda module: built.append(module) or module))
     first = warm_up(bands, settings(precision="fp32")).run()
     assert not first.cached
     assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
@@ -133,7 +134,7 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
             time.sleep(0.05)
             return self.module(x)
 
-    only(eager=kind_of(lambda module: built.append(module) or Slow(module)))
+    only(eager=FakeBackend(lambda module: built.append(module) or Slow(module)))
     two, fp32 = {"sw_batch_size": 2}, "fp32"
     warm = warm_up(bands, settings(two, precision=fp32)).run()
     assert warm.choice.streams == 2, "who sleeps needs no core"
@@ -150,8 +151,7 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
 
 
 def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
-    compiled = kind_of(lambda module: module)
-    only("eager", compiled=replace(compiled, compiles=True))
+    only("eager", compiled=FakeBackend(lambda module: module, compile_modes=lambda *_: ("default",)))
     assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().choice.streams == 1
     assert warm_up(bands, settings(kind="compiled", streams=2)).run().choice.streams == 2
     plan = warm_up(bands, settings(freeze=False, streams=2)).run().plan
@@ -176,22 +176,22 @@ def test_other_weights_are_tuned_anew(bands, settings):
 
 
 def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settings, only):
-    only("eager", other=replace(kind_of(lambda module: module), caution="nobody has tried it"))
-    backends.KINDS["eager"] = replace(backends.KINDS["eager"], formats={})
+    only("eager", other=FakeBackend(lambda module: module, caution="nobody has tried it"))
+    backends.BACKENDS["eager"] = change(backends.BACKENDS["eager"], memory_formats={})
     tuned, cached = (warm_up(bands, settings()).run() for _ in range(2))
     assert cached.cached
     assert tuned.warnings == cached.warnings == ("nobody has tried it",)
 
 
 def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only):
-    only("eager", other=kind_of(lambda _module: Wrong()))
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
     warm = warm_up(bands, settings()).run()
     assert warm.choice.engine == "eager"
     assert any(t.verdict.startswith("wrong") for t in warm.plan.trials if t.choice.engine == "other")
 
 
 def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
-    only("eager", other=kind_of(lambda _module: Wrong()))
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
     warm = warm_up(bands, settings(precision="fp32")).run()
     assert warm.choice.engine == "other"
     (trial,) = (trial for trial in warm.plan.trials if trial.verdict == "chosen")
@@ -202,7 +202,7 @@ def test_an_engine_that_fails_is_warned_about_at_every_start(bands, settings, on
     def broken(_module):
         raise RuntimeError("no compiler")
 
-    only("eager", other=kind_of(broken))
+    only("eager", other=FakeBackend(broken))
     for cached in (False, True):
         warm = warm_up(bands, settings(precision="fp32")).run()
         assert warm.cached == cached
@@ -218,11 +218,11 @@ def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
             raise OSError("gone")
         return module
 
-    kind = backends.KINDS["eager"]
-    only(other=kind_of(moody), eager=replace(kind, precisions=()))
+    eager = backends.BACKENDS["eager"]
+    only(other=FakeBackend(moody), eager=change(eager, precisions=()))
     assert warm_up(bands, settings()).run().choice.engine == "other"
     runs = False
-    backends.KINDS["eager"] = kind
+    backends.BACKENDS["eager"] = eager
     warm = warm_up(bands, settings()).run()
     assert warm.choice.engine == "eager"
     assert not warm.cached
@@ -236,11 +236,11 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settin
 
 
 def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings, only):
-    only("eager", other=kind_of(lambda module: lambda x: module(x).flip(1)))
+    only("eager", other=FakeBackend(lambda module: lambda x: module(x).flip(1)))
     warming = warm_up(bands, settings(channels_last=True))
     # Eager is not among the candidates, but what remains when none of them will do.
-    eager = backends.KINDS["eager"]
-    only("eager", other=backends.KINDS["other"], eager=replace(eager, precisions=()))
+    eager = backends.BACKENDS["eager"]
+    only("eager", other=backends.BACKENDS["other"], eager=change(eager, precisions=()))
     warm = warming.run()
     assert (warm.choice.engine, warm.choice.precision) == ("eager", "fp32")
     assert "runs eagerly in fp32" in warm.warnings[0]
@@ -263,7 +263,7 @@ def broken(_module):
 def test_on_demand_nothing_is_compared_but_what_is_quick_and_right_is_taken(
     bands, settings, only, make, seconds, engine, tmp_path
 ):
-    only("eager", other=replace(kind_of(make), slow_build=seconds))
+    only("eager", other=FakeBackend(make, slow_build_seconds=seconds))
     warm = warm_up(bands, settings()).run(tune=False)
     assert warm.choice.engine == engine
     assert warm.plan is None
@@ -278,7 +278,7 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 
 
 def test_a_plan_for_want_of_time_says_so(bands, settings, only):
-    only("eager", other=replace(backends.KINDS["eager"], slow_build=60.0))
+    only("eager", other=change(backends.BACKENDS["eager"], slow_build_seconds=60.0))
     warm = warm_up(bands, settings(tune_seconds=1.0)).run()
     assert warm.choice.engine == "eager"
     assert "engine.tune_seconds" in warm.warnings[-1]
@@ -360,7 +360,7 @@ BOTH = frozenset({torch.bfloat16, torch.float32})
 def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next(
     bands, settings, only, make, precisions, engine
 ):
-    only("eager", other=replace(kind_of(make), precisions=precisions))
+    only("eager", other=FakeBackend(make, precisions=precisions))
     chosen = settings()
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
     warm = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
@@ -382,8 +382,8 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
 
         return call
 
-    eager = replace(backends.KINDS["eager"], precisions=())
-    only(eager=eager, other=replace(kind_of(moody), any_batch=True))
+    eager = change(backends.BACKENDS["eager"], precisions=())
+    only(eager=eager, other=FakeBackend(moody, varying_batch=True))
     warming = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
     alone = EngineConfig("other", "fp32", "contiguous", 2)
     assert warming.build(alone).window.any_batch_size

@@ -12,7 +12,7 @@ from torch import Tensor
 from service.core.config import Device, Engine, Limits, Settings, Windows
 from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
-from service.engine.torch_compile import graphs
+from service.engine.torch_compile import count_graphs
 from service.inference import batcher as device_module
 from service.inference.estimate import Estimate, Estimator
 from service.inference.segmenter import Segmenter, check_memory, exhausted, translated
@@ -90,18 +90,18 @@ def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
     pixels, rng = volume.array(), np.random.default_rng(0)
     shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
     assert len(shapes) >= 20
-    before = graphs()
+    before = count_graphs()
     for z, y, x in shapes:
         compiled.segment(Volume.from_array(pixels[:, :z, :y, :x]), Options(overlap=0.5))
-    assert graphs() == before
+    assert count_graphs() == before
 
 
 def test_a_graph_that_is_compiled_is_counted(bands, volume):
     segmenter = Segmenter(bands, settings_of())
     segmenter._module = torch.compile(segmenter._module, backend="eager")
-    before = graphs()
+    before = count_graphs()
     segmenter.segment(volume, Options())
-    assert graphs() > before
+    assert count_graphs() > before
 
 
 def test_another_batch_size_runs_eagerly_and_says_so(eager, compiled, volume):

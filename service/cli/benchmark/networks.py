@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from service.cli.benchmark.timing import Spread, in_turn, matrix_peak, synchronised
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import backends, cuda_graph, precision, torch_compile
+from service.engine import backends, base, cuda_graph, precision, torch_compile
 from service.engine.cpu import winograd
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
@@ -141,8 +141,8 @@ def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_siz
         )
 
     for size in batch_sizes:
-        for choice in backends.choices(settings.engine, device, names, size):
-            if backends.KINDS[choice.engine].suits(network):
+        for choice in backends.list_configs(settings.engine, device, names, size):
+            if backends.BACKENDS[choice.engine].suits(network):
                 yield Maker(label(choice), size, partial(build, choice))
 
 
@@ -175,13 +175,13 @@ class Recipe:
         dtype = DTYPES[self.precision]
         module = prepare(network, device, dtype, memory_format, fold=self.folded)
         batch = torch.rand(self.windows, *window, device=device).to(dtype).to(memory_format=memory_format)
-        run: Network = winograd.accelerate(module) if self.winograd else module
+        run: Network = winograd.replace_convolutions(module) if self.winograd else module
         with torch.inference_mode():
             if self.compiled and isinstance(run, nn.Module):
-                run = torch_compile.make(run, "default", freeze=self.frozen)
+                run = torch_compile.compile_module(run, "default", freeze=self.frozen)
             if self.cudagraph:
-                run = cuda_graph.make(run, batch)
-            for _ in range(backends.WARM_UP_CALLS):
+                run = cuda_graph.GraphedNetwork(run, batch)
+            for _ in range(base.WARM_UP_CALLS):
                 run(batch)
         return Runner(name, self.windows, self.precision, calling(run, batch, device))
 
@@ -215,7 +215,7 @@ def optimisations(network: nn.Module, device: torch.device, windows: int) -> dic
         found[f"{windows} windows at once"] = {"windows": windows}
     if narrow:
         found[narrow[0]] = {"precision": narrow[0]}
-    elif device.type == "cpu" and winograd.candidates(network):
+    elif device.type == "cpu" and winograd.count_replaceable(network):
         found["winograd"] = {"winograd": True}
     found["compiling"] = {"compiled": True}
     if device.type == "cpu":

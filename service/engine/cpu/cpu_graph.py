@@ -126,7 +126,7 @@ class CapturedGraph:
         return scores
 
 
-def kept(network: Network) -> int:
+def arena_bytes(network: Network) -> int:
     """Bytes that each thread keeps which has called it."""
     return network.nbytes if isinstance(network, CpuGraph) else 0
 
@@ -136,7 +136,7 @@ def score_bytes(network: Network) -> int | None:
     return network.score_bytes if isinstance(network, CpuGraph) else None
 
 
-def make(module: nn.Module, example: Tensor) -> Network:
+def capture(module: nn.Module, example: Tensor) -> Network:
     """`module` as one call for batches like `example` and shorter ones, or as it is where that cannot be."""
     try:
         return CpuGraph(module, example)

@@ -66,17 +66,17 @@ class Convolution(nn.Module):
         return y
 
 
-def pack(module: nn.Module, *, scores: bool = False) -> nn.Module:
+def pack(module: nn.Module, *, gives_scores: bool = False) -> nn.Module:
     """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`.
 
     Those whose kernel is as large as their stride, and what folds voxels into channels, become kernels of ours.
 
-    scores  whether it gives scores: rectifiers whose zeros may be among these are left, as one class is as good as
-            another where both are zero
+    gives_scores  whether the outputs are scores: a ReLU whose zeros may be among these is then left as it is, since the
+                  class with the highest score must not change where several are zero
 
     Raises OSError where kernels cannot be compiled.
     """
-    exact = _exact(module) if scores else set[nn.Module]()
+    exact = _exact(module) if gives_scores else set[nn.Module]()
     for step, following in neighbours(module):
         layer = _with_activation(step.module, following.module, exact=step.module in exact)
         if layer is not None:

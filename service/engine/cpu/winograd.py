@@ -71,7 +71,7 @@ class Convolution(nn.Module):
         return y
 
 
-def accelerate(module: nn.Module) -> nn.Module:
+def replace_convolutions(module: nn.Module) -> nn.Module:
     """A copy of `module` in which every convolution that `Convolution` can stand for is replaced.
 
     Rectifiers that follow in a sequence are taken in, leaky ones and parametric ones of one slope included.
@@ -87,7 +87,7 @@ def accelerate(module: nn.Module) -> nn.Module:
     return replace(own, lambda child: Convolution(child) if suits(child) else None)
 
 
-def candidates(module: nn.Module) -> int:
+def count_replaceable(module: nn.Module) -> int:
     """How many convolutions of `module` `Convolution` can stand for."""
     return sum(suits(child) for child in module.modules())
 

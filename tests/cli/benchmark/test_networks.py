@@ -1,7 +1,6 @@
-import dataclasses
-
 import pytest
 import torch
+from fake_backends import change
 from torch import nn
 
 from service.cli.benchmark import networks, timing
@@ -54,8 +53,8 @@ def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yar
 
 def test_an_engine_that_fails_has_a_row_that_says_why(bands, yardstick, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
-    absent = dataclasses.replace(backends.KINDS["openvino"], missing=lambda: "not installed")
-    monkeypatch.setitem(backends.KINDS, "openvino", absent)
+    absent = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
+    monkeypatch.setitem(backends.BACKENDS, "openvino", absent)
     row, other = build_and_race("engines", [IN_USE], networks.engines(bands, settings, CPU, (3,)), yardstick)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None

@@ -43,7 +43,7 @@ def ready(network, dtype=torch.float32):
     for parameter in network.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
     own = prepare(network, torch.device("cpu"), dtype, FORMAT)
-    return onednn.pack(winograd.accelerate(own).network)
+    return onednn.pack(winograd.replace_convolutions(own).network)
 
 
 def batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
@@ -200,7 +200,7 @@ CANNOT = {
 @torch.inference_mode()
 def test_what_cannot_be_taped_stays_as_it_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
-    assert cpu_graph.make(module, x) is module
+    assert cpu_graph.capture(module, x) is module
 
 
 def with_first(first, y):
@@ -223,7 +223,7 @@ CAN = {
 @torch.inference_mode()
 def test_what_can_be_taped_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
-    network = cpu_graph.make(module, x)
+    network = cpu_graph.capture(module, x)
     assert isinstance(network, CpuGraph)
     for windows in (1, 2):
         assert torch.equal(network(x[:windows]), module(x[:windows]))

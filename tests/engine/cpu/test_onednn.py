@@ -191,7 +191,7 @@ def test_a_rectifier_that_makes_scores_makes_zeros(bias):
     x = torch.randn(1, 8, *SIZE)
     expected = network(x)
     assert (expected.amax(1) == 0).any()
-    fast = onednn.pack(network, scores=True)
+    fast = onednn.pack(network, gives_scores=True)
     assert isinstance(fast[1], nn.Identity) == bias
     assert torch.equal(fast(x) == 0, expected == 0)
 
@@ -200,4 +200,4 @@ def test_a_rectifier_that_makes_scores_makes_zeros(bias):
 def test_scores_without_a_bias_are_zero_where_nothing_is_summed():
     network = nn.Sequential(nn.Conv3d(8, 16, 1), nn.ReLU(), nn.Conv3d(16, 3, 1, bias=False))
     network.requires_grad_(requires_grad=False)[0].bias.fill_(-100.0)
-    assert not onednn.pack(network, scores=True)(torch.randn(1, 8, *SIZE)).any()
+    assert not onednn.pack(network, gives_scores=True)(torch.randn(1, 8, *SIZE)).any()

@@ -146,7 +146,7 @@ def test_strides_of_the_input_do_not_matter(layout):
 )
 def test_what_it_cannot_compute_is_left_alone(layer):
     assert not winograd.suits(layer)
-    assert winograd.accelerate(nn.Sequential(layer))[0].__class__ is layer.__class__
+    assert winograd.replace_convolutions(nn.Sequential(layer))[0].__class__ is layer.__class__
 
 
 @pytest.mark.parametrize("dtype", winograd.DTYPES)
@@ -160,12 +160,12 @@ def test_activations_that_follow_are_taken_in_if_they_have_one_slope(dtype):
         nn.ModuleDict({"a": convolution(16, 16)})["a"],
     )
     module = module.eval().to(dtype).requires_grad_(requires_grad=False)
-    fast = winograd.accelerate(module)
+    fast = winograd.replace_convolutions(module)
     layers = [child for child in fast if isinstance(child, winograd.Convolution)]
     assert [layer.slope for layer in layers] == [0.0, 0.125, 0.5, 1.0, 1.0, 1.0]
     left = [type(child) for child in fast.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)]
     assert left == [nn.PReLU]
-    assert winograd.candidates(module) == 6, "the module itself is left as it is"
+    assert winograd.count_replaceable(module) == 6, "the module itself is left as it is"
     x = torch.randn(1, 8, 9, 9, 9).to(dtype)
     exact = copy.deepcopy(module).double()(x.double())
     assert (fast(x) - exact).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)

@@ -17,8 +17,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxes import exported
 from torch import nn
 
+from service.core.config import Engine as EngineSettings
 from service.core.errors import BrokenModel
-from service.engine import openvino
+from service.engine.openvino import OpenVinoBackend
+from service.engine.plans import EngineConfig
 from service.engine.prepare import prepare
 from service.models.architectures import ShuffleUNet
 from service.models.onnx.network import load_onnx
@@ -67,8 +69,10 @@ def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
         )
         narrow = prepare(loaded, CPU, torch.bfloat16, torch.contiguous_format)
         torch.testing.assert_close(narrow(image.bfloat16()), expected, rtol=0.1, atol=0.1)
-        if openvino.missing() is None:
-            other = openvino.make(prepare(loaded, CPU, torch.float32, torch.contiguous_format), image, "fp32")
+        if OpenVinoBackend().explain_missing() is None:
+            module = prepare(loaded, CPU, torch.float32, torch.contiguous_format)
+            config = EngineConfig("openvino", "fp32", "contiguous", len(image))
+            other = OpenVinoBackend().build(module, image, config, EngineSettings())
             torch.testing.assert_close(other(image), expected, rtol=1e-3, atol=1e-3)
 
 

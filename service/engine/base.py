@@ -1,0 +1,84 @@
+"""The interface of an engine: what it supports, and how it makes a network of a module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from service.core.config import Engine as EngineSettings
+from service.engine.plans import EngineConfig
+from service.engine.precision import DTYPES
+from service.models.loader import Network
+
+# The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
+WARM_UP_CALLS = 3
+
+# Seconds that torch.compile takes on a slow machine.
+SLOW_COMPILATION = 30.0
+
+ANY_FORMAT = ("channels_last_3d", "contiguous")
+
+
+class Backend(ABC):
+    """An engine; a subclass overrides what differs from these defaults.
+
+    memory_formats      to try, the most promising first, by type of the devices that it runs on
+    precisions          that it computes
+    float32_batch       batch and weights stay float32; `precision` is a hint to the engine
+    packs_weights       keeps weights in a layout of its own, beside those of the module
+    divides_cores       divides the cores among streams itself, and so is built for a number of them
+    varying_batch       may take fewer windows than it was built for, unless torch.compile built it
+    slow_build_seconds  that building takes on a slow machine, torch.compile left out: not begun with less time left
+    caution             warning for everybody who uses it
+    """
+
+    memory_formats: ClassVar[dict[str, tuple[str, ...]]]
+    precisions: tuple[str, ...] = tuple(DTYPES)
+    float32_batch: bool = False
+    packs_weights: bool = False
+    divides_cores: bool = False
+    varying_batch: bool = False
+    slow_build_seconds: float = 5.0
+    caution: str | None = None
+
+    @abstractmethod
+    def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:
+        """Make a network of `module`, prepared and transformed, for batches like `example` [B, C, z, y, x].
+
+        Raises RuntimeError, OSError or ImportError where this engine does not run here.
+        """
+
+    def explain_missing(self) -> str | None:
+        """Return why the engine cannot be used on this machine, None where it can."""
+        return None
+
+    def suits(self, _module: nn.Module) -> bool:
+        """Return whether the engine makes anything of a module that others do not."""
+        return True
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """Return the module that `build` takes; another one than `module` has weights of its own."""
+        return module
+
+    def compile_modes(self, _settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+        """Return the modes of torch.compile to try, the most promising first; None runs without compilation."""
+        return (None,)
+
+    def allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
+        """Return the memory formats that the settings allow, none where the engine does not run on such a device."""
+        formats = self.memory_formats.get(device.type, ())
+        if settings.channels_last == "auto" or self.float32_batch or not formats:
+            return formats
+        return ("channels_last_3d" if settings.channels_last else "contiguous",)
+
+    def explain_unfit(self, precision: str, device: torch.device, network: nn.Module) -> str | None:
+        """Return why the engine cannot or need not run `network` there in that precision, None where it may."""
+        if device.type not in self.memory_formats:
+            names = ("a CUDA device" if name == "cuda" else "a CPU" for name in self.memory_formats)
+            return f"needs {' or '.join(names)}"
+        if precision not in self.precisions:
+            return f"does not compute in {precision}"
+        return None if self.suits(network) else "changes nothing in this network"
