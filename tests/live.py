@@ -38,10 +38,10 @@ class Live:
         return self.client.post("/segment", content=stack, params=parameters, headers={"Content-Type": "image/tiff"})
 
     def leftovers(self) -> list[Path]:
-        return list(self.runtime.scratch.iterdir())
+        return list(self.runtime.scratch.requests.iterdir())
 
     def wait_ready(self) -> None:
-        until(lambda: not any("loaded" in reason for reason in self.runtime.obstacles()), READY_SECONDS)
+        until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
 
 def until(condition: Any, seconds: float) -> None:

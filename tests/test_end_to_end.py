@@ -458,7 +458,9 @@ def test_many_stalled_uploads_go_to_disk_once_the_room_in_memory_is_taken(live: 
             client.sendall(head + body)
         # But for what is in the buffers of files.
         least = number * (len(body) - 2**13) - ROOM_BYTES
-        until(lambda: sum(path.stat().st_size for path in live.runtime.scratch.rglob("upload.tif")) > least, 20)
+        until(
+            lambda: sum(path.stat().st_size for path in live.runtime.scratch.requests.rglob("upload.tif")) > least, 20
+        )
     finally:
         for client in clients:
             client.close()

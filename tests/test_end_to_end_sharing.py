@@ -55,7 +55,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 def calls(live: Live) -> list[float]:
     """When the network was called, as the list grows."""
     until(lambda: not live.runtime.running, 20)
-    segmenter: Any = live.runtime.segmenter(None)
+    segmenter: Any = live.runtime.models.segmenter(None)
     segmenter.calls.clear()
     return segmenter.calls
 
@@ -103,7 +103,7 @@ def test_batches_are_filled_with_windows_of_several_clients(live: Live, calls: l
     between = counted(live)
     assert (between[0] - before[0], between[1] - before[1]) == (1, ROOM), "alone, one window is a batch"
     calls.clear()
-    segmenter: Any = live.runtime.segmenter(None)
+    segmenter: Any = live.runtime.models.segmenter(None)
     with ThreadPoolExecutor(len(small)) as pool:
         for _ in range(2):
             segmenter.gate.clear()

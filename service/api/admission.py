@@ -18,7 +18,7 @@ from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec
 from service.serving.async_jobs import AsyncJobs
 from service.serving.parameters import Query, explain
-from service.serving.results import check_places
+from service.serving.results import check_host_files
 from service.serving.runtime import Runtime
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Admission(NamedTuple):
 async def admission(request: Request, runtime: Runtime) -> Admission:
     """As `admitted`."""
     query = _asked(request.scope["query_string"])
-    runtime.admit()
+    runtime.check_admission()
     if is_multipart(request):
         return Admission(query, None)
     spec = check_output(runtime, query)
@@ -158,12 +158,12 @@ def validated(given: Mapping[str, Any]) -> Query:
 async def check_files(request: Request, runtime: Runtime, query: Query) -> None:
     """In a thread: the folders may lie on a server that is slow to answer."""
     if query.input is not None or query.output_to is not None or query.overwrite is not None:
-        await in_thread(partial(check_places, runtime, query, caller_of(request)), NAMED_FILES)
+        await in_thread(partial(check_host_files, runtime.host_files, query, caller_of(request)), NAMED_FILES)
 
 
 def check_output(runtime: Runtime, query: Query) -> ModelSpec:
     """The model, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
-    spec = runtime.spec(query.model)
+    spec = runtime.models.spec(query.model)
     kind = Estimator(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")

@@ -23,7 +23,7 @@ from service.serving.job_store import INPUT
 from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
 from service.serving.runtime import Runtime
-from service.serving.scratch import is_there, storage
+from service.serving.scratch import disk_full_as_out_of_storage, path_exists
 
 
 class WorkFolder(AbstractAsyncContextManager[Path]):
@@ -33,24 +33,24 @@ class WorkFolder(AbstractAsyncContextManager[Path]):
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._folder = runtime.new_folder()
+        self._folder = runtime.scratch.next_request_folder()
 
     async def __aenter__(self) -> Path:
         return self._folder
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         # Small requests stay in memory.
-        if is_there(self._folder):
+        if path_exists(self._folder):
             await in_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))
         if isinstance(error, OSError):
-            with storage():
+            with disk_full_as_out_of_storage():
                 raise error
 
 
 @asynccontextmanager
 async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
     """A folder for a job's file, deleted at the end unless the job was accepted and took it over."""
-    with storage():
+    with disk_full_as_out_of_storage():
         folder = async_jobs.make_incoming()
         try:
             yield folder
@@ -120,7 +120,7 @@ async def posted(
             stack.callback(upload.close)
             with stages.measure("receive"):
                 await receive(request, upload)
-            if place is None and runtime.reads_memory:
+            if place is None and runtime.reader.opens:
                 upload.keep_in_memory()
             if is_multipart(request):
                 query = with_fields(query, upload.fields)
@@ -129,7 +129,7 @@ async def posted(
             if (place_of := _named(query, upload)) is None:
                 yield Posted(ReceivedRequest(query, upload.path, folder, caller), upload.name, upload, stack)
                 return
-            opening = runtime.references.open_input(place_of, caller)
+            opening = runtime.host_files.open_input(place_of, caller)
             source = await in_thread(partial(stack.enter_context, opening), NAMED_FILES)
             yield Posted(ReceivedRequest(query, source.path, folder, caller), source.name, upload, stack, shared=True)
 

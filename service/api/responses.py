@@ -11,7 +11,7 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from service.core.volume import VoxelSize
-from service.serving.job_store import AnswerMetadata
+from service.serving.job_record import AnswerMetadata
 from service.serving.results import Saved
 
 NOTE_LETTERS = 2000

@@ -12,7 +12,7 @@ from service.core.volume import Description, OutputKind
 from service.inference.estimate import Estimate
 from service.inference.result import EngineReport
 from service.models.spec import Input
-from service.serving.job_store import JobState
+from service.serving.job_record import JobState
 
 
 class Inspection(BaseModel):

@@ -22,7 +22,6 @@ from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLar
 from service.core.timing import Stages
 from service.core.volume import Diameter, Extent, Options, OutputKind, Size, Volume
 from service.engine import backends, plans, torch_compile
-from service.formats.deflate import deflation
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.watershed_kernel import ascent
 from service.inference.diameter import Collector, DiameterEstimator, Memory, in_a_stack, stretch_of
@@ -117,7 +116,6 @@ class Segmenter:
 
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
-        deflation.prepare()
         if self._device.type == "cpu":
             stitching.prepare()
             if isinstance(self.spec.decoding, Instances):

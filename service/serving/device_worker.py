@@ -38,7 +38,7 @@ FRESH_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
-Load = Callable[[ModelSpec, Settings], Segmenter]
+LoadSegmenter = Callable[[ModelSpec, Settings], Segmenter]
 
 
 class DeviceWorker:
@@ -53,7 +53,12 @@ class DeviceWorker:
     """
 
     def __init__(
-        self, name: str | None, settings: Settings, load: Load, metrics: Metrics, turn: torch_compile.LoadingLock
+        self,
+        name: str | None,
+        settings: Settings,
+        load: LoadSegmenter,
+        metrics: Metrics,
+        turn: torch_compile.LoadingLock,
     ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
@@ -67,7 +72,7 @@ class DeviceWorker:
         self._specs: Mapping[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         # How models run here, those that were loaded at some time.
-        self.manners: dict[str, str] = {}
+        self.engines: dict[str, str] = {}
         self._estimators: dict[str, Estimator] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free, FRESH_SECONDS)
         self.model_cache: ModelCache[Segmenter] = ModelCache(
@@ -93,7 +98,7 @@ class DeviceWorker:
         self._worker.start()
         self.watchdog.start()
 
-    def give_up(self) -> None:
+    def cancel_requests(self) -> None:
         """Accept nothing more, and end what waits or runs."""
         self.queue.close()
         self.queue.cancel_all()
@@ -117,14 +122,14 @@ class DeviceWorker:
             return "A thread that owns the device is not running."
         return self.watchdog.problem
 
-    def reluctance(self, model: str) -> tuple[bool, bool, float]:
+    def routing_cost(self, model: str) -> tuple[bool, bool, float]:
         """Less where a request for this model is answered sooner.
 
         Not at all where the device or the model has failed, later where no more may wait or the start is not over, else
         after as many seconds as the work before it should take, and loading the model.
         """
         failed = self.problem is not None or model in self.model_cache.problems
-        there = self.model_cache.look(model) is not None or self.model_cache.is_awaited(model)
+        there = self.model_cache.get(model) is not None or self.model_cache.is_awaited(model)
         loading = 0.0 if there else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
         return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected + loading
 
@@ -204,7 +209,7 @@ class DeviceWorker:
         self._estimators[name] = segmenter.estimator
         report = segmenter.report()
         layout = f"{report.precision} {report.memory_format} x{report.sw_batch_size}"
-        self.manners[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
+        self.engines[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
         how = f"{report.engine}, {report.precision}, {self.name}, warm-up {report.warm_up_seconds:.1f} s"
         log.info("%s is ready: %s, %.0f MiB", spec.identifier, how, segmenter.nbytes / 2**20)
         self._metrics.count_load(name)

@@ -138,7 +138,7 @@ class ModelCache(Generic[T]):
         with self._changed:
             return {name: LoadedModel(one.nbytes, one.users, one.used) for name, one in self._model_cache.items()}
 
-    def look(self, name: str) -> T | None:
+    def get(self, name: str) -> T | None:
         """The model if it is loaded, without using it."""
         with self._changed:
             resident = self._model_cache.get(name)

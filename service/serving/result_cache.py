@@ -12,11 +12,11 @@ from typing import BinaryIO, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Kept(NamedTuple, Generic[T]):
-    """A result: its open file, which stays whole until it is closed, and what was told beside it."""
+class CachedResult(NamedTuple, Generic[T]):
+    """A result: its open file, which stays readable until it is closed, and its metadata."""
 
     file: BinaryIO
-    told: T
+    metadata: T
 
 
 class ResultCache(Generic[T]):
@@ -37,15 +37,15 @@ class ResultCache(Generic[T]):
         """Bytes of the results that are kept."""
         return self._bytes
 
-    def get(self, key: str) -> Kept[T] | None:
+    def get(self, key: str) -> CachedResult[T] | None:
         """The result that was put under this key, unless it had to go."""
         with self._lock:
             if key not in self._entries:
                 return None
             self._entries.move_to_end(key)
-            return Kept((self._folder / key).open("rb"), self._entries[key][1])
+            return CachedResult((self._folder / key).open("rb"), self._entries[key][1])
 
-    def put(self, key: str, result: Path | bytes, told: T) -> None:
+    def put(self, key: str, result: Path | bytes, metadata: T) -> None:
         """Keep a finished file of this file system, which must not be changed any more, or what would be in one.
 
         The file's own name may go. Raises OSError, and has kept nothing then.
@@ -60,16 +60,16 @@ class ResultCache(Generic[T]):
                 os.link(result, partial)
             else:
                 partial.write_bytes(result)
-            self._enter(key, partial, size, told)
+            self._enter(key, partial, size, metadata)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _enter(self, key: str, file: Path, size: int, told: T) -> None:
+    def _enter(self, key: str, file: Path, size: int, metadata: T) -> None:
         with self._lock:
             if key in self._entries:
                 return
             file.replace(self._folder / key)
-            self._entries[key] = size, told
+            self._entries[key] = size, metadata
             self._bytes += size
             while self._bytes > self._limit:
                 oldest, (freed, _) = self._entries.popitem(last=False)

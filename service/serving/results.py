@@ -1,4 +1,4 @@
-"""What goes back for a finished segmentation: the label file, its objects' measurements, or both."""
+"""The files of an answer: the labels, a table of the objects, or both; and where they go."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ from pydantic import BaseModel
 from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
 from service.core.volume import Segmentation, Volume
+from service.formats import tiff_writer
+from service.formats.deflate import deflation
+from service.formats.sandbox import Reader
+from service.inference import measurements
 from service.inference.result import Result
-from service.serving.job_store import AnswerMetadata
+from service.serving.host_files import HostFiles
+from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
-from service.serving.runtime import Runtime
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
 ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
 
-# Of the name of a posted file.
-SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
+# What is cut off the name of a posted file.
+TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
 
-# What the name of a file that is written on the host ends with, by the media type of the answer.
-SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
+# By the parameter `measurements`.
+MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
+# Allowed ends of the name of a result that is written on the host, by media type.
+OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
 
 
 class Saved(BaseModel):
@@ -45,48 +51,35 @@ class Saved(BaseModel):
 
 
 class ReceivedRequest(NamedTuple):
-    """A request whose file is there.
+    """A request whose file has arrived.
 
-    source    the file, in `folder` unless it was named
-    folder    its own, to work in
-    given_up  whether nobody wants the answer any more
+    source     the file, in `folder` unless the request names one of the host
+    folder     the request's own folder
+    cancelled  whether nobody wants the answer any more
     """
 
     query: Query
     source: Path
     folder: Path
     caller: str | None = None
-    given_up: Callable[[], bool] = lambda: False
+    cancelled: Callable[[], bool] = lambda: False
 
 
 class Pixels(NamedTuple):
-    """What is read of a file.
+    """The volumes that are read from a file.
 
-    segmented  the selected part
-    measured   the same of every channel, where objects are measured
+    segmented  the selected part, [C, Z, Y, X]
+    measured   the same part with all channels, if objects are measured
     """
 
     segmented: Volume
     measured: Volume
 
 
-def read_pixels(runtime: Runtime, query: Query, source: Path | bytearray, folder: Path, caller: str | None) -> Pixels:
-    """All that the query needs of the caller's file, before anything is computed: later it may be another one, or gone.
-
-    Raises what `Runtime.read` raises.
-    """
-    shared = query.input is not None
-    read = partial(runtime.read, source, scratch=folder, shared=shared, owner=caller)
-    volume = read(query.selection)
-    if query.measurements is None or query.channel is None:
-        return Pixels(volume, volume)
-    return Pixels(volume, read(replace(query.selection, channel=None)))
-
-
 class Answer(NamedTuple):
-    """A file to send, or what would be in it. `suffix` follows the stem of the input's name.
+    """The file of an answer, or its content. `suffix` follows the stem of the input's name.
 
-    seconds  by stage: measure, write
+    seconds  by stage: measure, write, save
     """
 
     path: Path
@@ -96,33 +89,49 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def small_answer(runtime: Runtime, received: ReceivedRequest, result: Result) -> Answer | None:
-    """What `write_answer` would write, in memory; None where that is large, or more than the labels, or to be kept."""
+def read_pixels(reader: Reader, query: Query, source: Path | bytearray, folder: Path, caller: str | None) -> Pixels:
+    """Read all that the query needs before anything is computed: later the file may be gone, or another one.
+
+    Raises what `Reader.read` raises.
+    """
+    shared = query.input is not None
+    read = partial(reader.read, source, scratch=folder, shared=shared, owner=caller)
+    volume = read(query.selection)
+    if query.measurements is None or query.channel is None:
+        return Pixels(volume, volume)
+    return Pixels(volume, read(replace(query.selection, channel=None)))
+
+
+def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | None:
+    """Encode the labels in memory; None if they are large, not all of the answer, or go to the host."""
     if received.query.measurements is not None or received.query.output_to is not None:
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = runtime.encode(result.segmentation)
+        content = tiff_writer.encoded(result.segmentation, deflation.compress)
     if content is None:
         return None
-    return _labels(received.folder / LABELS, result.segmentation, stages, content)
+    return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
 
 
-def write_answer(runtime: Runtime, received: ReceivedRequest, measured: Volume, result: Result, model: str) -> Answer:
-    """Write what the query asks for, into the request's folder or where it says. Raises what reading and writing raise.
+def write_answer(
+    host_files: HostFiles, received: ReceivedRequest, measured: Volume, result: Result, model: str
+) -> Answer:
+    """Write the files that the query asks for into the request's folder, or where it says on the host.
 
-    Every channel of `measured` is, also where one of them was segmented. `model` with its version.
+    Objects are measured in every channel of `measured`, whichever was segmented. `model` has the version. Raises
+    Cancelled, and what `HostFiles.put` and writing raise.
     """
-    query, place = received.query, received.query.output_to
-    answer = _write(runtime, received, measured, result.segmentation)
+    place = received.query.output_to
+    answer = _write_files(received, measured, result.segmentation)
     if place is None:
         return answer
-    if received.given_up():
+    if received.cancelled():
         raise Cancelled("given up before its result was put in its place")
     stages = Stages()
     with stages.measure("save"):
-        ticket = received.folder.name
-        runtime.references.put(answer.path, place, received.caller, ticket, overwrite=bool(query.overwrite))
+        overwrite = bool(received.query.overwrite)
+        host_files.put(answer.path, place, received.caller, received.folder.name, overwrite=overwrite)
     receipt = Saved(
         output=place,
         media_type=answer.media_type,
@@ -136,51 +145,27 @@ def write_answer(runtime: Runtime, received: ReceivedRequest, measured: Volume, 
     return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
 
 
-def settle(runtime: Runtime, received: ReceivedRequest) -> None:
-    """The answer of `write_answer` is on its way to the caller, or on record."""
+def settle(host_files: HostFiles, received: ReceivedRequest) -> None:
+    """Note that the answer of `write_answer` is on its way to the caller, or on record."""
     if received.query.output_to is not None:
-        runtime.references.settle(received.query.output_to, received.caller, received.folder.name)
+        host_files.settle(received.query.output_to, received.caller, received.folder.name)
 
 
-def check_places(runtime: Runtime, query: Query, caller: str | None) -> None:
-    """Whether what the request names on the host can be used by this caller. Raises BadParameter, OutputExists."""
+def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
+    """Raise BadParameter or OutputExists if the caller may not use the files that the query names on the host."""
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter("overwrite: it goes with output_to, which is not given.")
     if query.output_to is not None:
-        suffixes = SUFFIXES[_MEDIA_TYPES[query.measurements]]
+        suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
         if not query.output_to.lower().endswith(suffixes):
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
-    runtime.references.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
+    host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
 
 
-_MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
-
-
-def _write(runtime: Runtime, received: ReceivedRequest, measured: Volume, segmentation: Segmentation) -> Answer:
-    query, folder, stages = received.query, received.folder, Stages()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    labels, table = folder / LABELS, folder / MEASUREMENTS
-    media_type = _MEDIA_TYPES[query.measurements]
-    if query.measurements is not None:
-        with stages.measure("measure"):
-            runtime.measure(segmentation, measured, table)
-    if query.measurements == "csv":
-        return Answer(table, media_type, f"_{MEASUREMENTS}", stages.seconds)
-    with stages.measure("write"):
-        runtime.write(segmentation, labels)
-        if query.measurements == "zip":
-            _pack(folder / ARCHIVE, (labels, table))
-    if query.measurements == "zip":
-        return Answer(folder / ARCHIVE, media_type, "_labels.zip", stages.seconds)
-    return _labels(labels, segmentation, stages)
-
-
-def _labels(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:
-    return Answer(path, _MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
-
-
-def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
-    """What is told beside the file. `model` with its version, `name` of the posted file, `seconds` of all stages."""
+def describe_answer(
+    model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]
+) -> AnswerMetadata:
+    """Return the metadata of an answer. `model` has the version, `name` is that of the posted file."""
     return AnswerMetadata(
         model=model,
         media_type=answer.media_type,
@@ -195,23 +180,48 @@ def outcome_of(model: str, name: str, answer: Answer, result: Result, seconds: M
     )
 
 
-def fingerprint(caller: str | None, digest: str, model: str, query: Query, manner: Mapping[str, Any]) -> str:
-    """The same for requests that have the same answer: same caller, bytes, model, parameters and `Runtime.manner`.
+def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
+    """Hash all that decides about an answer: requests with equal fingerprints have equal answers.
 
-    `model` as `Runtime.facts` has it. Hexadecimal.
+    digest     of the bytes of the file
+    spec       `ModelRegistry.spec_json` of the model
+    execution  `Runtime.execution_settings` of the model
+    Returns SHA-256 in hexadecimal.
     """
-    facts = [caller, digest, model, query.canonical, manner]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    parts = [caller, digest, spec, query.canonical, execution]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def answer_name(name: str, suffix: str) -> str:
-    """`embryo.ome.tif` -> `embryo_labels.ome.tif`; for the client's convenience only."""
-    stem = SUFFIX.sub("", name) or "stack"
+    """Name an answer after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
+    stem = TIFF_SUFFIX.sub("", name) or "stack"
     return stem + suffix
 
 
+def _write_files(received: ReceivedRequest, measured: Volume, segmentation: Segmentation) -> Answer:
+    folder, wanted, stages = received.folder, received.query.measurements, Stages()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    labels, table = folder / LABELS, folder / MEASUREMENTS
+    if wanted is not None:
+        with stages.measure("measure"):
+            measurements.write_csv(measurements.measure(segmentation, measured), table)
+    if wanted == "csv":
+        return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)
+    with stages.measure("write"):
+        tiff_writer.write(segmentation, labels, compress=deflation.compress)
+        if wanted == "zip":
+            _pack(folder / ARCHIVE, (labels, table))
+    if wanted == "zip":
+        return Answer(folder / ARCHIVE, MEDIA_TYPES[wanted], "_labels.zip", stages.seconds)
+    return _label_answer(labels, segmentation, stages)
+
+
+def _label_answer(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:
+    return Answer(path, MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
+
+
 def _pack(path: Path, files: tuple[Path, ...]) -> None:
-    """Stored, not compressed: what is large in it is compressed already."""
+    """Move files into an archive that does not compress: the large ones are compressed already."""
     with ZipFile(path, "w", ZIP_STORED) as archive:
         for file in files:
             archive.write(file, file.name)

@@ -1,70 +1,96 @@
-"""Folders of this process for requests, swept by the next service after a crash."""
+"""The folder of this process for files of requests. The next service deletes it if this one is killed."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from service.core.config import Settings
 from service.core.errors import ConfigError, OutOfStorage
 
 FOLDER_PREFIX = "stackseg-"
-# Says that a folder is ours to delete; others may choose the same beginning of a name.
+# A folder without this file is not deleted: folders of others may have the same prefix.
 MARKER = ".stackseg-scratch"
 
 
-@cache
-def _access() -> Callable[[bytes, int], int]:
-    access = ctypes.PyDLL(None).access
-    access.argtypes, access.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
-    found: Callable[[bytes, int], int] = access
-    return found
+class ScratchFolder:
+    """A folder that no other process uses, deleted with all that is in it when the service stops.
 
+    path      the folder itself; its name is unique
+    requests  has a folder per request
+    results   has the cached results
+    Raises ConfigError for a parent that this process may not write to.
+    """
 
-def is_there(path: Path) -> bool:
-    """Whether there is such a file: without letting others run Python, which takes a busy service longer than this."""
-    return _access()(os.fsencode(path), os.F_OK) == 0
+    def __init__(self, parent: Path | None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
+            raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process may write to.")
+        self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.requests, self.results = self.path / "requests", self.path / "cache"
+        self._numbers = itertools.count()
+        self._lock: int
 
+    def create(self) -> None:
+        """Make the folder and lock it. Delete the folders of services that were killed."""
+        sweep(self.path.parent)
+        self._lock = make_locked_folder(self.path)
+        self.requests.mkdir()
+        self.results.mkdir()
 
-@contextmanager
-def storage() -> Iterator[None]:
-    """A full disk is nobody's fault: OSError -> OutOfStorage; any other OSError passes through."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
+    def delete(self) -> None:
+        """Delete the folder."""
+        _delete(self.path)
+        os.close(self._lock)
+
+    def make_request_folder(self) -> Path:
+        """Make a folder for one request."""
+        return Path(tempfile.mkdtemp(dir=self.requests))
+
+    def next_request_folder(self) -> Path:
+        """Return a path where a request may make its folder. Its name is unique among all processes."""
+        return self.requests / f"{self.path.name}-{next(self._numbers)}"
 
 
 def sweep(parent: Path) -> None:
-    """Delete the folders of services that were killed: those that carry the marker and whose lock nobody holds."""
+    """Delete the folders of services that were killed: those with the marker and without a lock."""
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         try:
-            hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_marked(hold):
-                discard(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_marked(lock):
+                _delete(folder)
         except BlockingIOError:
             continue
         finally:
-            os.close(hold)
+            os.close(lock)
 
 
-def discard(folder: Path) -> None:
-    """Delete a held folder; the marker goes last, so that what a kill leaves of it is swept by the next service."""
+def make_locked_folder(folder: Path) -> int:
+    """Make a folder that `sweep` spares as long as the returned file descriptor is open."""
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # The marker comes after the lock: whoever can lock a marked folder knows that its owner is gone.
+    (folder / MARKER).touch(mode=0o600)
+    return lock
+
+
+def _delete(folder: Path) -> None:
+    """Delete a locked folder. The marker goes last, so that the next service finds what a kill leaves behind."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -75,7 +101,7 @@ def discard(folder: Path) -> None:
 
 
 def _is_marked(folder: int) -> bool:
-    """Whether an open folder holds our marker, and both are this user's."""
+    """Return whether an open folder has our marker, and both belong to this user."""
     try:
         marker = os.stat(MARKER, dir_fd=folder, follow_symlinks=False)
     except OSError:
@@ -83,18 +109,25 @@ def _is_marked(folder: int) -> bool:
     return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.fstat(folder).st_uid == os.getuid()
 
 
-def make_held_folder(folder: Path) -> int:
-    """Make a folder that `sweep` spares as long as the returned descriptor is open."""
-    folder.mkdir(mode=0o700)
-    hold = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(hold, fcntl.LOCK_EX)
-    # Only now may it be swept: whoever gets the lock of a marked folder knows that its owner is gone.
-    (folder / MARKER).touch(mode=0o600)
-    return hold
+@cache
+def _libc_access() -> Callable[[bytes, int], int]:
+    access = ctypes.PyDLL(None).access
+    access.argtypes, access.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
+    typed: Callable[[bytes, int], int] = access
+    return typed
 
 
-def scratch_parent(settings: Settings) -> Path:
-    parent = settings.server.scratch_folder or Path(tempfile.gettempdir())
-    if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
-        raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process may write to.")
-    return parent
+def path_exists(path: Path) -> bool:
+    """Return whether a file exists, without releasing the GIL: getting it back takes a busy service longer."""
+    return _libc_access()(os.fsencode(path), os.F_OK) == 0
+
+
+@contextmanager
+def disk_full_as_out_of_storage() -> Iterator[None]:
+    """Raise OutOfStorage for the OSError of a full disk; any other OSError passes through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error

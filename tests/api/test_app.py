@@ -41,8 +41,8 @@ class Service:
         self.client = TestClient(self.app, raise_server_exceptions=False)
 
     def fake(self) -> FakeSegmenter:
-        until(lambda: self.runtime.obstacles() == ())
-        fake: Any = self.runtime.segmenter(None)
+        until(lambda: self.runtime.unready_reasons() == ())
+        fake: Any = self.runtime.models.segmenter(None)
         fake.error, fake.notes = None, ()
         return fake
 
@@ -123,7 +123,7 @@ def test_error_of_the_device_becomes_its_problem_document(service: Service, kind
     assert response.headers.get("retry-after") == (
         str(fake.error.retry_after) if hasattr(fake.error, "retry_after") else None
     )
-    assert list(service.runtime.scratch.iterdir()) == []
+    assert list(service.runtime.scratch.requests.iterdir()) == []
 
 
 def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_unforeseen_error_tells_a_number_and_no_secrets(service: Service) -> Non
     assert (response.status_code, response.json()["type"]) == (500, "urn:stackseg:problem:internal-error")
     assert "password" not in response.text
     assert response.json()["instance"].startswith("urn:uuid:")
-    assert list(service.runtime.scratch.iterdir()) == []
+    assert list(service.runtime.scratch.requests.iterdir()) == []
 
 
 def test_wrong_path_and_method_are_problem_documents(service: Service) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ class Noting(Runtime):
         super().__init__(*arguments)
         self.owners: list[str | None] = []
 
-    def inspect(self, *arguments: Any, owner: str | None = None, **options: Any) -> Any:
-        self.owners.append(owner)
-        return super().inspect(*arguments, owner=owner, **options)
+    def start(self) -> None:
+        super().start()
+        for name in ("inspect", "read"):
+            setattr(self.reader, name, partial(self._note, getattr(self.reader, name)))
 
-    def read(self, *arguments: Any, owner: str | None = None, **options: Any) -> Any:
+    def _note(self, call: Any, *arguments: Any, owner: str | None = None, **options: Any) -> Any:
         self.owners.append(owner)
-        return super().read(*arguments, owner=owner, **options)
+        return call(*arguments, owner=owner, **options)
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def service(repository: Path, scratch: Path, **access: Any) -> Iterator[TestClie
     app = create_app(settings)
     app.state.runtime = Noting(settings, FakeSegmenter)
     with TestClient(app, raise_server_exceptions=False) as client:
-        until(lambda: app.state.runtime.obstacles() == ())
+        until(lambda: app.state.runtime.unready_reasons() == ())
         yield client
 
 
@@ -184,7 +186,7 @@ def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
 
 def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repository: Path, tmp_path: Path) -> None:
     with service(bands_repository, tmp_path, keys=KEYS, requests_at_once=1) as client:
-        fake: Any = client.app.state.runtime.segmenter(None)  # type: ignore[attr-defined]
+        fake: Any = client.app.state.runtime.models.segmenter(None)  # type: ignore[attr-defined]
         fake.gate.clear()
         statuses: list[int] = []
 
@@ -279,7 +281,7 @@ def test_without_keys_no_key_is_asked_for_or_documented(open_to_all: TestClient)
 
 
 def test_every_answer_carries_headers_for_browsers(open_to_all: TestClient) -> None:
-    fake: Any = open_to_all.app.state.runtime.segmenter(None)  # type: ignore[attr-defined]
+    fake: Any = open_to_all.app.state.runtime.models.segmenter(None)  # type: ignore[attr-defined]
     fake.error = KeyError("unforeseen")
     crashed = open_to_all.post("/segment", content=STACK, headers=TIFF)
     fake.error = None

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.api.responses import SMALL_BYTES, Found, respond
-from service.serving.job_store import AnswerMetadata
+from service.serving.job_record import AnswerMetadata
 
 OUTCOME = AnswerMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
 

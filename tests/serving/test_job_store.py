@@ -19,7 +19,8 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.volume import VoxelSize
-from service.serving.job_store import INPUT, AnswerMetadata, JobRequest, JobStore
+from service.serving.job_record import AnswerMetadata, JobRequest
+from service.serving.job_store import INPUT, JobStore
 
 ORDER = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
 OUTCOME = AnswerMetadata(
@@ -54,7 +55,7 @@ def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
 
 def finish(store: JobStore, job: str, size: int = 20) -> bool:
     store.begin(job)
-    written = store.input(job).with_name("labels.ome.tif")
+    written = store.input_path(job).with_name("labels.ome.tif")
     written.write_bytes(bytes(size))
     return store.finish(job, written, OUTCOME)
 
@@ -72,13 +73,13 @@ def files(store: JobStore) -> list[str]:
 def test_job_goes_its_way(store: JobStore) -> None:
     job = accept(store, owner="ada")
     record = store.get(job)
-    assert (record.state, record.order, record.owner, record.input_bytes) == ("waiting", ORDER, "ada", 10)
+    assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", ORDER, "ada", 10)
     assert store.begin(job)
     assert not store.begin(job)
     assert store.get(job).state == "running"
     assert finish(store, job)
     record = store.get(job)
-    assert (record.state, record.over, record.outcome, record.result_bytes) == ("done", True, OUTCOME, 20)
+    assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, OUTCOME, 20)
     assert record.created <= record.started <= record.ended
     assert files(store) == [job, f"{job}/result"]
     store.delete(job)
@@ -90,9 +91,9 @@ def test_job_goes_its_way(store: JobStore) -> None:
 def test_owner_sees_only_his_own(store: JobStore) -> None:
     hers, nobodys = accept(store, owner="ada"), accept(store)
     newest = accept(store, owner="ada")
-    assert [record.id for record in store.of("ada", 10)] == [newest, hers]
-    assert [record.id for record in store.of("ada", 1)] == [newest]
-    assert [record.id for record in store.of(None, 10)] == [nobodys]
+    assert [record.id for record in store.newest("ada", 10)] == [newest, hers]
+    assert [record.id for record in store.newest("ada", 1)] == [newest]
+    assert [record.id for record in store.newest(None, 10)] == [nobodys]
     assert store.find(hers, "ada").id == hers
     for stranger in ("bob", None):
         with pytest.raises(UnknownJob):
@@ -123,8 +124,8 @@ def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
     assert not finish(store, job)
     assert not store.fail(job, BadFile("late"))
     assert not store.cancel(job)
-    assert not store.put_back(job)
-    store.tidy(job)
+    assert not store.requeue(job)
+    store.delete_unneeded_files(job)
     assert (store.get(job).state, files(store)) == ("cancelled", [])
 
 
@@ -132,16 +133,16 @@ def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
     done, running, waiting = accept(store), accept(store), accept(store)
     finish(store, done)
     store.begin(running)
-    (store.input(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
+    (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
     store.make_incoming().joinpath(INPUT).write_bytes(b"half")
     later = died(store)
     try:
         assert [record.id for record in later.recover()] == [running, waiting]
-        assert later.get(done).outcome == OUTCOME
-        assert later.result(done).stat().st_size == 20
+        assert later.get(done).answer == OUTCOME
+        assert later.result_path(done).stat().st_size == 20
         assert {record.state for record in later.pending()} == {"waiting"}
         assert not list(later._incoming.iterdir())
-        assert [path.name for path in later.input(running).parent.iterdir()] == [INPUT]
+        assert [path.name for path in later.input_path(running).parent.iterdir()] == [INPUT]
     finally:
         later.close()
 
@@ -149,7 +150,7 @@ def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
 def test_result_that_was_written_but_not_noted_is_never_served(store: JobStore) -> None:
     job = accept(store)
     store.begin(job)
-    store.result(job).write_bytes(b"written, but the process died before it said so")
+    store.result_path(job).write_bytes(b"written, but the process died before it said so")
     store.recover()
     assert store.get(job).state == "waiting"
     assert files(store) == [job, f"{job}/{INPUT}"]
@@ -158,8 +159,8 @@ def test_result_that_was_written_but_not_noted_is_never_served(store: JobStore) 
 def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store: JobStore) -> None:
     (store._jobs / "orphan").mkdir()
     lost, short = accept(store), accept(store)
-    store.input(lost).unlink()
-    store.input(short).write_bytes(b"")
+    store.input_path(lost).unlink()
+    store.input_path(short).write_bytes(b"")
     assert store.recover() == []
     assert [store.get(job).state for job in (lost, short)] == ["failed", "failed"]
     assert files(store) == []
@@ -179,7 +180,7 @@ def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
     job = accept(store)
     for _ in range(5):
         store.begin(job)
-        store.put_back(job)
+        store.requeue(job)
     assert (store.get(job).state, store.get(job).attempts) == ("waiting", 0)
 
 
@@ -199,7 +200,7 @@ def test_oldest_results_make_room(store: JobStore) -> None:
     assert store.used_bytes() == 900
     newest = accept(store, size=350)
     assert [store.get(job).state for job in jobs] == ["expired", "done", "done"]
-    assert not store.result(jobs[0]).exists()
+    assert not store.result_path(jobs[0]).exists()
     store.begin(newest)
     assert finish(store, newest, size=900)
     assert [store.get(job).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
@@ -210,8 +211,8 @@ def test_inputs_of_jobs_that_are_not_over_are_never_deleted(store: JobStore) -> 
     store.begin(running)
     with pytest.raises(OutOfStorage):
         accept(store, size=201)
-    assert store.input(waiting).exists()
-    assert store.input(running).exists()
+    assert store.input_path(waiting).exists()
+    assert store.input_path(running).exists()
     store.cancel(waiting)
     accept(store, size=201)
 
@@ -223,7 +224,7 @@ def test_results_are_not_deleted_for_what_does_not_fit_anyway(store: JobStore) -
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
     assert store.get(done).state == "done"
-    assert store.result(done).exists()
+    assert store.result_path(done).exists()
     accept(store, size=500)
     assert store.get(done).state == "expired"
 
@@ -243,11 +244,11 @@ def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
     try:
         done, waiting = accept(store), accept(store)
         finish(store, done)
-        store.expire()
+        store.delete_old()
         assert store.get(done).state == "done"
         store._keep = 0.01
         time.sleep(0.02)
-        store.expire()
+        store.delete_old()
         with pytest.raises(UnknownJob):
             store.get(done)
         assert store.get(waiting).state == "waiting"

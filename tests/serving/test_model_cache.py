@@ -200,7 +200,7 @@ def test_many_users_of_more_models_than_fit() -> None:
         def use(names: str) -> None:
             for name in names:
                 lease = shelves.use(name)
-                if shelves.model_cache.look(name) is None or len(shelves.model_cache.loaded_models) > 2:
+                if shelves.model_cache.get(name) is None or len(shelves.model_cache.loaded_models) > 2:
                     wrong.append(name)
                 lease.end()
 

@@ -25,7 +25,7 @@ def read(cache: ResultCache[str], key: str) -> bytes | None:
     kept = cache.get(key)
     if kept is None:
         return None
-    assert kept.told == f"told of {key}"
+    assert kept.metadata == f"told of {key}"
     with kept.file:
         return kept.file.read()
 

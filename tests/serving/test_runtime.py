@@ -35,7 +35,7 @@ from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.device_worker import device_worker_settings
 from service.serving.job import Job
 from service.serving.runtime import Runtime
-from service.serving.scratch import MARKER, make_held_folder, storage, sweep
+from service.serving.scratch import MARKER, disk_full_as_out_of_storage, make_locked_folder, sweep
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -94,15 +94,15 @@ def closed(gates: list[FakeSegmenter]) -> Any:
 def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
     fakes: list[FakeSegmenter] = []
     with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
-        assert [model.state for model in runtime.models] == ["loading"]
-        assert runtime.obstacles() == ("bands is being loaded and warmed up.",)
+        assert [model.state for model in runtime.models.states()] == ["loading"]
+        assert runtime.unready_reasons() == ("bands is being loaded and warmed up.",)
         with pytest.raises(NotReady):
-            runtime.segmenter(None)
+            runtime.models.segmenter(None)
         until(lambda: fakes)
         fakes[0].gate.set()
-        until(lambda: runtime.obstacles() == ())
-        assert runtime.segmenter("bands") is fakes[0]
-        assert runtime.segmenter(None) is fakes[0]
+        until(lambda: runtime.unready_reasons() == ())
+        assert runtime.models.segmenter("bands") is fakes[0]
+        assert runtime.models.segmenter(None) is fakes[0]
 
 
 def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
@@ -110,30 +110,30 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
 ) -> None:
     patience = {"batch_seconds": 0.5, "grace_seconds": 100}
     with running(settings(bands_repository, tmp_path, watchdog=patience), Stuck) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        fake: Any = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake: Any = runtime.models.segmenter(None)
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
-        until(lambda: "stuck" in " ".join(runtime.obstacles()))
+        until(lambda: "stuck" in " ".join(runtime.unready_reasons()))
         fake.gate.set()
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         assert job.future.result(20).segmentation.pixels.all()
 
 
 def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path, watchdog={"grace_seconds": 100})) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        fake: Any = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake: Any = runtime.models.segmenter(None)
         fake.error = DeviceLost("cuda:0 has failed.")
         job = submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(DeviceLost):
             job.future.result(20)
-        until(lambda: runtime.obstacles() == ("cuda:0 has failed.",))
+        until(lambda: runtime.unready_reasons() == ("cuda:0 has failed.",))
 
 
 def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
-        runtime.segmenter("livers")
+        runtime.models.segmenter("livers")
 
 
 @pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
@@ -144,11 +144,11 @@ def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
         raise error
 
     with running(settings(bands_repository, tmp_path), load) as runtime:
-        until(lambda: runtime.models[0].state == "failed")
-        assert str(error) in (runtime.models[0].problem or "")
-        assert runtime.obstacles() == ("bands cannot be served; GET /models and the log say why.",)
+        until(lambda: runtime.models.states()[0].state == "failed")
+        assert str(error) in (runtime.models.states()[0].problem or "")
+        assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
         with pytest.raises(BrokenModel, match="bands"):
-            runtime.segmenter(None)
+            runtime.models.segmenter(None)
 
 
 def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
@@ -156,22 +156,22 @@ def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Pa
     for name in ("first", "second"):
         shutil.copytree(bands_repository / "bands", models / name)
     with running(settings(models, tmp_path)) as runtime:
-        (state,) = runtime.models
+        (state,) = runtime.models.states()
         assert (state.name, state.state) == ("bands", "failed")
         assert "second: the name 'bands' is taken" in (state.problem or "")
 
 
 def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:
     with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
-        assert "nowhere" in runtime.obstacles()[0]
+        assert "nowhere" in runtime.unready_reasons()[0]
         with pytest.raises(UnknownModel):
-            runtime.segmenter(None)
+            runtime.models.segmenter(None)
 
 
 def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        job = submitted(runtime, runtime.spec(None), stack, Options())
+        until(lambda: runtime.unready_reasons() == ())
+        job = submitted(runtime, runtime.models.spec(None), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
 
 
@@ -179,24 +179,24 @@ def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        spec = runtime.spec(None)
+        until(lambda: runtime.unready_reasons() == ())
+        spec = runtime.models.spec(None)
         made = runtime.submit(spec, stack, Options(), lambda result: (result, threading.current_thread().name))
         result, thread = made.future.result(10)
         assert (result.segmentation.pixels.shape, thread) == ((4, 5, 6), "request")
-        failed = runtime.submit(spec, stack, Options(), lambda _result: runtime.spec("nobody"))
+        failed = runtime.submit(spec, stack, Options(), lambda _result: runtime.models.spec("nobody"))
         with pytest.raises(UnknownModel):
             failed.future.result(10)
 
 
 def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path, limits={"waiting": 0})) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        fake = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake = runtime.models.segmenter(None)
         fake.gate.clear()
         submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(QueueFull):
-            runtime.admit()
+            runtime.check_admission()
         with pytest.raises(QueueFull):
             submitted(runtime, fake.spec, stack, Options())
 
@@ -205,15 +205,15 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        fake = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake = runtime.models.segmenter(None)
         fake.gate.clear()
         first, second = (submitted(runtime, fake.spec, stack, Options()) for _ in range(2))
         runtime.drain()
         runtime.drain()
-        assert runtime.obstacles() == ("The service is stopping.",)
+        assert runtime.unready_reasons() == ("The service is stopping.",)
         with pytest.raises(NotReady):
-            runtime.admit()
+            runtime.check_admission()
         with pytest.raises(Cancelled):
             first.future.result(10)
         until(lambda: second.state == "cancelled")
@@ -223,8 +223,8 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
 def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     chosen = settings(bands_repository, tmp_path, server={"scratch_folder": tmp_path, "drain_seconds": 30})
     with running(chosen) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        fake = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake = runtime.models.segmenter(None)
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
         runtime.drain()
@@ -234,17 +234,17 @@ def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, t
 
 def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
-        (runtime.make_folder() / "upload.tif").write_bytes(b"II*")
-        assert runtime.root.stat().st_mode & 0o077 == 0
+        (runtime.scratch.make_request_folder() / "upload.tif").write_bytes(b"II*")
+        assert runtime.scratch.path.stat().st_mode & 0o077 == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tmp_path: Path) -> None:
     dead, living = (tmp_path / f"stackseg-{name}" for name in ("dead", "living"))
-    os.close(make_held_folder(dead))
+    os.close(make_locked_folder(dead))
     (dead / "requests" / "one").mkdir(parents=True)
     (dead / "requests" / "one" / "upload.tif").touch()
-    hold = make_held_folder(living)
+    hold = make_locked_folder(living)
     sweep(tmp_path)
     os.close(hold)
     assert list(tmp_path.iterdir()) == [living]
@@ -254,7 +254,7 @@ def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tm
 
 def test_folders_of_others_are_left_alone_whatever_their_name(tmp_path: Path) -> None:
     mine, linked, other = (tmp_path / name for name in ("stackseg-results", "stackseg-linked", "other"))
-    os.close(make_held_folder(other))
+    os.close(make_locked_folder(other))
     for folder in (mine, linked):
         folder.mkdir()
     (mine / "labels.tif").touch()
@@ -268,9 +268,9 @@ def test_folders_of_others_are_left_alone_whatever_their_name(tmp_path: Path) ->
 def test_two_services_share_a_scratch_folder(bands_repository: Path, tmp_path: Path) -> None:
     chosen = settings(bands_repository, tmp_path)
     with running(chosen) as one, running(chosen) as other:
-        assert one.scratch != other.scratch
-        assert one.scratch.is_dir()
-        assert other.scratch.is_dir()
+        assert one.scratch.path != other.scratch.path
+        assert one.scratch.requests.is_dir()
+        assert other.scratch.requests.is_dir()
 
 
 def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
@@ -284,12 +284,12 @@ def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_is_out_of_storage(number: int) -> None:
-    with pytest.raises(OutOfStorage), storage():
+    with pytest.raises(OutOfStorage), disk_full_as_out_of_storage():
         raise OSError(number, "full")
 
 
 def test_other_errors_of_the_disk_stay_what_they_are() -> None:
-    with pytest.raises(PermissionError), storage():
+    with pytest.raises(PermissionError), disk_full_as_out_of_storage():
         raise PermissionError(errno.EACCES, "denied")
 
 
@@ -302,20 +302,20 @@ def three(bands_content: dict[str, Any], write_model: Any, tmp_path: Path) -> Pa
 
 
 def states(runtime: Runtime) -> dict[str, str]:
-    return {model.name: model.state for model in runtime.models}
+    return {model.name: model.state for model in runtime.models.states()}
 
 
 def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
     chosen = settings(three, tmp_path, models={"folder": three, "default": "beta", "load": ["gamma"]})
     with running(chosen) as runtime:
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
         with pytest.raises(NotReady, match="not loaded"):
-            runtime.segmenter("alpha")
-        job = submitted(runtime, runtime.spec("alpha"), stack, Options())
+            runtime.models.segmenter("alpha")
+        job = submitted(runtime, runtime.models.spec("alpha"), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
         assert states(runtime)["alpha"] == "ready"
-        made: Any = [runtime.segmenter(name) for name in ("alpha", "beta", "gamma")]
+        made: Any = [runtime.models.segmenter(name) for name in ("alpha", "beta", "gamma")]
         assert [fake.tuned for fake in made] == [False, True, True], "nothing is tried out on demand"
 
 
@@ -328,19 +328,19 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
         "engine": {"kind": "eager", "streams": 2, "cache_folder": tmp_path / "plans"},
     }
     with running(settings(three, tmp_path, **sections), Segmenter) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        spec, worker = runtime.spec("beta"), runtime.device_workers[0]
+        until(lambda: runtime.unready_reasons() == ())
+        spec, worker = runtime.models.spec("beta"), runtime.device_workers[0]
         expected = worker.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
         submitted(runtime, spec, stack, Options()).future.result(60)
-        known = runtime.segmenter("beta").estimator
+        known = runtime.models.segmenter("beta").estimator
         assert expected == replace(known, window_bytes=None)
         assert worker.estimator(spec) == known
 
 
 def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_path: Path) -> None:
     with running(settings(three, tmp_path, models={"folder": three, "load": "all"})) as runtime:
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         assert set(states(runtime).values()) == {"ready"}
 
 
@@ -350,7 +350,7 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready
 ) -> None:
     with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
         until(lambda: not runtime.device_workers[0].model_cache.starting)
-        assert [reason for reason in runtime.obstacles() if "delta" in reason]
+        assert [reason for reason in runtime.unready_reasons() if "delta" in reason]
 
 
 def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
@@ -363,12 +363,12 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
         return fake
 
     with running(settings(three, tmp_path), load) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        waiting = submitted(runtime, runtime.spec("beta"), stack, Options())
+        until(lambda: runtime.unready_reasons() == ())
+        waiting = submitted(runtime, runtime.models.spec("beta"), stack, Options())
         until(lambda: "beta" in fakes)
-        assert (states(runtime)["beta"], waiting.state, runtime.obstacles()) == ("loading", "waiting", ())
-        assert submitted(runtime, runtime.spec("alpha"), stack, Options()).future.result(10)
-        given_up = submitted(runtime, runtime.spec("gamma"), stack, Options())
+        assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
+        assert submitted(runtime, runtime.models.spec("alpha"), stack, Options()).future.result(10)
+        given_up = submitted(runtime, runtime.models.spec("gamma"), stack, Options())
         given_up.cancel()
         fakes["beta"].gate.set()
         assert waiting.future.result(10)
@@ -385,8 +385,11 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
         return fake
 
     with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 3 * size // 2}), load) as runtime:
-        until(lambda: runtime.obstacles() == ())
-        jobs = [submitted(runtime, runtime.spec(name), stack, Options()) for name in ("beta", "alpha", "gamma", "beta")]
+        until(lambda: runtime.unready_reasons() == ())
+        jobs = [
+            submitted(runtime, runtime.models.spec(name), stack, Options())
+            for name in ("beta", "alpha", "gamma", "beta")
+        ]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
         metrics = runtime.metrics.exposition().decode()
@@ -405,13 +408,13 @@ def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
         return fake
 
     with running(settings(three, tmp_path, models={"folder": three, "memory_bytes": 2**20}), load) as runtime:
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         with pytest.raises(BrokenModel, match=r"beta takes 2 MiB when loaded, and models\.memory_bytes allows 1 MiB"):
-            submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(10)
-        assert runtime.obstacles() == ()
-        assert runtime.model("beta").state == "failed"
-        assert "memory_bytes" in (runtime.model("beta").problem or "")
-        assert submitted(runtime, runtime.spec("gamma"), stack, Options()).future.result(10)
+            submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(10)
+        assert runtime.unready_reasons() == ()
+        assert runtime.models.state("beta").state == "failed"
+        assert "memory_bytes" in (runtime.models.state("beta").problem or "")
+        assert submitted(runtime, runtime.models.spec("gamma"), stack, Options()).future.result(10)
 
 
 def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
@@ -425,24 +428,24 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
         return fakes[-1]
 
     with running(chosen, load) as runtime:
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         one, other = runtime.device_workers
         assert [worker.settings.device.name for worker in runtime.device_workers] == ["cpu", "cpu"]
         for fake in fakes:
             fake.gate.clear()
-        jobs = [submitted(runtime, runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs = [submitted(runtime, runtime.models.spec("alpha"), stack, Options()) for _ in range(2)]
         until(lambda: (len(one.queue.running), len(other.queue.running)) == (1, 1))
-        jobs += [submitted(runtime, runtime.spec("alpha"), stack, Options()) for _ in range(2)]
+        jobs += [submitted(runtime, runtime.models.spec("alpha"), stack, Options()) for _ in range(2)]
         with pytest.raises(QueueFull):
-            runtime.admit()
+            runtime.check_admission()
         for fake in fakes:
             fake.gate.set()
         assert all(job.future.result(20) for job in jobs)
-        submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
-        holder = next(worker for worker in runtime.device_workers if worker.model_cache.look("beta"))
+        submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
+        holder = next(worker for worker in runtime.device_workers if worker.model_cache.get("beta"))
         for _ in range(3):
-            submitted(runtime, runtime.spec("beta"), stack, Options()).future.result(20)
-        assert [worker for worker in runtime.device_workers if worker.model_cache.look("beta")] == [holder]
+            submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
+        assert [worker for worker in runtime.device_workers if worker.model_cache.get("beta")] == [holder]
 
 
 def test_threads_of_the_processor_are_shared_by_its_stations(bands_repository: Path, tmp_path: Path) -> None:

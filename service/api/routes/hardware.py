@@ -18,7 +18,7 @@ router = APIRouter(tags=["operation"])
 async def gpu(runtime: RuntimeDependency) -> GpuReport:
     """Every GPU with its memory, load and temperature, the processor, the devices in use, and each loaded model."""
     gpus = await asyncio.to_thread(hardware.gpus)
-    models = {model.name: model.segmenter.report() for model in runtime.models if model.segmenter is not None}
+    models = {model.name: model.segmenter.report() for model in runtime.models.states() if model.segmenter is not None}
     devices = [
         DeviceReport(
             name=worker.name,

@@ -19,7 +19,7 @@ PREFIXES = ("", "/v1", "/v2")
 @router.get("/health")
 async def health(runtime: RuntimeDependency, response: Response) -> Health:
     """State of the service and of every model; 503 while it is not ready."""
-    reasons = list(runtime.obstacles())
+    reasons = list(runtime.unready_reasons())
     if reasons:
         response.status_code = 503
     return Health(
@@ -27,7 +27,7 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
         version=version("stackseg"),
         uptime_seconds=round(runtime.uptime_seconds, 1),
         waiting=runtime.waiting,
-        models={model.name: model.state for model in runtime.models},
+        models={model.name: model.state for model in runtime.models.states()},
         reasons=reasons,
     )
 
@@ -39,7 +39,7 @@ async def live() -> Liveness:
 
 async def ready(runtime: RuntimeDependency) -> Liveness:
     """200 once the models that are loaded at start are warm; 503 with the reasons before that and while stopping."""
-    reasons = runtime.obstacles()
+    reasons = runtime.unready_reasons()
     if reasons:
         raise NotReady(" ".join(reasons))
     return Liveness(status="ready")

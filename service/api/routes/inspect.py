@@ -24,14 +24,14 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     """
     async with posted(request, runtime, query, Stages()) as arrived:
         query = arrived.query
-        spec = runtime.spec(query.model)
+        spec = runtime.models.spec(query.model)
 
         def look() -> Description:
             arrived.land()
             caller = arrived.received.caller
-            return runtime.inspect(arrived.source, query.selection, shared=arrived.shared, owner=caller)
+            return runtime.reader.inspect(arrived.source, query.selection, shared=arrived.shared, owner=caller)
 
-        file = await while_connected(request, in_thread(look, runtime.lookers))
+        file = await while_connected(request, in_thread(look, runtime.inspect_threads))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
         estimator = Estimator(spec, runtime.settings)

@@ -25,7 +25,7 @@ from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import in_thread
 from service.core.errors import StackSegError, UnknownJob
 from service.core.timing import Stages
-from service.serving.async_jobs import AsyncJobs, View
+from service.serving.async_jobs import AsyncJobs, JobView
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 
@@ -77,7 +77,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000, description="How many jobs at most.")] = 100,
 ) -> JobList:
     """The caller's jobs, newest first."""
-    views = await in_thread(partial(async_jobs.of, caller_of(request), limit))
+    views = await in_thread(partial(async_jobs.newest, caller_of(request), limit))
     return JobList(jobs=[report(async_jobs, view) for view in views])
 
 
@@ -123,7 +123,7 @@ async def accept(request: Request, runtime: Runtime, async_jobs: AsyncJobs, quer
     async with posted(request, runtime, query, stages, incoming_folder(async_jobs)) as arrived:
         check_output(runtime, arrived.query)
 
-        def enter() -> View:
+        def enter() -> JobView:
             with stages.measure("receive"):
                 arrived.land()
             return async_jobs.submit(arrived.received, arrived.name, stages.seconds["receive"])
@@ -134,15 +134,15 @@ async def accept(request: Request, runtime: Runtime, async_jobs: AsyncJobs, quer
     return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})
 
 
-def report(async_jobs: AsyncJobs, view: View) -> JobReport:
+def report(async_jobs: AsyncJobs, view: JobView) -> JobReport:
     """A job in the JSON that is spoken."""
-    record, outcome = view.record, view.record.outcome
+    record, outcome = view.record, view.record.answer
     return JobReport(
         id=record.id,
         state="loading" if view.loading and record.state == "waiting" else record.state,
-        model=outcome.model if outcome else record.order.model,
-        name=record.order.name,
-        parameters=record.order.parameters,
+        model=outcome.model if outcome else record.request.model,
+        name=record.request.name,
+        parameters=record.request.parameters,
         created=_time(record.created),
         started=_moment(record.started),
         ended=_moment(record.ended),
@@ -160,7 +160,7 @@ def report(async_jobs: AsyncJobs, view: View) -> JobReport:
     )
 
 
-async def _changes(runtime: Runtime, async_jobs: AsyncJobs, view: View, caller: str | None) -> AsyncIterator[str]:
+async def _changes(runtime: Runtime, async_jobs: AsyncJobs, view: JobView, caller: str | None) -> AsyncIterator[str]:
     told, silent = "", 0.0
     while True:
         text = report(async_jobs, view).model_dump_json()

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from service.api.admission import RuntimeDependency
 from service.api.schemas import Loaded, ModelInfo, ModelList
 from service.models.repository import default_name
-from service.serving.runtime import ModelState
+from service.serving.model_registry import ModelState
 
 router = APIRouter(tags=["models"])
 
@@ -17,7 +17,7 @@ router = APIRouter(tags=["models"])
 @router.get("/models")
 async def list_models(runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
-    models = [_info(model) for model in runtime.models]
+    models = [_info(model) for model in runtime.models.states()]
     default = runtime.settings.models.default or default_name(model.name for model in models)
     return ModelList(default=default, models=models)
 
@@ -25,7 +25,7 @@ async def list_models(runtime: RuntimeDependency) -> ModelList:
 @router.get("/models/{name}")
 async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
-    return _info(runtime.model(name))
+    return _info(runtime.models.state(name))
 
 
 def _info(model: ModelState) -> ModelInfo:

@@ -24,17 +24,17 @@ from service.core.timing import Stages
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.job import Job
-from service.serving.job_store import AnswerMetadata
-from service.serving.result_cache import Kept
+from service.serving.job_record import AnswerMetadata
+from service.serving.result_cache import CachedResult
 from service.serving.results import (
     Answer,
     Pixels,
     answer_name,
+    describe_answer,
+    encode_small_answer,
     fingerprint,
-    outcome_of,
     read_pixels,
     settle,
-    small_answer,
     write_answer,
 )
 from service.serving.runtime import Runtime
@@ -77,7 +77,7 @@ class _Known(NamedTuple):
     """The result of an earlier request for the same, under its key."""
 
     key: str
-    result: Kept[tuple[AnswerMetadata, str]]
+    result: CachedResult[tuple[AnswerMetadata, str]]
 
 
 class _Made(NamedTuple):
@@ -115,8 +115,8 @@ class _Work:
 
     async def _outcome(self) -> _Made | _Known:
         """What is kept, or what the job makes. One thread sees to both, unless the one would wait for other files."""
-        readers, begin = self._runtime.readers, self._look_or_read
-        if self._runtime.cache.enabled and readers.full:
+        readers, begin = self._runtime.read_threads, self._look_or_read
+        if self._runtime.result_cache.enabled and readers.all_busy:
             known = await in_thread(self._look, FILES, self._gone)
             if known is not None:
                 return known
@@ -136,9 +136,9 @@ class _Work:
         posted, runtime = self._posted, self._runtime
         with self._stages.measure("receive"):
             self._digest = posted.land()
-        if not runtime.cache.enabled or (key := self._key()) is None:
+        if not runtime.result_cache.enabled or (key := self._key()) is None:
             return None
-        kept = runtime.cache.get(key)
+        kept = runtime.result_cache.get(key)
         runtime.metrics.count_cache("miss" if kept is None else "hit")
         if kept is None:
             return None
@@ -152,7 +152,7 @@ class _Work:
         received, query = posted.received, posted.query
         self._check_wanted()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime, query, posted.source, received.folder, self._caller)
+            self._pixels = read_pixels(self._runtime.reader, query, posted.source, received.folder, self._caller)
             posted.let_go()
         self._voxels = self._pixels.segmented.voxels
         self._check_wanted()
@@ -166,14 +166,14 @@ class _Work:
 
     def _finish(self, result: Result) -> _Made:
         """In the thread that has segmented."""
-        answer = small_answer(self._runtime, self._posted.received, result)
+        answer = encode_small_answer(self._posted.received, result)
         if answer is not None:
             # Nobody looks at its pixels any more.
             del self._pixels
         return _Made(result, answer)
 
     def _again(self, known: _Known) -> LabelResponse:
-        outcome, suffix = known.result.told
+        outcome, suffix = known.result.metadata
         seconds = {**self._stages.seconds, "total": self._stages.total}
         outcome = replace(outcome, file_name=answer_name(self._posted.name, suffix), seconds=seconds)
         response = respond(opened(known.result.file), outcome, ETag=etag(known.key), X_Cache="hit")
@@ -194,11 +194,11 @@ class _Work:
         stages.update(answer.seconds)
         runtime.metrics.count_segmentation(spec.name, self._voxels, result.segmentation.count, stages.seconds)
         seconds = {**stages.seconds, "total": stages.total}
-        outcome = outcome_of(spec.identifier, self._posted.name, answer, result, seconds)
+        outcome = describe_answer(spec.identifier, self._posted.name, answer, result, seconds)
         # Only once a model is loaded it is known how it runs.
         if (key := self._key()) is None:
             return respond(answer.path, outcome, found)
-        if not runtime.cache.enabled:
+        if not runtime.result_cache.enabled:
             return respond(answer.path, outcome, found, ETag=etag(key))
         await in_thread(partial(self._keep, key, answer, outcome))
         return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
@@ -207,15 +207,15 @@ class _Work:
         """In a thread, for who asks the same again; where the disk is full, this caller has an answer nevertheless."""
         kept = answer.path if answer.content is None else answer.content
         try:
-            self._runtime.cache.put(key, kept, (outcome, answer.suffix))
+            self._runtime.result_cache.put(key, kept, (outcome, answer.suffix))
         except OSError as error:
             log.warning("A result is not kept: %s", error)
 
     def _write(self, result: Result) -> tuple[Answer, Found]:
         """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
         received = self._posted.received
-        written = write_answer(self._runtime, received, self._pixels.measured, result, self._spec.identifier)
-        settle(self._runtime, received)
+        written = write_answer(self._runtime.host_files, received, self._pixels.measured, result, self._spec.identifier)
+        settle(self._runtime.host_files, received)
         return written, Found.at(written.path)
 
     def _key(self) -> str | None:
@@ -225,7 +225,9 @@ class _Work:
             # A file that others may change does not tell whether it is still the same.
             return None
         model, runtime = self._spec.name, self._runtime
-        return fingerprint(self._caller, self._digest, runtime.facts(model), query, runtime.manner(model))
+        return fingerprint(
+            self._caller, self._digest, runtime.models.spec_json(model), query, runtime.execution_settings(model)
+        )
 
 
 def etag(key: str) -> str:

@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from service.api.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
+from service.formats import tiff_writer
 from service.formats.sandbox import STARTUP_SECONDS
 from service.models.spec import ModelSpec
 from service.serving import async_jobs
@@ -39,8 +40,8 @@ class Service:
 
     @property
     def fake(self) -> FakeSegmenter:
-        until(lambda: self.runtime.obstacles() == ())
-        fake: Any = self.runtime.segmenter(None)
+        until(lambda: self.runtime.unready_reasons() == ())
+        fake: Any = self.runtime.models.segmenter(None)
         return fake
 
     def submit(self, stack: bytes = STACK, **parameters: Any) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) 
     assert result.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
     assert result.headers["x-stackseg-note"] == "a note"
     assert int(result.headers["content-length"]) == len(result.content)
-    assert list(service.runtime.scratch.iterdir()) == []
+    assert list(service.runtime.scratch.requests.iterdir()) == []
 
 
 def test_result_is_what_segment_answers(service: Service) -> None:
@@ -205,8 +206,8 @@ def test_cancelling_what_runs_frees_the_device_and_cancelling_what_waits_the_pla
     until(lambda: not service.runtime.running and service.runtime.waiting == 0)
     gone = service.result(running)
     assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
-    until(lambda: list(service.runtime.scratch.iterdir()) == [])
-    until(lambda: not service.async_jobs._store.input(running["id"]).parent.exists())
+    until(lambda: list(service.runtime.scratch.requests.iterdir()) == [])
+    until(lambda: not service.async_jobs._store.input_path(running["id"]).parent.exists())
     service.fake.gate.set()
     assert service.wait(service.submit(), "done")
 
@@ -374,19 +375,19 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
     host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, results = host
-    write, writing, go_on = service.runtime.write, threading.Event(), threading.Event()
+    write, writing, go_on = tiff_writer.write, threading.Event(), threading.Event()
 
-    def slowly(*given: Any) -> None:
+    def slowly(*given: Any, **options: Any) -> None:
         writing.set()
         go_on.wait(20)
-        write(*given)
+        write(*given, **options)
 
-    monkeypatch.setattr(service.runtime, "write", slowly)
+    monkeypatch.setattr(tiff_writer, "write", slowly)
     job = service.submit(output_to="results/labels.tif")
     assert writing.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
     go_on.set()
-    until(lambda: job["id"] not in service.async_jobs._live)
+    until(lambda: job["id"] not in service.async_jobs._active)
     assert service.show(job)["state"] == "cancelled"
     assert list(results.iterdir()) == []
 
@@ -418,8 +419,8 @@ def test_old_jobs_are_deleted_once_that_is_possible_again(
         if len(calls) == 1:
             raise OutOfStorage("The disk is full.")
 
-    monkeypatch.setattr(async_jobs, "EXPIRY_SECONDS", 0.01)
-    monkeypatch.setattr(JobStore, "expire", expire)
+    monkeypatch.setattr(async_jobs, "CLEAN_UP_SECONDS", 0.01)
+    monkeypatch.setattr(JobStore, "delete_old", expire)
     (host[1] / "other").mkdir()
     with start(bands_repository, host[1] / "other"):
         until(lambda: len(calls) > 2)

@@ -26,10 +26,10 @@ from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.volume import VoxelSize
 from service.models.spec import ModelSpec
-from service.serving.job_store import AnswerMetadata
+from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.results import answer_name, fingerprint
-from service.serving.runtime import WAITING_READERS, Runtime
+from service.serving.runtime import READ_THREADS, Runtime
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -46,7 +46,7 @@ def start(folder: Path, scratch: Path, references: dict[str, Any] | None = None,
 @pytest.fixture(scope="module")
 def client(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     with start(bands_repository, tmp_path_factory.mktemp("scratch")) as running:
-        until(lambda: runtime_of(running).obstacles() == ())
+        until(lambda: runtime_of(running).unready_reasons() == ())
         yield running
 
 
@@ -66,7 +66,7 @@ def test_volume_goes_to_the_model_and_its_answer_comes_back(client: TestClient) 
 
 def test_small_request_is_never_on_a_disk(client: TestClient) -> None:
     """Where nothing can be written it is answered nevertheless; large ones are not, nor those that must be decoded."""
-    scratch = runtime_of(client).scratch
+    scratch = runtime_of(client).scratch.requests
     # Known once a process that reads has started.
     assert client.post("/inspect", content=STACK, headers=TIFF).status_code == 200
     scratch.rmdir()
@@ -124,7 +124,7 @@ def test_form_fields_are_parameters_and_blank_ones_are_not(client: TestClient) -
 @pytest.fixture(scope="module")
 def instances(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("scratch")) as running:
-        until(lambda: runtime_of(running).obstacles() == ())
+        until(lambda: runtime_of(running).unready_reasons() == ())
         yield running
 
 
@@ -159,14 +159,14 @@ def test_both_files_come_in_an_archive(instances: TestClient) -> None:
         table = archive.read("measurements.csv").decode()
     assert np.count_nonzero(labels) == 12
     assert table == instances.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF).text
-    assert list(runtime_of(instances).scratch.iterdir()) == []
+    assert list(runtime_of(instances).scratch.requests.iterdir()) == []
 
 
 def test_same_request_is_answered_again_without_the_device(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
         runtime = runtime_of(client)
-        until(lambda: runtime.obstacles() == ())
-        fake: Any = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake: Any = runtime.models.segmenter(None)
 
         def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
             response = client.post(f"/segment{query}", content=stack, headers=TIFF | {"X-Filename": name})
@@ -188,7 +188,7 @@ def test_same_request_is_answered_again_without_the_device(bands_repository: Pat
         metrics = client.get("/metrics").text
         assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
         assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
-        assert list(runtime.scratch.iterdir()) == []
+        assert list(runtime.scratch.requests.iterdir()) == []
 
 
 def test_answer_that_cannot_be_kept_is_given(
@@ -196,8 +196,8 @@ def test_answer_that_cannot_be_kept_is_given(
 ) -> None:
     with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
         runtime = runtime_of(client)
-        until(lambda: runtime.obstacles() == ())
-        (runtime.root / "cache").rmdir()
+        until(lambda: runtime.unready_reasons() == ())
+        (runtime.scratch.path / "cache").rmdir()
         for _ in range(2):
             response = client.post("/segment", content=STACK, headers=TIFF)
             assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
@@ -207,17 +207,17 @@ def test_answer_that_cannot_be_kept_is_given(
 def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, cache_bytes=100_000, request_seconds=10) as client:
         runtime, gate = runtime_of(client), threading.Event()
-        until(lambda: runtime.obstacles() == ())
+        until(lambda: runtime.unready_reasons() == ())
         assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
-        stuck = [runtime.readers.submit(gate.wait, 60) for _ in range(WAITING_READERS)]
-        assert runtime.readers.full
+        stuck = [runtime.read_threads.submit(gate.wait, 60) for _ in range(READ_THREADS)]
+        assert runtime.read_threads.all_busy
         try:
             again = client.post("/segment", content=STACK, headers=TIFF)
             assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
             with ThreadPoolExecutor(1) as pool:
                 unknown = as_tiff(np.full((3, 8, 8), 201, np.uint8))
                 posted = pool.submit(client.post, "/segment", content=unknown, headers=TIFF)
-                until(lambda: runtime.readers._taken > WAITING_READERS)
+                until(lambda: runtime.read_threads._unfinished > READ_THREADS)
                 time.sleep(0.4)
                 gate.set()
                 other = posted.result(60)
@@ -227,7 +227,7 @@ def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository:
         timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
         assert float(timing["read"]) > 300
         assert all(waited.result(60) for waited in stuck)
-        until(lambda: not runtime.readers.full)
+        until(lambda: not runtime.read_threads.all_busy)
 
 
 def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
@@ -235,8 +235,8 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
 ) -> None:
     with start(bands_repository, tmp_path, request_seconds=1) as client:
         runtime, submitted = runtime_of(client), []
-        until(lambda: runtime.obstacles() == ())
-        read, submit = runtime.read, runtime.submit
+        until(lambda: runtime.unready_reasons() == ())
+        read, submit = runtime.reader.read, runtime.submit
 
         def slow(*arguments: Any, **options: Any) -> Any:
             volume = read(*arguments, **options)
@@ -247,16 +247,16 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
             submitted.append(arguments)
             return submit(*arguments)
 
-        monkeypatch.setattr(runtime, "read", slow)
+        monkeypatch.setattr(runtime.reader, "read", slow)
         monkeypatch.setattr(runtime, "submit", noting)
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 504
         assert submitted == []
-        assert list(runtime.scratch.iterdir()) == []
+        assert list(runtime.scratch.requests.iterdir()) == []
 
 
 def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not when Python next looks for cycles, which takes hours among all that torch brings along."""
-    fake: Any = runtime_of(client).segmenter(None)
+    fake: Any = runtime_of(client).models.segmenter(None)
     seen: list[weakref.ref[Any]] = []
     segment = fake.segment
 
@@ -277,8 +277,8 @@ def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, m
 
 def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
-        until(lambda: runtime_of(client).obstacles() == ())
-        fake: Any = runtime_of(client).segmenter(None)
+        until(lambda: runtime_of(client).unready_reasons() == ())
+        fake: Any = runtime_of(client).models.segmenter(None)
         fake.error = RuntimeError("once")
         with pytest.raises(RuntimeError, match="once"):
             client.post("/segment", content=STACK, headers=TIFF)
@@ -321,7 +321,7 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
         app = create_app(settings)
         app.state.runtime = Runtime(settings, load)
         with TestClient(app) as client:
-            until(lambda client=client: runtime_of(client).obstacles() == ())
+            until(lambda client=client: runtime_of(client).unready_reasons() == ())
             tags.append(client.post("/segment", content=STACK, headers=TIFF).headers["etag"])
     assert tags[0] == tags[1]
     assert len(set(tags)) == 3
@@ -330,13 +330,13 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
 def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, request_seconds=2) as client:
         runtime = runtime_of(client)
-        until(lambda: runtime.obstacles() == ())
-        fake: Any = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake: Any = runtime.models.segmenter(None)
         fake.gate.clear()
         response = client.post("/segment", content=STACK, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
         until(lambda: not runtime.running)
-        assert list(runtime.scratch.iterdir()) == []
+        assert list(runtime.scratch.requests.iterdir()) == []
         fake.gate.set()
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 200
 
@@ -344,8 +344,8 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
 def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path) as client:
         runtime = runtime_of(client)
-        until(lambda: runtime.obstacles() == ())
-        fake: Any = runtime.segmenter(None)
+        until(lambda: runtime.unready_reasons() == ())
+        fake: Any = runtime.models.segmenter(None)
         fake.gate.clear()
         answers: list[Any] = []
 
@@ -373,7 +373,7 @@ def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     (folder / "scans" / "stack.tif").write_bytes(STACK)
     roots = {"inputs": {"scans": str(folder / "scans")}, "outputs": {"results": str(folder / "results")}}
     with start(bands_repository, folder / "scratch", roots, cache_bytes=10**6, upload_bytes=10) as client:
-        until(lambda: runtime_of(client).obstacles() == ())
+        until(lambda: runtime_of(client).unready_reasons() == ())
         yield client, folder
 
 
@@ -385,7 +385,7 @@ def test_file_of_the_host_is_segmented_without_being_sent(host: tuple[TestClient
     assert 'filename="stack_classes.ome.tif"' in response.headers["content-disposition"]
     assert "x-cache" not in response.headers
     assert client.post("/inspect?input=scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
-    assert list(runtime_of(client).scratch.iterdir()) == []
+    assert list(runtime_of(client).scratch.requests.iterdir()) == []
 
 
 def test_form_without_a_file_may_name_one(host: tuple[TestClient, Path]) -> None:
@@ -412,7 +412,7 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestCl
     assert (again.status_code, again.json()["type"]) == (409, "urn:stackseg:problem:output-exists")
     assert client.post(url + "&overwrite=true").status_code == 200
     assert [path.name for path in (folder / "results").iterdir()] == ["labels.tif"]
-    assert list(runtime_of(client).scratch.iterdir()) == []
+    assert list(runtime_of(client).scratch.requests.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_reference_that_cannot_be_used_is_refused(
         assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
         assert word in response.json()["detail"]
         assert str(folder) not in response.text
-    assert list(runtime_of(client).scratch.iterdir()) == []
+    assert list(runtime_of(client).scratch.requests.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
 def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: TestClient) -> None:
     """Decoding waits for its turn, and so do folders on a server that does not answer."""
     gate, runtime = threading.Event(), runtime_of(client)
-    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.readers, NAMED_FILES) for _ in range(16)]
+    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.read_threads, NAMED_FILES) for _ in range(16)]
     try:
         inspected = client.post("/inspect", content=STACK, headers=TIFF)
         assert inspected.json()["file"]["shape"] == [1, 3, 8, 8]
@@ -533,8 +533,8 @@ def test_channels_that_are_too_large_to_measure_are_refused_before_anything_is_c
 ) -> None:
     """One channel of the file has 512 bytes, and both have 1024."""
     with start(random_nuclei.folder.parent, tmp_path, decoded_bytes=600) as client:
-        until(lambda: runtime_of(client).obstacles() == ())
-        fake: Any = runtime_of(client).segmenter(None)
+        until(lambda: runtime_of(client).unready_reasons() == ())
+        fake: Any = runtime_of(client).models.segmenter(None)
         fake.error = AssertionError("nothing is to be computed")
         refused = client.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
         fake.error = None
