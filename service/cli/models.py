@@ -42,8 +42,8 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
     from service.engine import plans  # noqa: PLC0415
 
     specs = read_repository(settings.models.folder, settings.models.serve)
-    folder = plans.home(settings.engine.cache_folder)
-    kept = {spec.name: plans.every(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
+    folder = plans.choose_folder(settings.engine.cache_folder)
+    kept = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if options.json:
         told = [
             spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in kept[spec.name]]}

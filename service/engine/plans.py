@@ -1,4 +1,4 @@
-"""How a model may run, what was found when that was tried, and where it is kept between starts. Needs no torch."""
+"""Configurations of engines, the trials and plans that autotuning makes of them, and their files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a choice that was considered.
+    """The outcome for a configuration that autotuning considered.
 
     verdict             chosen, or why not
     windows_per_second  None where it was not run
@@ -60,7 +60,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The choice for one model on one machine, every trial that led to it, and what it holds for.
+    """The configuration chosen for one model on one machine, the trials that led to it, and what it holds for.
 
     seconds         that the trials took
     circumstances   model, hardware, versions and settings; another value of any of them needs another plan
@@ -73,7 +73,7 @@ class EnginePlan:
     circumstances: dict[str, str]
 
     def lines(self) -> Iterator[str]:
-        """The plan as a table, the fastest first."""
+        """Yield the lines of a table, the fastest trial first."""
         where = self.circumstances.get("device", "another device")
         if "threads" in self.circumstances:
             where += f", {self.circumstances['threads']} threads"
@@ -87,8 +87,8 @@ class EnginePlan:
 _ADAPTER = TypeAdapter(EnginePlan)
 
 
-def home(configured: Path | None) -> Path:
-    """Where plans are kept: `engine.cache_folder`, else below the user's own cache folder."""
+def choose_folder(configured: Path | None) -> Path:
+    """Return the folder of plans: in `engine.cache_folder`, else below the user's own cache folder."""
     if configured is not None:
         return configured / FOLDER
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
@@ -111,18 +111,18 @@ def digest_sources(others: tuple[Path, ...]) -> str:
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
-    """The plan that was made for exactly these circumstances; None if there is none that can be read."""
+    """Return the plan that was made for exactly these circumstances; None if there is none that can be read."""
     plan = _read(folder / _file_name(model, circumstances))
     return plan if plan is not None and plan.circumstances == dict(circumstances) else None
 
 
-def every(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
-    """All plans kept for a model with these weights (SHA-256), the newest first."""
+def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
+    """Return all plans saved for a model with these weights (SHA-256), the newest first."""
     files = sorted(folder.glob(f"{model}-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return tuple(plan for plan in _plans_of(model, files) if plan.circumstances.get("weights") == weights)
+    return tuple(plan for plan in _read_plans(model, files) if plan.circumstances.get("weights") == weights)
 
 
-def keep(folder: Path, plan: EnginePlan) -> None:
+def save(folder: Path, plan: EnginePlan) -> None:
     """Write a plan where `find` looks for it, at once or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
@@ -130,7 +130,7 @@ def keep(folder: Path, plan: EnginePlan) -> None:
     Path(file.name).replace(folder / _file_name(plan.model, plan.circumstances))
 
 
-def _plans_of(model: str, files: list[Path]) -> Iterator[EnginePlan]:
+def _read_plans(model: str, files: list[Path]) -> Iterator[EnginePlan]:
     for file in files:
         plan = _read(file)
         if plan is not None and plan.model == model:

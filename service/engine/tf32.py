@@ -1,8 +1,8 @@
 """How CUDA devices compute in float32: process-wide switches of torch, set where a network is made.
 
-TF32 rounds what float32 products take to 10 bits of mantissa and sums them in float32, several times as fast on Ampere
-and later; float16 has as many bits. What it changes is judged like everything else that is tried: by the labels, beside
-a reference that is computed without it.
+TF32 rounds the factors of float32 products to 10 bits of mantissa, as many as float16 has, and sums in float32; that is
+several times as fast on Ampere and later. Its effect is judged by the labels, like that of every other optimisation:
+beside a reference that is computed without TF32.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from service.core import config
 from service.models.loader import Network
 
-# The switches are those of the process: whoever came second would take the first one's for the operator's.
-_exact = threading.RLock()
+# Switches are process-wide: a second caller would take the first one's temporary values for the operator's.
+_lock = threading.RLock()
 
 
 def use(settings: config.Engine, device: torch.device) -> None:
-    """Set matrix precision, and whether cuDNN tries its algorithms; nothing on a CPU, which has neither."""
+    """Set matrix precision, and whether cuDNN times its algorithms; do nothing on a CPU, which has neither."""
     if device.type != "cuda":
         return
     _set(settings.matmul_precision)
-    # Every network runs with one shape, so what cuDNN tried once holds for good.
+    # Every network runs with one shape, so cuDNN's choice of algorithm holds for good.
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Products of float32 in float32, whatever is set; for one at a time, of all devices."""
-    with _exact:
+    """Compute float32 products in float32, whatever is set; one caller at a time, on all devices."""
+    with _lock:
         matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         _set("highest")
         try:
@@ -43,8 +43,8 @@ def exact() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = convolutions
 
 
-def exactly(network: Network) -> Network:
-    """`network`, each call of which is exact."""
+def without_tf32(network: Network) -> Network:
+    """Return `network` with TF32 off during each call."""
 
     def call(x: Tensor) -> Tensor:
         with exact():
@@ -55,5 +55,5 @@ def exactly(network: Network) -> Network:
 
 def _set(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
-    # Convolutions know no more than on and off, and torch has them on.
+    # cuDNN's convolutions have no more than on and off; torch's default is on.
     torch.backends.cudnn.allow_tf32 = precision != "highest"

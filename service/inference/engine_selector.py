@@ -113,7 +113,7 @@ class EngineSelector:
         """
         if self._settings.engine.kind != "auto":
             return self._fixed()
-        folder = plans.home(self._settings.engine.cache_folder)
+        folder = plans.choose_folder(self._settings.engine.cache_folder)
         circumstances = self.circumstances()
         plan = plans.find(folder, self._spec.name, circumstances)
         if plan is not None:
@@ -155,7 +155,7 @@ class EngineSelector:
         """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
-            network = tf32.exactly(network)
+            network = tf32.without_tf32(network)
         return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, choice: EngineConfig, batch_size: int) -> SlidingWindow:
@@ -199,7 +199,7 @@ class EngineSelector:
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
         backend = backends.BACKENDS[settings.kind]
-        names = precision.candidates(settings.precision, self._native)
+        names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
         choices = [self._own(name) for name in names if unfit[name] is None]
         if not choices:
@@ -261,7 +261,7 @@ class EngineSelector:
     def _candidates(self, streams: int) -> list[EngineConfig]:
         """All that the settings leave open, in so many streams where that is possible."""
         settings = self._settings.engine
-        names = precision.candidates(settings.precision, self._native)
+        names = precision.list_precisions(settings.precision, self._native)
         return [
             replace(choice, streams=1 if backends.needs_single_stream(choice, settings) else streams)
             for choice in backends.list_configs(settings, self._device, names, self._batch_size)
@@ -293,7 +293,7 @@ class EngineSelector:
             pace = Throughput(warm.window, parity.row, OVERLAP, parity.decoder, crews)
             return autotune.Candidate(pace, pace.windows, lambda: parity.difference(warm.window), warm)
 
-        tuner = autotune.Tuner(enter, rules, fits=self._fits)
+        tuner = autotune.Tuner(enter, rules, explain_skip=self._fits)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
             candidates = self._candidates(1 if self._more_streams else self._streams)
@@ -303,9 +303,9 @@ class EngineSelector:
             return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
         finally:
             crews.close()
-        plan = EnginePlan(self._spec.name, won.made.choice, won.trials, tuner.seconds, circumstances)
-        warnings = (*won.made.warnings, *_failures(plan))
-        return replace(won.made, plan=plan, seconds=tuner.seconds, warnings=warnings)
+        plan = EnginePlan(self._spec.name, won.result.choice, won.trials, tuner.seconds, circumstances)
+        warnings = (*won.result.warnings, *_failures(plan))
+        return replace(won.result, plan=plan, seconds=tuner.seconds, warnings=warnings)
 
     def _fits(self, choice: EngineConfig) -> str | None:
         """Why a choice must not be tried, None if it may."""
@@ -333,7 +333,7 @@ class EngineSelector:
         if self._settings.windows.sw_batch_size != "auto":
             return (self._batch_size,)
         most = self._settings.limits.sw_batch_size
-        return autotune.batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
+        return autotune.list_batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
 
     @property
     def _streams(self) -> int:
@@ -345,7 +345,7 @@ class EngineSelector:
         """What to try besides a single one; nothing where the number is fixed."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return ()
-        return autotune.stream_counts(torch.get_num_threads(), MAX_STREAMS)
+        return autotune.list_stream_counts(torch.get_num_threads(), MAX_STREAMS)
 
     def _eager(self, name: str) -> EngineConfig:
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
@@ -384,7 +384,7 @@ def _failures(plan: EnginePlan) -> tuple[str, ...]:
 
 def _keep(folder: Path, plan: EnginePlan) -> None:
     try:
-        plans.keep(folder, plan)
+        plans.save(folder, plan)
     except OSError as error:
         log.warning("The plan for %s cannot be kept, every start tries anew: %s", plan.model, error)
 

@@ -101,7 +101,7 @@ class Segmenter:
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
-        extension_cache.set_folder(plans.home(settings.engine.cache_folder).with_name("kernels"))
+        extension_cache.set_folder(plans.choose_folder(settings.engine.cache_folder).with_name("kernels"))
         network = load_network(spec, self._watched)
         self._warm_up = EngineSelector(spec, settings, self._device, network, self._window_bytes)
         self._choice = self._warm_up.preliminary()

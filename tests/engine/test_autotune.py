@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from service.engine.autotune import Candidate, NothingRuns, Rules, Tuner, batch_sizes, stream_counts
+from service.engine.autotune import Candidate, NothingRuns, Rules, Tuner, list_batch_sizes, list_stream_counts
 from service.engine.plans import EngineConfig
 
 EAGER = EngineConfig("eager", "fp32", "contiguous", 2)
@@ -39,8 +39,8 @@ class World:
 
     def tune(self, *candidates, sizes=(2,), streams=(), seconds=180.0, **options):
         tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
-        made, trials = tuner.run(candidates, sizes, streams)
-        return made, {trial.choice: trial for trial in trials}
+        result, trials = tuner.run(candidates, sizes, streams)
+        return result, {trial.choice: trial for trial in trials}
 
 
 def test_the_fastest_wins_and_the_others_say_why_not():
@@ -140,7 +140,9 @@ def test_a_tune_ends_in_time_whatever_is_open():
 
 def test_what_does_not_fit_is_not_run():
     world = World({("eager", "fp32"): 0.1})
-    made, trials = world.tune(EAGER, COMPILED, fits=lambda choice: "too large" if choice.engine == "compiled" else None)
+    made, trials = world.tune(
+        EAGER, COMPILED, explain_skip=lambda choice: "too large" if choice.engine == "compiled" else None
+    )
     assert made == EAGER
     assert trials[COMPILED].verdict == "skipped: too large"
 
@@ -200,16 +202,16 @@ def test_a_rate_counts_the_windows_of_a_call():
 
 
 def test_streams_of_a_machine():
-    assert stream_counts(1, 8) == ()
-    assert stream_counts(6, 8) == (2, 4)
-    assert stream_counts(64, 8) == (2, 4, 8)
+    assert list_stream_counts(1, 8) == ()
+    assert list_stream_counts(6, 8) == (2, 4)
+    assert list_stream_counts(64, 8) == (2, 4, 8)
 
 
 def test_batch_sizes_of_a_device():
-    assert batch_sizes(2, 32, on_cpu=True) == (1, 2, 4)
-    assert batch_sizes(8, 32, on_cpu=False) == (1, 2, 4, 8, 16, 32)
-    assert batch_sizes(2, 1, on_cpu=True) == (1,)
-    assert batch_sizes(6, 6, on_cpu=False) == (1, 2, 4, 6)
+    assert list_batch_sizes(2, 32, on_cpu=True) == (1, 2, 4)
+    assert list_batch_sizes(8, 32, on_cpu=False) == (1, 2, 4, 8, 16, 32)
+    assert list_batch_sizes(2, 1, on_cpu=True) == (1,)
+    assert list_batch_sizes(6, 6, on_cpu=False) == (1, 2, 4, 6)
 
 
 class Failing(World):
@@ -220,14 +222,14 @@ class Failing(World):
         self.last = last
 
     def enter(self, choice):
-        entrant = super().enter(choice)
+        candidate = super().enter(choice)
 
         def call():
             if self.calls.count(choice) >= self.last.get(choice.engine, math.inf):
                 raise RuntimeError("out of memory")
-            entrant.call()
+            candidate.call()
 
-        return entrant._replace(call=call)
+        return candidate._replace(call=call)
 
 
 @pytest.mark.parametrize("last", [0, 1, 5, 10, 15])

@@ -20,37 +20,37 @@ PLAN = EnginePlan(
 
 
 def test_a_plan_that_was_kept_is_found(tmp_path):
-    plans.keep(tmp_path / "new", PLAN)
+    plans.save(tmp_path / "new", PLAN)
     assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
     assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
 
 
 @pytest.mark.parametrize("change", [{"torch": "2.14"}, {"threads": "4"}])
 def test_other_circumstances_need_another_plan(tmp_path, change):
-    plans.keep(tmp_path, PLAN)
+    plans.save(tmp_path, PLAN)
     assert plans.find(tmp_path, "nuclei", PLAN.circumstances | change) is None
     assert plans.find(tmp_path, "cells", PLAN.circumstances) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\xff"])
 def test_a_damaged_plan_counts_as_none(tmp_path, content):
-    plans.keep(tmp_path, PLAN)
+    plans.save(tmp_path, PLAN)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
     assert plans.find(tmp_path, "nuclei", PLAN.circumstances) is None
-    assert plans.every(tmp_path, "nuclei", "abc") == ()
+    assert plans.find_all(tmp_path, "nuclei", "abc") == ()
 
 
 def test_every_plan_of_a_model_is_listed_the_newest_first(tmp_path):
     older = EnginePlan("nuclei", CHOICE, (), 1.0, {"device": "another", "weights": "abc"})
     others = (EnginePlan("nuclei-2", CHOICE, (), 1.0, older.circumstances), EnginePlan("nuclei", CHOICE, (), 1.0, {}))
     for plan in (older, PLAN, *others):
-        plans.keep(tmp_path, plan)
+        plans.save(tmp_path, plan)
     for file in tmp_path.glob("*"):
         if plans._read(file) == older:
             os.utime(file, (0, 0))
-    assert plans.every(tmp_path, "nuclei", "abc") == (PLAN, older)
-    assert plans.every(tmp_path / "nowhere", "nuclei", "abc") == ()
+    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN, older)
+    assert plans.find_all(tmp_path / "nowhere", "nuclei", "abc") == ()
 
 
 def test_a_plan_is_told_as_a_table():
@@ -63,11 +63,11 @@ def test_a_plan_is_told_as_a_table():
 
 
 def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, monkeypatch):
-    assert plans.home(tmp_path) == tmp_path / "plans"
+    assert plans.choose_folder(tmp_path) == tmp_path / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert plans.home(None) == Path("/caches/stackseg/plans")
+    assert plans.choose_folder(None) == Path("/caches/stackseg/plans")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert plans.home(None) == Path("~/.cache/stackseg/plans").expanduser()
+    assert plans.choose_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
 
 
 def test_plans_depend_on_whatever_engines_are_made_of():

@@ -41,7 +41,7 @@ def test_a_cpu_is_left_as_it_is():
 
 def test_the_reference_is_exact_and_what_was_set_comes_back():
     tf32.use(config.Engine(), CUDA)
-    seen = tf32.exactly(lambda x: (switches(), x)[0])(torch.zeros(1))
+    seen = tf32.without_tf32(lambda x: (switches(), x)[0])(torch.zeros(1))
     assert seen[:2] == ("highest", False)
     assert switches() == ("high", True, True)
     with pytest.raises(RuntimeError, match="of its own"), tf32.exact():

@@ -132,7 +132,7 @@ def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_siz
     network = load_network(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     warming = EngineSelector(spec, settings, device, network, window_bytes)
-    names = precision.candidates(settings.engine.precision, hardware.native_precisions(device))
+    names = precision.list_precisions(settings.engine.precision, hardware.native_precisions(device))
 
     def build(choice: EngineConfig) -> Runner:
         window = warming.build(choice).window
