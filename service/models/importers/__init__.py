@@ -1,1 +1,1 @@
-"""Models from elsewhere: each module reads a kind of package into a Draft, and `model_folder` writes a model folder."""
+"""Packages from elsewhere -> model folder: one module per kind of package, which `model_folder` puts to use."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +17,68 @@ from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
 from service.models.architectures import ARCHITECTURES
 from service.models.importers import onnx_package
-from service.models.importers.package import Draft, Fields, Kind, Proof, member, read_mapping
+from service.models.importers.package import (
+    Draft,
+    Fields,
+    PackageTest,
+    WeightsKind,
+    collect_problem,
+    find_file,
+    read_mapping,
+)
 
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
-SUPPORTED: tuple[tuple[str, Kind], ...] = (
+SUPPORTED: tuple[tuple[str, WeightsKind], ...] = (
     ("pytorch_state_dict", "state dict"),
     ("torchscript", "torchscript"),
     ("onnx", "onnx"),
 )
-WINDOW = 64
+USUAL_EDGE = 64
 
 
 def recognises(root: Path) -> bool:
-    return _description(root) is not None
+    """Return whether a folder is a bioimage.io package."""
+    return _find_description(root) is not None
 
 
 def read(root: Path) -> Draft:
-    """What a package says. Raises UnsupportedPackage where it is damaged, or nothing of it can be served."""
-    rdf, version = _stated(root)
-    taken, given = (_only(rdf, side) for side in ("inputs", "outputs"))
-    inputs = _Axes(taken)
-    outputs = _Axes(given, inputs.channels)
-    name, weights, kind = _weights(rdf)
+    """Read a package into a draft. Raise UnsupportedPackage where it is damaged, or nothing of it can be served."""
+    rdf, version = _read_description(root)
+    input_tensor, output_tensor = (_get_only(rdf, side) for side in ("inputs", "outputs"))
+    inputs = _Axes(input_tensor)
+    outputs = _Axes(output_tensor, inputs.channels)
+    name, weights, kind = _choose_weights(rdf)
     content: dict[str, Any] = {
-        "name": rdf.text("name"),
+        "name": rdf.get_text("name"),
         "version": str(rdf.get("version") or "1"),
-        "summary": rdf.text("description", "A bioimage.io model."),
-        "licence": rdf.text("license", "Not stated."),
-        "training_data": _training_data(rdf),
+        "summary": rdf.get_text("description", "A bioimage.io model."),
+        "licence": rdf.get_text("license", "Not stated."),
+        "training_data": _read_training_data(rdf),
         "input": {"channels": inputs.channels, "channel_names": inputs.names},
         "outputs": outputs.names or [f"output {number}" for number in range(outputs.channels)],
     }
     if kind == "state dict":
-        content["architecture"] = _architecture(weights, version)
-    proofs = _proofs(root, rdf, taken, given)
+        content["architecture"] = _read_architecture(weights, version)
+    tests = _read_tests(root, rdf, input_tensor, output_tensor)
     problems: dict[str, str] = {}
-    _size(content["input"], problems, inputs, proofs)
-    with _noted(problems, "input.normalisation"):
-        content["input"]["normalisation"] = _normalisation(taken)
-    with _noted(problems, "activation"):
-        content["activation"] = _activation(given)
+    _add_roi_size(content["input"], problems, inputs, tests)
+    with collect_problem(problems, "input.normalisation"):
+        content["input"]["normalisation"] = _read_normalisation(input_tensor)
+    with collect_problem(problems, "activation"):
+        content["activation"] = _read_activation(output_tensor)
     if outputs.channels > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
-        problems["decoding"] = f"{given.where()}: does not say what labels are made from."
-    file = _file(root, weights)
+        problems["decoding"] = f"{output_tensor.location()}: does not say what labels are made from."
+    file = _find_checked_file(root, weights)
     if kind == "onnx":
-        content["input"] |= _of_onnx(root, weights, file)
-    return Draft(content, file, kind, proofs, problems, (f"Taken from weights.{name} of {rdf.text('name')}.",))
+        content["input"] |= _read_onnx_input(root, weights, file)
+    return Draft(content, file, kind, tests, problems, (f"Taken from weights.{name} of {rdf.get_text('name')}.",))
 
 
-def _stated(root: Path) -> tuple[Fields, str]:
-    """The description of a model, and the version of the format that it is written in."""
-    path = _description(root)
+def _read_description(root: Path) -> tuple[Fields, str]:
+    """Return the description of a model, and the version of its format."""
+    path = _find_description(root)
     rdf = read_mapping(path) if path is not None else Fields({})
     version = str(rdf.get("format_version"))
     if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
@@ -78,32 +86,22 @@ def _stated(root: Path) -> tuple[Fields, str]:
     return rdf, version
 
 
-@contextmanager
-def _noted(problems: dict[str, str], key: str) -> Iterator[None]:
-    """What cannot be honoured is left to who imports the package, by its key in the model file."""
-    try:
-        yield
-    except UnsupportedPackage as error:
-        problems[key] = str(error)
-
-
-def _of_onnx(root: Path, weights: Fields, file: Path) -> dict[str, Any]:
-    """What an ONNX file says of its input; weights beside it are checked as well."""
+def _read_onnx_input(root: Path, weights: Fields, file: Path) -> dict[str, Any]:
+    """Return what an ONNX file states of its input, after checking the file of weights beside it."""
     if "external_data" in weights:
-        _file(root, weights.inner("external_data"))
-    return onnx_package.stated(file)
+        _find_checked_file(root, weights.get_mapping("external_data"))
+    return onnx_package.read_input(file)
 
 
-def _description(root: Path) -> Path | None:
-    found = [root / name for name in FILES if (root / name).is_file()]
-    for path in found:
-        if "format_version" in path.read_text(encoding="utf-8", errors="replace"):
+def _find_description(root: Path) -> Path | None:
+    for path in (root / name for name in FILES):
+        if path.is_file() and "format_version" in path.read_text(encoding="utf-8", errors="replace"):
             return path
     return None
 
 
-def _only(rdf: Fields, side: str) -> Fields:
-    tensors = rdf.each(side)
+def _get_only(rdf: Fields, side: str) -> Fields:
+    tensors = rdf.get_mappings(side)
     if len(tensors) != 1:
         raise UnsupportedPackage(f"{side}: {len(tensors)} tensors; exactly one can be honoured.")
     return tensors[0]
@@ -112,11 +110,11 @@ def _only(rdf: Fields, side: str) -> Fields:
 class _Axes:
     """Channels, their names, and sizes along z, y, x of a tensor whose axes are batch, channel, z, y, x.
 
-    `reference` is the number of channels of the tensor that it may refer to.
+    `reference` is the number of channels of the input, to which the shape of an output may refer.
     """
 
     def __init__(self, tensor: Fields, reference: int = 1) -> None:
-        self.where = tensor.where("axes")
+        self.where = tensor.location("axes")
         self.names: list[str] = []
         self.sizes: list[Any] = []
         axes = tensor.get("axes")
@@ -130,23 +128,23 @@ class _Axes:
             raise UnsupportedPackage(f"{self.where}: {axes!r}; only bczyx can be honoured.")
         shape = tensor.get("shape")
         if isinstance(shape, list):
-            lowest, step = shape, [0] * 5
+            minimum, step = shape, [0] * 5
         else:
-            described = tensor.inner("shape")
-            if "reference_tensor" in described:
-                scale, offset = (list(described.get(key)) for key in ("scale", "offset"))
+            parameters = tensor.get_mapping("shape")
+            if "reference_tensor" in parameters:
+                scale, offset = (list(parameters.get(key)) for key in ("scale", "offset"))
                 if scale[2:] != [1, 1, 1] or any(offset[2:]):
-                    where = described.where("scale")
+                    where = parameters.location("scale")
                     raise UnsupportedPackage(f"{where}: the output must have the size of the input.")
                 self.channels = round(reference * scale[1] + 2 * offset[1])
                 self.sizes = [None] * 3
                 return
-            lowest, step = described.get("min"), described.get("step")
-        self.channels = int(lowest[1])
-        self.sizes = [_sized(low, by) for low, by in zip(lowest[2:], step[2:], strict=True)]
+            minimum, step = parameters.get("min"), parameters.get("step")
+        self.channels = int(minimum[1])
+        self.sizes = [_choose_size(*pair) for pair in zip(minimum[2:], step[2:], strict=True)]
 
     def _read_list(self, tensor: Fields) -> None:
-        axes = tensor.each("axes")
+        axes = tensor.get_mappings("axes")
         kinds = [(axis.get("type"), axis.get("id")) for axis in axes]
         letters = [kind if kind in {"batch", "channel"} else str(name) for kind, name in kinds]
         if letters != ["batch", "channel", "z", "y", "x"]:
@@ -155,26 +153,28 @@ class _Axes:
             )
         self.names = [str(name) for name in axes[1].get("channel_names") or []]
         self.channels = len(self.names) or int(axes[1].get("size") or 1)
-        self.sizes = [_edge(axis) for axis in axes[2:]]
+        self.sizes = [_read_size(axis) for axis in axes[2:]]
 
 
-def _edge(axis: Fields) -> int | None:
-    """The size of an axis, None where it is that of another one."""
+def _read_size(axis: Fields) -> int | None:
+    """Return the size of an axis, None where it refers to another axis."""
     size = axis.get("size")
     if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-        raise UnsupportedPackage(f"{axis.where('size')}: the output must have the size of the input, no halo.")
+        raise UnsupportedPackage(f"{axis.location('size')}: the output must have the size of the input, no halo.")
     if isinstance(size, dict) and "min" in size:
-        return _sized(size["min"], size.get("step", 0))
+        return _choose_size(size["min"], size.get("step", 0))
     return size if isinstance(size, int) else None
 
 
-def _sized(lowest: int, step: int) -> int:
-    """The smallest size allowed that is no smaller than the usual window."""
-    return lowest if not step or lowest >= WINDOW else lowest + step * -(-(WINDOW - lowest) // step)
+def _choose_size(minimum: int, step: int) -> int:
+    """Return the smallest allowed size that is at least the usual edge of a window."""
+    return minimum if not step or minimum >= USUAL_EDGE else minimum + step * -(-(USUAL_EDGE - minimum) // step)
 
 
-def _size(content: dict[str, Any], problems: dict[str, str], axes: _Axes, proofs: tuple[Proof, ...]) -> None:
-    tested = proofs[0].image.shape[2:] if proofs else (None, None, None)
+def _add_roi_size(
+    content: dict[str, Any], problems: dict[str, str], axes: _Axes, tests: tuple[PackageTest, ...]
+) -> None:
+    tested = tests[0].image.shape[2:] if tests else (None, None, None)
     size = [edge or test for edge, test in zip(axes.sizes, tested, strict=True)]
     if all(size):
         content["roi_size"] = size
@@ -182,23 +182,25 @@ def _size(content: dict[str, Any], problems: dict[str, str], axes: _Axes, proofs
         problems["input.roi_size"] = f"{axes.where}: does not say a size."
 
 
-def _weights(rdf: Fields) -> tuple[str, Fields, Kind]:
-    weights = rdf.inner("weights")
+def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
+    weights = rdf.get_mapping("weights")
     for name, kind in SUPPORTED:
-        if name in weights and (kind != "state dict" or _library(weights.inner(name)) is not None):
-            return name, weights.inner(name), kind
+        if name in weights and (kind != "state dict" or _find_architecture(weights.get_mapping(name)) is not None):
+            return name, weights.get_mapping(name), kind
     if "pytorch_state_dict" in weights:
-        entry = weights.inner("pytorch_state_dict")
+        entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
-            f"{entry.where('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; no code "
-            "of a package is run. A package with torchscript or onnx weights can be imported."
+            f"{entry.location('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; "
+            "no code of a package is run. A package with torchscript or onnx weights can be imported."
         )
-    there = ", ".join(weights.plain()) or "none"
-    raise UnsupportedPackage(f"weights: there are {there}; pytorch_state_dict, torchscript or onnx can be honoured.")
+    available = ", ".join(weights.as_dict()) or "none"
+    raise UnsupportedPackage(
+        f"weights: there are {available}; pytorch_state_dict, torchscript or onnx can be honoured."
+    )
 
 
-def _library(entry: Fields) -> str | None:
-    """The name of a known network of MONAI, or None."""
+def _find_architecture(entry: Fields) -> str | None:
+    """Return the name of one of MONAI's networks that is known here, or None."""
     architecture = entry.get("architecture")
     if isinstance(architecture, str):
         match = re.fullmatch(r"monai\.networks\.nets(?:\.\w+)?[.:](\w+)", architecture)
@@ -210,42 +212,39 @@ def _library(entry: Fields) -> str | None:
     return name if name in ARCHITECTURES else None
 
 
-def _architecture(entry: Fields, version: str) -> dict[str, Any]:
-    holder = entry.inner("architecture") if version.startswith("0.5") else entry
-    return {"name": _library(entry), "arguments": holder.inner("kwargs").plain()}
+def _read_architecture(entry: Fields, version: str) -> dict[str, Any]:
+    parent = entry.get_mapping("architecture") if version.startswith("0.5") else entry
+    return {"name": _find_architecture(entry), "arguments": parent.get_mapping("kwargs").as_dict()}
 
 
-def _training_data(rdf: Fields) -> str:
+def _read_training_data(rdf: Fields) -> str:
     data = rdf.get("training_data")
     return str(data.get("id") or data.get("name") or "Not stated.") if isinstance(data, dict) else "Not stated."
 
 
-def _file(root: Path, entry: Fields) -> Path:
-    path = member(root, entry.text("source"))
-    _check_digest(path, entry)
+def _find_checked_file(root: Path, entry: Fields) -> Path:
+    """Return the path of a file that an entry names. Raise UnsupportedPackage for another SHA-256 than stated."""
+    path = find_file(root, entry.get_text("source"))
+    sha256 = entry.get("sha256")
+    with path.open("rb") as file:
+        if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise UnsupportedPackage(f"{entry.location('sha256')}: {path.name} has another one.")
     return path
 
 
-def _check_digest(path: Path, entry: Fields) -> None:
-    stated = entry.get("sha256")
-    with path.open("rb") as file:
-        if stated is not None and hashlib.file_digest(file, "sha256").hexdigest() != stated:
-            raise UnsupportedPackage(f"{entry.where('sha256')}: {path.name} has another one.")
-
-
-def _proofs(root: Path, rdf: Fields, taken: Fields, given: Fields) -> tuple[Proof, ...]:
-    if "test_tensor" in taken and "test_tensor" in given:
-        entries = [tensor.inner("test_tensor") for tensor in (taken, given)]
-        paths = [_file(root, entry) for entry in entries]
+def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fields) -> tuple[PackageTest, ...]:
+    if "test_tensor" in input_tensor and "test_tensor" in output_tensor:
+        entries = [tensor.get_mapping("test_tensor") for tensor in (input_tensor, output_tensor)]
+        paths = [_find_checked_file(root, entry) for entry in entries]
     elif rdf.get("test_inputs") and rdf.get("test_outputs"):
-        paths = [member(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
+        paths = [find_file(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
     else:
         raise UnsupportedPackage("inputs[0].test_tensor: a package without its tests cannot be checked.")
-    image, expected = (_tensor(path) for path in paths)
-    return (Proof(paths[0].name, image, expected),)
+    image, expected = (_read_tensor(path) for path in paths)
+    return (PackageTest(paths[0].name, image, expected),)
 
 
-def _tensor(path: Path) -> Array:
+def _read_tensor(path: Path) -> Array:
     try:
         array: Array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -255,87 +254,89 @@ def _tensor(path: Path) -> Array:
     return array
 
 
-def _steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Names (`id` since 0.5, `name` before) and settings of a chain, without changes of the dtype."""
-    steps = [(str(step.get("id") or step.get("name")), step.inner("kwargs")) for step in tensor.each(key)]
+def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
+    """Return names (`id` since 0.5, `name` before) and settings of a chain, without changes of the dtype."""
+    steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
 
 
-def _normalisation(tensor: Fields) -> dict[str, Any]:
-    steps = _steps(tensor, "preprocessing")
+def _read_normalisation(tensor: Fields) -> dict[str, Any]:
+    steps = _read_steps(tensor, "preprocessing")
     if not steps:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     (name, settings), *rest = steps
     if name == "zero_mean_unit_variance" and settings.get("mode") != "fixed":
-        _nothing_after(name, rest)
+        _check_last(name, rest)
         _check_extent(settings)
         return {"kind": "zscore"}
     clip = None
     if len(rest) == 1 and rest[0][0] == "clip" and name != "zero_mean_unit_variance":
         clip = [float(rest[0][1].get(key)) for key in ("min", "max")]
         rest = []
-    _nothing_after(name, rest)
-    if name not in _RANGES:
-        raise UnsupportedPackage(f"{settings.where()}: {name} cannot be honoured.")
-    kind, low, high = _RANGES[name](settings)
+    _check_last(name, rest)
+    if name not in _RANGE_READERS:
+        raise UnsupportedPackage(f"{settings.location()}: {name} cannot be honoured.")
+    kind, low, high = _RANGE_READERS[name](settings)
     return {"kind": kind, "low": low, "high": high, "clip": clip}
 
 
-def _nothing_after(name: str, rest: list[tuple[str, Fields]]) -> None:
+def _check_last(name: str, rest: list[tuple[str, Fields]]) -> None:
     if rest:
-        raise UnsupportedPackage(f"{rest[0][1].where()}: {rest[0][0]} after {name} cannot be honoured.")
+        raise UnsupportedPackage(f"{rest[0][1].location()}: {rest[0][0]} after {name} cannot be honoured.")
 
 
-def _percentiles(settings: Fields) -> tuple[str, float, float]:
+def _from_percentiles(settings: Fields) -> tuple[str, float, float]:
     _check_extent(settings)
     low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
     return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
 
 
-def _fixed(settings: Fields) -> tuple[str, float, float]:
-    low = _one(settings, "mean")
-    return "range", low, low + _one(settings, "std")
+def _from_fixed_mean(settings: Fields) -> tuple[str, float, float]:
+    low = _read_number(settings, "mean")
+    return "range", low, low + _read_number(settings, "std")
 
 
-def _linear(settings: Fields) -> tuple[str, float, float]:
-    gain, offset = _one(settings, "gain", 1.0), _one(settings, "offset", 0.0)
+def _from_linear(settings: Fields) -> tuple[str, float, float]:
+    gain, offset = _read_number(settings, "gain", 1.0), _read_number(settings, "offset", 0.0)
     return "range", -offset / gain, (1 - offset) / gain
 
 
-# Steps that send two values of the stack, or of its percentiles, to 0 and 1.
-_RANGES: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
-    "scale_range": _percentiles,
-    "fixed_zero_mean_unit_variance": _fixed,
-    "zero_mean_unit_variance": _fixed,
-    "scale_linear": _linear,
+# Steps that map two intensities, or two percentiles, to 0 and 1: the kind of normalisation, low and high.
+_RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
+    "scale_range": _from_percentiles,
+    "fixed_zero_mean_unit_variance": _from_fixed_mean,
+    "zero_mean_unit_variance": _from_fixed_mean,
+    "scale_linear": _from_linear,
 }
 
 
-def _one(settings: Fields, key: str, default: float | None = None) -> float:
-    """A number, or a list that holds one."""
+def _read_number(settings: Fields, key: str, default: float | None = None) -> float:
+    """Return a number, which may stand in a list of its own."""
     value = settings.get(key) if key in settings else default
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.where(key)}: one number is expected, not {value!r}.")
+        raise UnsupportedPackage(f"{settings.location(key)}: one number is expected, not {value!r}.")
     return float(value)
 
 
 def _check_extent(settings: Fields) -> None:
-    """Statistics must be those of a whole channel."""
+    """Raise UnsupportedPackage for statistics of anything else than a whole channel of the stack."""
     axes = settings.get("axes")
     if axes is not None and not {"z", "y", "x"} <= set(axes):
-        raise UnsupportedPackage(f"{settings.where('axes')}: only statistics over z, y and x can be honoured.")
+        raise UnsupportedPackage(f"{settings.location('axes')}: only statistics over z, y and x can be honoured.")
     if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
-        raise UnsupportedPackage(f"{settings.where('mode')}: only statistics of the stack itself can be honoured.")
+        raise UnsupportedPackage(f"{settings.location('mode')}: only statistics of the stack itself can be honoured.")
 
 
-def _activation(tensor: Fields) -> str:
-    steps = _steps(tensor, "postprocessing")
+def _read_activation(tensor: Fields) -> str:
+    steps = _read_steps(tensor, "postprocessing")
     if not steps:
         return "none"
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
-        refused = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.where()}: {refused} cannot be honoured, only one sigmoid or softmax.")
+        unsupported = steps[1][0] if name in {"sigmoid", "softmax"} else name
+        raise UnsupportedPackage(
+            f"{settings.location()}: {unsupported} cannot be honoured, only one sigmoid or softmax."
+        )
     return name

@@ -1,4 +1,4 @@
-"""Draft -> model folder that the service serves, checked against the package's own tests before it is put in place."""
+"""Package -> model folder, checked against the package's own tests before it is put in place."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from torch import Tensor
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
-from service.models.importers.archives import unpacked
-from service.models.importers.package import Draft, Proof
+from service.models.importers.archives import unpack
+from service.models.importers.package import Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec
 
-PACKAGE_BYTES = 8 * 2**30
+MAX_PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
 SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 PrepareImage = Callable[[Volume, ModelSpec], Tensor]
-"""Volume [C, Z, Y, X] -> float32 [1, C, z, y, x], normalised and resampled as the model's file says."""
+"""Volume [C, Z, Y, X] -> float32 [1, C, z, y, x], normalised and resampled as the model file says."""
 
 
 class Imported(NamedTuple):
-    """The new model, and what an operator should know: one sentence each."""
+    """The new model, and notes for the operator, one sentence each."""
 
     spec: ModelSpec
     notes: tuple[str, ...]
@@ -52,17 +52,18 @@ def import_model(
 ) -> Imported:
     """Make `models/<name>` of a package, a folder or a file.
 
-    `stated` has keys of a model file that go before what the package says. `prepare` makes the input of the network for
-    the package's own tests. Nothing is downloaded and nothing is run but
-    networks: architectures known by name, and those of TorchScript, torch.export and ONNX within the limits of
-    `service.models.torchscript`, `service.models.torch_export` and `service.models.onnx.network`.
-    Raises UnsupportedPackage, naming the field, and BrokenModel where the result does not fit together.
+    stated   keys of a model file that override those of the package
+    prepare  makes the network's input for the package's own tests
+
+    Nothing is downloaded, and only networks are run: architectures known by name, and those of TorchScript,
+    torch.export and ONNX within the limits of the modules that load them. Raise UnsupportedPackage, naming the field,
+    and BrokenModel where the result does not fit together.
     """
     if not path.exists():
         raise UnsupportedPackage(f"{path}: there is no such file or folder.")
     if single_file.recognises(path):
         return _write(single_file.read(path), models, stated, name, prepare)
-    with unpacked(path, PACKAGE_BYTES) as root:
+    with unpack(path, MAX_PACKAGE_BYTES) as root:
         for kind in (bioimageio, monai_bundle):
             if kind.recognises(root):
                 return _write(kind.read(root), models, stated, name, prepare)
@@ -73,14 +74,15 @@ def import_model(
 
 
 def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None, prepare: PrepareImage) -> Imported:
-    content = _merged(draft.content, stated)
-    content["name"] = name or stated.get("name") or _slug(str(content["name"]))
+    """Write a model folder beside `models/<name>`, check it, and move it there."""
+    content = _override(draft.content, stated)
+    content["name"] = name or stated.get("name") or _make_slug(str(content["name"]))
     content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
-    open_ones = [f"{key}: {problem}" for key, problem in draft.problems.items() if not _has(stated, key)]
-    if open_ones:
+    problems = [f"{key}: {problem}" for key, problem in draft.problems.items() if not _has_key(stated, key)]
+    if problems:
         raise UnsupportedPackage(
             "The package cannot be honoured as it is. State these keys of model.yaml with --with: "
-            + "; ".join(open_ones)
+            + "; ".join(problems)
         )
     target = models / content["name"]
     if target.exists():
@@ -92,30 +94,35 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
         content["weights"] = _store_weights(draft, folder)
         text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
-        spec = read_spec(folder)
-        network = load_network(spec)
-        checks = tuple(
-            _check(network, prepare(Volume.from_array(proof.image[0]), spec), spec.activation, proof)
-            for proof in draft.proofs
-        )
-        notes = draft.notes + (
-            checks or ("The package has no test of its own; only the shape of its scores was checked.",)
-        )
-        (folder / "README.md").write_text(
-            f"# {spec.name}\n\n{spec.summary}\n\n" + "\n".join(f"- {n}" for n in notes) + "\n"
-        )
+        notes = _check_and_document(draft, folder, prepare)
         folder.rename(target)
     return Imported(read_spec(target), notes)
 
 
-def _merged(content: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage) -> tuple[str, ...]:
+    """Run the package's own tests with the model in `folder`, write its README and return the notes in it."""
+    spec = read_spec(folder)
+    network = load_network(spec)
+    checks = [
+        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec.activation, test)
+        for test in draft.tests
+    ]
+    notes = *draft.notes, *(checks or ["The package has no test of its own; only the shape of its scores was checked."])
+    bullets = "\n".join(f"- {note}" for note in notes)
+    (folder / "README.md").write_text(f"# {spec.name}\n\n{spec.summary}\n\n{bullets}\n")
+    return notes
+
+
+def _override(content: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the package's keys with those of the operator in their place, within `input` key by key."""
     merged = {**content, **stated}
     if isinstance(stated.get("input"), Mapping):
         merged["input"] = {**content.get("input", {}), **stated["input"]}
     return merged
 
 
-def _has(stated: Mapping[str, Any], key: str) -> bool:
+def _has_key(stated: Mapping[str, Any], key: str) -> bool:
+    """Return whether `stated` has a key such as `input.roi_size`."""
     value: Any = stated
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -124,27 +131,29 @@ def _has(stated: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _slug(name: str) -> str:
+def _make_slug(name: str) -> str:
+    """Return `name` as the name of a model may be written."""
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
 
 
 def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
+    """Write the weights into `folder`, and return the key `weights` of its model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        save_file({key: value.contiguous().clone() for key, value in state_dict(draft.weights).items()}, file)
+        save_file({key: value.contiguous().clone() for key, value in read_state_dict(draft.weights).items()}, file)
     else:
         kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
         if kind == "onnx":
-            file.write_bytes(onnx_package.whole(draft.weights))
+            file.write_bytes(onnx_package.embed_external_data(draft.weights))
         else:
             shutil.copyfile(draft.weights, file)
     return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
-def state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of `torch.save`, read without unpickling anything else. Raises UnsupportedPackage.
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file of `torch.save` without unpickling anything else. Raise UnsupportedPackage.
 
-    Checkpoints that hold them below `model`, `state_dict` or `network` are understood, and `DataParallel`'s prefix.
+    The tensors may lie below `model`, `state_dict` or `network`, and have `DataParallel`'s prefix.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -160,23 +169,23 @@ def state_dict(path: Path) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def _check(network: torch.nn.Module, image: Tensor, activation: str | None, proof: Proof) -> str:
-    """Run the package's own test, prepared as `image`, through network and activation. Raises BrokenModel."""
+def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, test: PackageTest) -> str:
+    """Compare scores of `image`, the prepared input of `test`, with those expected. Raise BrokenModel."""
     try:
         scores = network(image)
     except (RuntimeError, ValueError) as error:
-        raise BrokenModel(f"{proof.name}: the network does not take the package's test input: {error}") from error
+        raise BrokenModel(f"{test.name}: the network does not take the package's test input: {error}") from error
     if activation == "sigmoid":
         scores = torch.sigmoid(scores)
     elif activation == "softmax":
         scores = torch.softmax(scores, 1)
-    if tuple(scores.shape) != proof.expected.shape:
-        raise BrokenModel(f"{proof.name}: gives {tuple(scores.shape)}, the package expects {proof.expected.shape}.")
-    difference = float(np.abs(scores.numpy() - proof.expected).max())
-    allowed = TOLERANCE * max(1.0, float(np.abs(proof.expected).max()))
+    if tuple(scores.shape) != test.expected.shape:
+        raise BrokenModel(f"{test.name}: gives {tuple(scores.shape)}, the package expects {test.expected.shape}.")
+    difference = float(np.abs(scores.numpy() - test.expected).max())
+    allowed = TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
     if not difference <= allowed:
         raise BrokenModel(
-            f"{proof.name}: differs from the package's expected output by {difference:.3g}, more than {allowed:.3g}; "
+            f"{test.name}: differs from the package's expected output by {difference:.3g}, more than {allowed:.3g}; "
             "what was understood of it (normalisation, activation, architecture) is not what it means."
         )
-    return f"The package's own test {proof.name} was reproduced within {difference:.1g}."
+    return f"The package's own test {test.name} was reproduced within {difference:.1g}."

@@ -1,4 +1,4 @@
-"""ONNX files of packages: taken in with the files that hold their tensors, and what they say of their input."""
+"""ONNX files of packages: embedding tensors that lie in other files, and reading the shape of the input."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
-from service.models.importers.package import member
+from service.models.importers.package import find_file
 from service.models.onnx import file as onnxfile
-from service.models.onnx.network import image_of
+from service.models.onnx.network import find_image
 
 
-def whole(path: Path) -> bytes:
-    """The file with all tensors inside. Raises UnsupportedPackage where one lies outside of the file's folder."""
+def embed_external_data(path: Path) -> bytes:
+    """Return the file with all tensors inside. Raise UnsupportedPackage for one outside of the file's folder."""
 
-    def beside(location: str, offset: int, length: int | None) -> bytes:
-        with member(path.parent, location).open("rb") as file:
+    def read_part(location: str, offset: int, length: int | None) -> bytes:
+        with find_file(path.parent, location).open("rb") as file:
             file.seek(offset)
             return file.read(length)
 
     try:
-        return onnxfile.embedded(path.read_bytes(), beside)
+        return onnxfile.embed_external_data(path.read_bytes(), read_part)
     except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read as ONNX: {error}") from error
 
 
-def stated(path: Path) -> dict[str, Any]:
-    """`channels` and `roi_size` of a model file, where the shape of the input is fixed. Raises BrokenModel."""
-    channels, *size = (image_of(onnxfile.parse(whole(path), path)).shape or (None,) * 5)[1:]
-    found: dict[str, Any] = {} if channels is None else {"channels": channels}
-    return found if None in size else found | {"roi_size": size}
+def read_input(path: Path) -> dict[str, Any]:
+    """Return `channels` and `roi_size` as far as the file fixes the shape of its input. Raise BrokenModel."""
+    shape = find_image(onnxfile.parse(embed_external_data(path), path)).shape
+    _, channels, *size = shape or (None,) * 5
+    content: dict[str, Any] = {} if channels is None else {"channels": channels}
+    return content if None in size else content | {"roi_size": size}

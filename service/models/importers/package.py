@@ -1,9 +1,10 @@
-"""What was understood of a package, in the words of `model.yaml`."""
+"""A package as the keys of `model.yaml`, and reading its fields with errors that name them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,13 +14,13 @@ import yaml
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
 
-Kind = Literal["state dict", "torchscript", "exported", "onnx"]
+WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
-TEXT_BYTES = 2**22
+MAX_TEXT_BYTES = 2**22
 
 
-class Proof(NamedTuple):
-    """A test of the package's own: input [1, C, z, y, x], and the expected output [1, K, z, y, x]."""
+class PackageTest(NamedTuple):
+    """A test that a package brings: input [1, C, z, y, x], and the expected output [1, K, z, y, x]."""
 
     name: str
     image: Array
@@ -28,24 +29,24 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A package before it is a model folder.
+    """A package that was read, before it becomes a model folder.
 
-    content   the keys of a model file but `format` and `weights`, as far as the package says them
-    weights   a file of the package, and what it is
-    problems  what the package says and cannot be honoured, by the key of the model file that would settle it
-    notes     what an operator should know
+    content   keys of a model file except `format` and `weights`, as far as the package states them
+    weights   path of the package's weights file, and `kind` its format
+    problems  statements of the package that cannot be honoured, by the key of the model file that would replace them
+    notes     sentences for the operator
     """
 
     content: dict[str, Any]
     weights: Path
-    kind: Kind
-    proofs: tuple[Proof, ...] = ()
+    kind: WeightsKind
+    tests: tuple[PackageTest, ...] = ()
     problems: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 class Fields:
-    """A mapping of a package whose errors name the field. Raises UnsupportedPackage from every method."""
+    """A mapping of a package whose errors name the field. Every method raises UnsupportedPackage."""
 
     def __init__(self, content: Any, name: str = "") -> None:
         if not isinstance(content, Mapping):
@@ -56,40 +57,50 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self._content.get(key) is not None
 
-    def where(self, key: str = "") -> str:
-        """The field as people call it: `weights.torchscript.source`."""
+    def location(self, key: str = "") -> str:
+        """Return the path of a key, such as `weights.torchscript.source`."""
         return ".".join(part for part in (self._name, key) if part)
 
-    def plain(self) -> dict[str, Any]:
-        """The mapping itself."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return a copy of the mapping."""
         return dict(self._content)
 
     def get(self, key: str) -> Any:
-        """The value, or None."""
+        """Return a value, or None."""
         return self._content.get(key)
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def get_text(self, key: str, default: str | None = None) -> str:
+        """Return a text."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
-            raise UnsupportedPackage(f"{self.where(key)}: a text is expected, not {value!r}.")
+            raise UnsupportedPackage(f"{self.location(key)}: a text is expected, not {value!r}.")
         return value
 
-    def inner(self, key: str) -> Fields:
-        """A mapping below; an empty one where there is none."""
-        return Fields(self._content.get(key) or {}, self.where(key))
+    def get_mapping(self, key: str) -> Fields:
+        """Return a mapping within this one, empty where there is none."""
+        return Fields(self._content.get(key) or {}, self.location(key))
 
-    def each(self, key: str) -> list[Fields]:
-        """A list of mappings below; an empty one where there is none."""
+    def get_mappings(self, key: str) -> list[Fields]:
+        """Return a list of mappings within this one, empty where there is none."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
-            raise UnsupportedPackage(f"{self.where(key)}: a list is expected, not {items!r}.")
-        return [Fields(item, f"{self.where(key)}[{number}]") for number, item in enumerate(items)]
+            raise UnsupportedPackage(f"{self.location(key)}: a list is expected, not {items!r}.")
+        return [Fields(item, f"{self.location(key)}[{number}]") for number, item in enumerate(items)]
+
+
+@contextmanager
+def collect_problem(problems: dict[str, str], key: str) -> Iterator[None]:
+    """Turn UnsupportedPackage into a problem of `key`, a key of the model file that the operator can state."""
+    try:
+        yield
+    except UnsupportedPackage as error:
+        problems[key] = str(error)
 
 
 def read_mapping(path: Path) -> Fields:
-    """A JSON or YAML file. Raises UnsupportedPackage."""
+    """Read a JSON or YAML file. Raise UnsupportedPackage."""
     try:
-        if path.stat().st_size > TEXT_BYTES:
+        if path.stat().st_size > MAX_TEXT_BYTES:
             raise UnsupportedPackage(f"{path.name}: larger than a description of a model can be.")
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -98,8 +109,8 @@ def read_mapping(path: Path) -> Fields:
     return Fields(content)
 
 
-def member(root: Path, name: str) -> Path:
-    """A file that the package names, below its root. Raises UnsupportedPackage for any other place."""
+def find_file(root: Path, name: str) -> Path:
+    """Return the path of a file that the package names. Raise UnsupportedPackage for one outside of `root`."""
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()) or not path.is_file():
         raise UnsupportedPackage(f"{name}: not a file inside the package; web addresses are not followed.")

@@ -1,6 +1,6 @@
-"""ONNX files: what their bytes say, read without anything of `onnx` and without following what they point to.
+"""Reader of ONNX files that needs no library and opens no other file.
 
-The format is protocol buffers: messages of numbered fields, each a number, or bytes that may be a message again.
+The format is protocol buffers: a message has numbered fields, each a number, or bytes that may be a message again.
 Field numbers: `onnx.proto3` of the ONNX specification (IR version 3 and later).
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from service.core.errors import BrokenModel
 from service.core.volume import Array
 
-Read = Callable[[str, int, int | None], bytes]
-"""Name of a file beside the model, offset and length of a part of it (None: to its end) -> those bytes."""
+ReadPart = Callable[[str, int, int | None], bytes]
+"""Name of a file in the model's folder, offset and length (None: to the end) -> bytes of that part."""
 
-# onnx.TensorProto.DataType: the dtype, and the field that holds numbers that are not stored as raw bytes.
+# onnx.TensorProto.DataType: the dtype, and the field of numbers that are not stored as raw bytes.
 DTYPES: dict[int, tuple[str, int]] = {
     1: ("<f4", 4),
     2: ("u1", 5),
@@ -33,7 +33,7 @@ DTYPES: dict[int, tuple[str, int]] = {
     10: ("<f2", 5),
     11: ("<f8", 10),
 }
-NAMES = {1: "float32", 10: "float16", 11: "float64"}
+FLOATING_POINT = frozenset([1, 10, 11])
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 EXTERNAL = 1
 
@@ -42,8 +42,8 @@ Message = dict[int, list[Value]]
 
 
 @dataclass(frozen=True)
-class Call:
-    """A node of the graph: names of values that go in ("" where one is left out) and come out."""
+class Node:
+    """A node of the graph. `inputs` and `outputs` are names of values, "" for an optional one that is left out."""
 
     operator: str
     domain: str
@@ -53,8 +53,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Place:
-    """An input or output. `shape`: a number, or None where the file leaves the size open; None: not stated at all."""
+class TensorInfo:
+    """An input or output of the graph. A size of `shape` is None where any size fits; `shape` is None if not stated."""
 
     name: str
     dtype: int
@@ -63,17 +63,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Model:
-    """A file. `opset`: version of the standard operators; `tensors`: what is stored, by name."""
+    """Content of a file: version of the standard operators, nodes, stored tensors by name, inputs and outputs."""
 
     opset: int
-    calls: tuple[Call, ...]
+    nodes: tuple[Node, ...]
     tensors: dict[str, Array]
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...] = field(default=())
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...] = field(default=())
 
 
 def read(path: Path) -> Model:
-    """Everything of a file with all tensors inside. Raises BrokenModel, naming what is refused."""
+    """Read a file that has all tensors inside. Raise BrokenModel, naming what is refused."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -82,138 +82,141 @@ def read(path: Path) -> Model:
 
 
 def parse(data: bytes, path: Path) -> Model:
-    """The same of its bytes; `path` is what errors call them."""
+    """Read the bytes of a file; errors name `path`. Raise BrokenModel."""
     try:
-        return _model(memoryview(data))
+        return _read_model(memoryview(data))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
 
 
-def embedded(data: bytes, beside: Read) -> bytes:
-    """The same model with those tensors inside that it keeps in files beside it, which `beside` reads."""
+def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
+    """Return a file with its external tensors inside, which `read_part` reads from other files."""
     changed = []
-    for number, wire, value in _fields(memoryview(data)):
+    for number, wire, value in _iter_fields(memoryview(data)):
         inner = (
-            [(n, w, _whole(v, beside) if n == 5 and isinstance(v, memoryview) else v) for n, w, v in _fields(value)]
+            [
+                (n, w, _embed_tensor(v, read_part) if n == 5 and isinstance(v, memoryview) else v)
+                for n, w, v in _iter_fields(value)
+            ]
             if number == 7 and isinstance(value, memoryview)
             else None
         )
-        changed.append((number, wire, value if inner is None else _written(inner)))
-    return _written(changed)
+        changed.append((number, wire, value if inner is None else _write_fields(inner)))
+    return _write_fields(changed)
 
 
-def _whole(tensor: memoryview, beside: Read) -> bytes | memoryview:
-    fields = list(_fields(tensor))
-    message = _message(tensor)
-    if _integer(message, 14) != EXTERNAL:
+def _embed_tensor(tensor: memoryview, read_part: ReadPart) -> bytes | memoryview:
+    fields = list(_iter_fields(tensor))
+    message = _read_message(tensor)
+    if _get_integer(message, 14) != EXTERNAL:
         return tensor
-    entries = {_text(entry, 1): _text(entry, 2) for entry in map(_message, _views(message, 13))}
+    entries = {_get_text(entry, 1): _get_text(entry, 2) for entry in map(_read_message, _get_views(message, 13))}
     length = int(entries["length"]) if "length" in entries else None
-    stored = beside(entries["location"], int(entries.get("offset", "0")), length)
+    stored = read_part(entries["location"], int(entries.get("offset", "0")), length)
     kept = [(number, wire, value) for number, wire, value in fields if number not in {9, 13, 14}]
-    return _written([*kept, (9, BYTES, stored)])
+    return _write_fields([*kept, (9, BYTES, stored)])
 
 
-def _model(data: memoryview) -> Model:
-    message = _message(data)
+def _read_model(data: memoryview) -> Model:
+    message = _read_message(data)
     if 7 not in message:
         raise ValueError("there is no graph in it")
-    versions = {_text(entry, 1): _integer(entry, 2) for entry in map(_message, _views(message, 8))}
-    graph = _message(_views(message, 7)[0])
+    versions = {_get_text(entry, 1): _get_integer(entry, 2) for entry in map(_read_message, _get_views(message, 8))}
+    graph = _read_message(_get_views(message, 7)[0])
     if 15 in graph:
         raise BrokenModel("it has sparse tensors, which cannot be honoured.")
-    tensors = dict(map(_named, map(_message, _views(graph, 5))))
-    places = tuple(map(_place, map(_message, _views(graph, 11))))
+    tensors = dict(map(_read_named_tensor, map(_read_message, _get_views(graph, 5))))
+    infos = tuple(map(_read_tensor_info, map(_read_message, _get_views(graph, 11))))
     return Model(
         versions.get("", versions.get("ai.onnx", 0)),
-        tuple(map(_call, map(_message, _views(graph, 1)))),
+        tuple(map(_read_node, map(_read_message, _get_views(graph, 1)))),
         tensors,
         # Until IR version 4 stored tensors were inputs too.
-        tuple(place for place in places if place.name not in tensors),
-        tuple(map(_place, map(_message, _views(graph, 12)))),
+        tuple(info for info in infos if info.name not in tensors),
+        tuple(map(_read_tensor_info, map(_read_message, _get_views(graph, 12)))),
     )
 
 
-def _call(node: Message) -> Call:
-    attributes = dict(map(_attribute, map(_message, _views(node, 5))))
-    inputs, outputs = (tuple(str(view, "utf-8") for view in _views(node, number)) for number in (1, 2))
-    return Call(_text(node, 4), _text(node, 7), inputs, outputs, attributes)
+def _read_node(node: Message) -> Node:
+    attributes = dict(map(_read_attribute, map(_read_message, _get_views(node, 5))))
+    inputs, outputs = (tuple(str(view, "utf-8") for view in _get_views(node, number)) for number in (1, 2))
+    return Node(_get_text(node, 4), _get_text(node, 7), inputs, outputs, attributes)
 
 
-def _attribute(message: Message) -> tuple[str, Any]:
-    """Name and value. Graphs within graphs come as None: no operator that has them is on the list."""
-    kind = _integer(message, 20)
+def _read_attribute(message: Message) -> tuple[str, Any]:
+    """Return name and value; the value of a graph is None, as no supported operator has one."""
+    kind = _get_integer(message, 20)
     value: Any = None
     if kind == 1:
-        value = _floats(message, 2)[0]
+        value = _get_floats(message, 2)[0]
     elif kind == 2:
-        value = _integer(message, 3)
+        value = _get_integer(message, 3)
     elif kind == 3:
-        value = _text(message, 4)
+        value = _get_text(message, 4)
     elif kind == 4:
-        value = _tensor(_message(_views(message, 5)[0]))
+        value = _read_tensor(_read_message(_get_views(message, 5)[0]))
     elif kind == 6:
-        value = tuple(_floats(message, 7))
+        value = tuple(_get_floats(message, 7))
     elif kind == 7:
-        value = tuple(_integers(message, 8))
-    return _text(message, 1), value
+        value = tuple(_get_integers(message, 8))
+    return _get_text(message, 1), value
 
 
-def _named(message: Message) -> tuple[str, Array]:
-    return _text(message, 8), _tensor(message)
+def _read_named_tensor(message: Message) -> tuple[str, Array]:
+    return _get_text(message, 8), _read_tensor(message)
 
 
-def _tensor(message: Message) -> Array:
-    shape, kind = tuple(_integers(message, 1)), _integer(message, 2)
+def _read_tensor(message: Message) -> Array:
+    shape, kind = tuple(_get_integers(message, 1)), _get_integer(message, 2)
     if kind not in DTYPES:
-        raise BrokenModel(f"a tensor {_text(message, 8)!r} of data type {kind} cannot be honoured.")
-    if _integer(message, 14) == EXTERNAL:
-        raise BrokenModel(f"the tensor {_text(message, 8)!r} lies in another file; import the model to take it in.")
+        raise BrokenModel(f"a tensor {_get_text(message, 8)!r} of data type {kind} cannot be honoured.")
+    if _get_integer(message, 14) == EXTERNAL:
+        raise BrokenModel(f"the tensor {_get_text(message, 8)!r} lies in another file; import the model to take it in.")
     dtype, number = DTYPES[kind]
     if 9 in message:
-        values = np.frombuffer(_views(message, 9)[0], dtype)
+        values = np.frombuffer(_get_views(message, 9)[0], dtype)
     elif dtype in {"<f4", "<f8"}:
-        values = np.array(_floats(message, number, dtype), dtype)
+        values = np.array(_get_floats(message, number, dtype), dtype)
     elif dtype == "<f2":
-        values = np.array(_integers(message, number), np.uint16).view(dtype)
+        values = np.array(_get_integers(message, number), np.uint16).view(dtype)
     else:
-        values = np.array(_integers(message, number)).astype(dtype)
+        values = np.array(_get_integers(message, number)).astype(dtype)
     if min(shape, default=0) < 0 or values.size != math.prod(shape):
-        raise ValueError(f"the tensor {_text(message, 8)!r} of {shape} has {values.size} numbers")
+        raise ValueError(f"the tensor {_get_text(message, 8)!r} of {shape} has {values.size} numbers")
     return values.reshape(shape)
 
 
-def _place(message: Message) -> Place:
-    described = _message(_views(message, 2)[0]) if 2 in message else {}
-    tensor = _message(_views(described, 1)[0]) if 1 in described else {}
+def _read_tensor_info(message: Message) -> TensorInfo:
+    described = _read_message(_get_views(message, 2)[0]) if 2 in message else {}
+    tensor = _read_message(_get_views(described, 1)[0]) if 1 in described else {}
     shape = None
     if 2 in tensor:
-        dims = [_message(view) for view in _views(_message(_views(tensor, 2)[0]), 1)]
-        shape = tuple(_integer(dim, 1) if 1 in dim else None for dim in dims)
-    return Place(_text(message, 1), _integer(tensor, 1), shape)
+        dims = [_read_message(view) for view in _get_views(_read_message(_get_views(tensor, 2)[0]), 1)]
+        shape = tuple(_get_integer(dim, 1) if 1 in dim else None for dim in dims)
+    return TensorInfo(_get_text(message, 1), _get_integer(tensor, 1), shape)
 
 
-def _message(data: memoryview) -> Message:
+def _read_message(data: memoryview) -> Message:
     message: Message = {}
-    for number, _, value in _fields(data):
+    for number, _, value in _iter_fields(data):
         message.setdefault(number, []).append(value)
     return message
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, Value]]:
-    """Number, kind and value of every field, in the order of the file."""
+def _iter_fields(data: memoryview) -> Iterator[tuple[int, int, Value]]:
+    """Yield number, wire type and value of every field, in the order of the file."""
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _read_varint(data, at)
         wire = key & 7
         if wire == VARINT:
-            value, at = _varint(data, at)
+            value, at = _read_varint(data, at)
             yield key >> 3, wire, value
             continue
         if wire == BYTES:
-            length, at = _varint(data, at)
+            length, at = _read_varint(data, at)
         elif wire in {FIXED64, FIXED32}:
             length = 8 if wire == FIXED64 else 4
         else:
@@ -224,8 +227,8 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, Value]]:
         at += length
 
 
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number of seven bits per byte, and where it ends."""
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Read a number of seven bits per byte at `at`, and return it with the position after it."""
     value = shift = 0
     while shift < 70:
         byte = data[at]
@@ -236,18 +239,18 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise ValueError("a number has no end")
 
 
-def _written(fields: list[tuple[int, int, Any]]) -> bytes:
+def _write_fields(fields: list[tuple[int, int, Any]]) -> bytes:
     parts: list[bytes | memoryview] = []
     for number, wire, value in fields:
-        parts.append(_as_varint(number << 3 | wire))
+        parts.append(_write_varint(number << 3 | wire))
         if wire == VARINT:
-            parts.append(_as_varint(value))
+            parts.append(_write_varint(value))
         else:
-            parts += [_as_varint(len(value)), value] if wire == BYTES else [value]
+            parts += [_write_varint(len(value)), value] if wire == BYTES else [value]
     return b"".join(parts)
 
 
-def _as_varint(value: int) -> bytes:
+def _write_varint(value: int) -> bytes:
     digits = bytearray()
     while value > 127:
         digits.append(value & 127 | 128)
@@ -255,36 +258,36 @@ def _as_varint(value: int) -> bytes:
     return bytes([*digits, value])
 
 
-def _views(message: Message, number: int) -> list[memoryview]:
+def _get_views(message: Message, number: int) -> list[memoryview]:
     views = message.get(number, [])
     if not all(isinstance(view, memoryview) for view in views):
         raise ValueError(f"field {number} is a number")
     return [view for view in views if isinstance(view, memoryview)]
 
 
-def _text(message: Message, number: int) -> str:
-    views = _views(message, number)
+def _get_text(message: Message, number: int) -> str:
+    views = _get_views(message, number)
     return str(views[-1], "utf-8") if views else ""
 
 
-def _integers(message: Message, number: int) -> list[int]:
-    """Repeated numbers, whether one by one or packed, as signed ones of 64 bits."""
-    found: list[int] = []
+def _get_integers(message: Message, number: int) -> list[int]:
+    """Return repeated numbers, stored one by one or packed, as signed integers of 64 bits."""
+    numbers: list[int] = []
     for value in message.get(number, []):
         if isinstance(value, int):
-            found.append(value)
+            numbers.append(value)
             continue
         at = 0
         while at < len(value):
-            one, at = _varint(value, at)
-            found.append(one)
-    return [value - 2**64 if value >= 2**63 else value for value in found]
+            one, at = _read_varint(value, at)
+            numbers.append(one)
+    return [value - 2**64 if value >= 2**63 else value for value in numbers]
 
 
-def _integer(message: Message, number: int) -> int:
-    values = _integers(message, number)
+def _get_integer(message: Message, number: int) -> int:
+    values = _get_integers(message, number)
     return values[-1] if values else 0
 
 
-def _floats(message: Message, number: int, dtype: str = "<f4") -> list[float]:
-    return [float(value) for view in _views(message, number) for value in np.frombuffer(view, dtype)]
+def _get_floats(message: Message, number: int, dtype: str = "<f4") -> list[float]:
+    return [float(value) for view in _get_views(message, number) for value in np.frombuffer(view, dtype)]

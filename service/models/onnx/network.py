@@ -1,14 +1,13 @@
-"""Networks that come as ONNX files: their graph as a torch module, which every engine runs like any other.
+"""ONNX file -> torch module, which every engine runs like any other.
 
-No runtime of ONNX is involved, and nothing of a file is run but the operators that are listed here and in
-`service.models.onnx.operators`, whatever a file calls itself or brings along.
+No runtime of ONNX is involved. Only the operators listed here and in `service.models.onnx.operators` are run.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +18,17 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.core.volume import Array
 from service.models.onnx import file
-from service.models.onnx.file import Call, Model, Place
-from service.models.onnx.operators import OPERATORS, Refused, Value, average_pool, max_pool, resize, softmax_flattened
+from service.models.onnx.file import Model, Node, TensorInfo
+from service.models.onnx.operators import OPERATORS, average_pool, flatten_padding, max_pool, resize, softmax_flattened
+from service.models.onnx.values import UnsupportedCall, Value
 
-STANDARD = {"", "ai.onnx"}
-AXES = 5
-# Inputs of these that are stored are numbers for the call, not tensors for the network.
-NUMBERS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
-IGNORED = {"ratio", "seed", "saturate", "stash_type"}
-WAYS = {
+STANDARD_DOMAINS = {"", "ai.onnx"}
+INPUT_RANK = 5
+# Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
+NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
+IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
+# Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
+TORCH_MODES = {
     ("nearest", "asymmetric", "floor"): "nearest",
     ("nearest", "half_pixel", "round_prefer_floor"): "nearest-exact",
     ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",
@@ -39,13 +40,13 @@ _DAMAGE = (ValueError, TypeError, IndexError, KeyError, RuntimeError)
 
 
 def load_onnx(path: Path) -> nn.Module:
-    """The network of an `.onnx` file, float32 on the CPU, in evaluation mode.
+    """Load the network of an `.onnx` file, float32 on the CPU, in evaluation mode.
 
-    A file whose batch axis is fixed to one is run window by window. Raises BrokenModel, naming what is refused.
+    A file whose batch axis is fixed to one is run window by window. Raise BrokenModel, naming what is refused.
     """
     model = file.read(path)
     try:
-        network = _Builder(model).network(image_of(model))
+        network = _NetworkBuilder(model).build(find_image(model))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _DAMAGE as error:
@@ -53,16 +54,16 @@ def load_onnx(path: Path) -> nn.Module:
     return network.eval().requires_grad_(requires_grad=False)
 
 
-def image_of(model: Model) -> Place:
-    """The one input, [batch, channel, z, y, x] of floating point. Raises BrokenModel for any other."""
+def find_image(model: Model) -> TensorInfo:
+    """Return the only input, [batch, channel, z, y, x] of floating point. Raise BrokenModel for any other."""
     if len(model.inputs) != 1:
         raise BrokenModel(f"graph.input: it takes {len(model.inputs)} inputs; exactly one image can be given.")
     (image,) = model.inputs
-    if image.shape is not None and len(image.shape) != AXES:
+    if image.shape is not None and len(image.shape) != INPUT_RANK:
         raise BrokenModel(
             f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x can be honoured."
         )
-    if image.dtype not in file.NAMES:
+    if image.dtype not in file.FLOATING_POINT:
         raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point can be honoured.")
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
@@ -71,32 +72,35 @@ def image_of(model: Model) -> Place:
     return image
 
 
-class Given(NamedTuple):
-    """What goes into a step: the value of that name, a tensor of the file by its attribute's name, or a number."""
+class Argument(NamedTuple):
+    """An input of a step: the name of a "value", the attribute that holds a "tensor" of the file, or a "number"."""
 
     kind: str
-    what: Any
+    content: Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call. `function`: also the number of a layer; `spent`: values that nobody needs any more."""
+    """A call of a function, or of the layer with that number. `released` names values that no later step needs."""
 
     operator: str
     function: Callable[..., Value] | int
-    inputs: tuple[Given, ...]
+    inputs: tuple[Argument, ...]
     settings: Mapping[str, Any]
     outputs: tuple[str, ...]
-    spent: tuple[str, ...]
+    released: tuple[str, ...] = ()
 
 
 class OnnxNetwork(nn.Module):
-    """[B, C, z, y, x] -> [B, K, z, y, x]. Of several outputs the first.
+    """Network that runs the steps of a graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
 
-    image   the input of the file, whose shape binds where it is stated
+    image   input of the graph; sizes that it states are the only ones that the network takes
+    result  name of the output
     """
 
-    def __init__(self, image: Place, result: str, layers: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, image: TensorInfo, result: str, layers: Sequence[nn.Module], tensors: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.steps: tuple[Step, ...] = ()
@@ -106,10 +110,10 @@ class OnnxNetwork(nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Raises ValueError for a shape or a step that the file does not allow for."""
+        """Return the scores of `x`. Raise ValueError for a shape or a step that the file does not allow for."""
         if self._shape is not None:
-            fixed = [edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)]
-            if not all(fixed):
+            fits = [edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)]
+            if not all(fits):
                 raise ValueError(f"the file fixes its input to {self._shape}")
             if self._shape[0] == 1 and len(x) > 1:
                 return torch.cat([self._run(window[None]) for window in x.unbind(0)])
@@ -118,253 +122,250 @@ class OnnxNetwork(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         values: dict[str, Value] = {self._image: x}
         for step in self.steps:
-            given = [self._given(each, values) for each in step.inputs]
+            inputs = [self._get_argument(argument, values) for argument in step.inputs]
             function = self.layers[step.function] if isinstance(step.function, int) else step.function
-            made = function(*given, **step.settings)
-            several = made if step.operator == "Split" else (made,)
-            values.update(zip(step.outputs, several, strict=True))
-            for name in step.spent:
+            result = function(*inputs, **step.settings)
+            results = result if step.operator == "Split" else (result,)
+            values.update(zip(step.outputs, results, strict=True))
+            for name in step.released:
                 del values[name]
         scores: Tensor = values[self._result]
         return scores
 
-    def _given(self, given: Given, values: Mapping[str, Value]) -> Value:
-        if given.kind == "value":
-            return values[given.what]
-        return getattr(self, given.what) if given.kind == "tensor" else given.what
+    def _get_argument(self, argument: Argument, values: Mapping[str, Value]) -> Value:
+        if argument.kind == "value":
+            return values[argument.content]
+        return getattr(self, argument.content) if argument.kind == "tensor" else argument.content
 
 
-class _Builder:
-    """One network while it is put together. `made`: names of values that some call gives."""
+class _NetworkBuilder:
+    """Builder of one network. `_computed` holds the names of values that an earlier step computes."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._stored = dict(model.tensors)
+        self._constants = dict(model.tensors)
         self._layers: list[nn.Module] = []
         self._tensors: dict[str, Tensor] = {}
         self._attributes: dict[str, str] = {}
-        self._made: set[str] = set()
+        self._computed: set[str] = set()
 
-    def network(self, image: Place) -> OnnxNetwork:
-        """The whole of it. Raises BrokenModel."""
+    def build(self, image: TensorInfo) -> OnnxNetwork:
+        """Build the network. Raise BrokenModel."""
         if not self._model.outputs:
             raise BrokenModel("graph.output: nothing comes out of it.")
         result = self._model.outputs[0].name
-        self._made.add(image.name)
+        self._computed.add(image.name)
         steps = []
-        for call in self._model.calls:
-            if call.domain not in STANDARD:
+        for node in self._model.nodes:
+            if node.domain not in STANDARD_DOMAINS:
                 raise BrokenModel(
-                    f"{call.operator} of {call.domain} is not an operator of ONNX; no code of others is run."
+                    f"{node.operator} of {node.domain} is not an operator of ONNX; no code of others is run."
                 )
             try:
-                step = self._step(call)
-            except Refused as error:
-                raise BrokenModel(f"{call.operator}: {error}") from error
+                step = self._make_step(node)
+            except UnsupportedCall as error:
+                raise BrokenModel(f"{node.operator}: {error}") from error
             if step is not None:
                 steps.append(step)
-                self._made |= set(step.outputs)
-        if result not in self._made:
+                self._computed |= set(step.outputs)
+        if result not in self._computed:
             raise BrokenModel(f"graph.output {result}: nothing makes it.")
         network = OnnxNetwork(image, result, self._layers, self._tensors)
-        network.steps = _freed(steps, result)
+        network.steps = _release_values(steps, result)
         return network
 
-    def _step(self, call: Call) -> Step | None:
-        if call.operator == "Constant":
-            self._stored[call.outputs[0]] = _constant(call.attributes)
+    def _make_step(self, node: Node) -> Step | None:
+        if node.operator == "Constant":
+            self._constants[node.outputs[0]] = _read_constant(node.attributes)
             return None
-        if call.operator == "Identity" and call.inputs[0] in self._stored:
-            # Exporters store equal weights once, and give them further names.
-            self._stored[call.outputs[0]] = self._stored[call.inputs[0]]
+        if node.operator == "Identity" and node.inputs[0] in self._constants:
+            # Exporters store equal weights once and give them further names by Identity.
+            self._constants[node.outputs[0]] = self._constants[node.inputs[0]]
             return None
-        special = _SPECIAL.get(call.operator)
+        special = _BUILDERS.get(node.operator)
         if special is not None:
-            return special(self, call)
+            return special(self, node)
         function = (
-            softmax_flattened if call.operator == "Softmax" and self._model.opset < 13 else OPERATORS.get(call.operator)
+            softmax_flattened if node.operator == "Softmax" and self._model.opset < 13 else OPERATORS.get(node.operator)
         )
         if function is None:
-            raise BrokenModel(f"{call.operator} is not on the list in service/models/onnx/operators.py.")
-        return self._called(call, function, call.attributes)
+            raise BrokenModel(f"{node.operator} is not on the list in service/models/onnx/operators.py.")
+        return self._make_call(node, function, node.attributes)
 
-    def _called(
-        self, call: Call, function: Callable[..., Value] | int, settings: Mapping[str, Any], inputs: int | None = None
+    def _make_call(
+        self, node: Node, function: Callable[..., Value] | int, settings: Mapping[str, Any], inputs: int | None = None
     ) -> Step:
-        """The call of a function, or of a layer with its first inputs only."""
-        kept = {name: value for name, value in settings.items() if name not in IGNORED}
+        """Return the call of a function with the node's inputs, or of a layer with the first of them."""
+        settings = {name: value for name, value in settings.items() if name not in IGNORED_ATTRIBUTES}
         if not isinstance(function, int):
-            known = inspect.signature(function).parameters.values()
-            unknown = kept.keys() - {parameter.name for parameter in known}
-            if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
-                raise Refused(f"{min(unknown)}: cannot be honoured.")
-        given = tuple(self._given(call, name) for name in call.inputs[:inputs])
-        return Step(
-            call.operator, function, given, kept, call.outputs if call.operator == "Split" else call.outputs[:1], ()
-        )
+            parameters = inspect.signature(function).parameters.values()
+            unknown = settings.keys() - {parameter.name for parameter in parameters}
+            if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
+        arguments = tuple(self._make_argument(node, name) for name in node.inputs[:inputs])
+        outputs = node.outputs if node.operator == "Split" else node.outputs[:1]
+        return Step(node.operator, function, arguments, settings, outputs)
 
-    def _given(self, call: Call, name: str) -> Given:
+    def _make_argument(self, node: Node, name: str) -> Argument:
         if not name:
-            return Given("number", None)
-        if name in self._made:
-            return Given("value", name)
-        array = self._stored.get(name)
+            return Argument("number", None)
+        if name in self._computed:
+            return Argument("value", name)
+        array = self._constants.get(name)
         if array is None:
-            raise Refused(f"{name}: nothing makes it.")
-        if array.ndim == 0 or (array.ndim == 1 and (array.dtype.kind != "f" or call.operator in NUMBERS)):
-            return Given("number", tuple(array.tolist()) if array.ndim else array.item())
+            raise UnsupportedCall(f"{name}: nothing makes it.")
+        if array.ndim == 0 or (array.ndim == 1 and (array.dtype.kind != "f" or node.operator in NUMERIC_INPUTS)):
+            return Argument("number", tuple(array.tolist()) if array.ndim else array.item())
         if name not in self._attributes:
             self._attributes[name] = f"tensor_{len(self._tensors)}"
-            self._tensors[self._attributes[name]] = _tensor(array)
-        return Given("tensor", self._attributes[name])
+            self._tensors[self._attributes[name]] = _to_tensor(array)
+        return Argument("tensor", self._attributes[name])
 
-    def _weights(self, call: Call, index: int) -> Tensor | None:
-        """A stored tensor of the layer; None for an input that is left out."""
-        name = call.inputs[index] if index < len(call.inputs) else ""
+    def _get_weights(self, node: Node, index: int) -> Tensor | None:
+        """Return a stored tensor of a layer; None for an input that is left out."""
+        name = node.inputs[index] if index < len(node.inputs) else ""
         if not name:
             return None
-        if name not in self._stored:
-            raise Refused(f"input {index}: weights that are computed cannot be honoured.")
-        return _tensor(self._stored[name])
+        if name not in self._constants:
+            raise UnsupportedCall(f"input {index}: weights that are computed cannot be honoured.")
+        return _to_tensor(self._constants[name])
 
-    def _needed(self, call: Call, index: int) -> Tensor:
-        weights = self._weights(call, index)
+    def _require_weights(self, node: Node, index: int) -> Tensor:
+        weights = self._get_weights(node, index)
         if weights is None:
-            raise Refused(f"input {index}: is left out.")
+            raise UnsupportedCall(f"input {index}: is left out.")
         return weights
 
-    def _layer(self, call: Call, module: nn.Module) -> Step:
+    def _add_layer(self, node: Node, module: nn.Module) -> Step:
         self._layers.append(module)
-        return self._called(call, len(self._layers) - 1, {}, inputs=1)
+        return self._make_call(node, len(self._layers) - 1, {}, inputs=1)
 
-    def _convolution(self, call: Call) -> Step:
-        weight, bias = self._needed(call, 1), self._weights(call, 2)
-        if weight.dim() != AXES:
-            raise Refused(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
-        transposed = call.operator == "ConvTranspose"
-        settings = _window(call.attributes, tuple(weight.shape[2:]))
-        groups = int(call.attributes.get("group", 1))
-        kind: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
+    def _add_convolution(self, node: Node) -> Step:
+        weight, bias = self._require_weights(node, 1), self._get_weights(node, 2)
+        if weight.dim() != INPUT_RANK:
+            raise UnsupportedCall(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
+        transposed = node.operator == "ConvTranspose"
+        settings = _read_window(node.attributes, tuple(weight.shape[2:]))
+        groups = int(node.attributes.get("group", 1))
+        module_type: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
         channels = (weight.shape[1] * groups, weight.shape[0])
         if transposed:
-            channels = (weight.shape[0], weight.shape[1] * groups)
-            if "output_shape" in call.attributes:
-                raise Refused("output_shape: cannot be honoured; export it with output_padding.")
-            settings["output_padding"] = call.attributes.get("output_padding", (0, 0, 0))
+            channels = channels[::-1]
+            if "output_shape" in node.attributes:
+                raise UnsupportedCall("output_shape: cannot be honoured; export it with output_padding.")
+            settings["output_padding"] = node.attributes.get("output_padding", (0, 0, 0))
         before, after = settings.pop("before"), settings.pop("after")
-        padded = before == after
-        if transposed and not padded:
-            raise Refused("pads: before and after an axis differ.")
+        symmetric = before == after
+        if transposed and not symmetric:
+            raise UnsupportedCall("pads: before and after an axis differ.")
         with torch.device("meta"):
-            module = kind(
+            module = module_type(
                 *channels,
                 tuple(weight.shape[2:]),
                 groups=groups,
                 bias=False,
-                padding=before if padded else 0,
+                padding=before if symmetric else 0,
                 **settings,
             )
         module.weight = nn.Parameter(weight, requires_grad=False)
         module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        if padded:
-            return self._layer(call, module)
-        ends = [n for end in reversed(list(zip(before, after, strict=True))) for n in end]
-        return self._layer(call, nn.Sequential(nn.ConstantPad3d(tuple(ends), 0.0), module))
+        if symmetric:
+            return self._add_layer(node, module)
+        padding: Any = tuple(flatten_padding(zip(before, after, strict=True)))
+        return self._add_layer(node, nn.Sequential(nn.ConstantPad3d(padding, 0.0), module))
 
-    def _batch_norm(self, call: Call) -> Step:
-        if call.attributes.get("training_mode"):
-            raise Refused("training_mode: export the network in evaluation mode.")
-        scale, bias, mean, variance = (self._needed(call, index) for index in range(1, 5))
-        module = nn.BatchNorm3d(len(mean), eps=call.attributes.get("epsilon", 1e-5))
+    def _add_batch_norm(self, node: Node) -> Step:
+        if node.attributes.get("training_mode"):
+            raise UnsupportedCall("training_mode: export the network in evaluation mode.")
+        scale, bias, mean, variance = (self._require_weights(node, index) for index in range(1, 5))
+        module = nn.BatchNorm3d(len(mean), eps=node.attributes.get("epsilon", 1e-5))
         module.load_state_dict(
             {"weight": scale, "bias": bias, "running_mean": mean, "running_var": variance}, strict=False
         )
-        return self._layer(call, module)
+        return self._add_layer(node, module)
 
-    def _pooling(self, call: Call) -> Step:
-        attributes = dict(call.attributes)
+    def _make_pooling(self, node: Node) -> Step:
+        attributes = dict(node.attributes)
         kernel = attributes.pop("kernel_shape")
-        counted = bool(attributes.pop("count_include_pad", 0))
-        settings = _window(attributes, kernel)
+        count_include_pad = bool(attributes.pop("count_include_pad", 0))
+        settings = _read_window(attributes, kernel)
         before, after = settings.pop("before"), settings.pop("after")
         settings |= {"kernel_size": kernel, "ceil_mode": bool(attributes.get("ceil_mode", 0))}
-        ends = [n for end in reversed(list(zip(before, after, strict=True))) for n in end]
-        if call.operator == "AveragePool":
+        if node.operator == "AveragePool":
             if settings.pop("dilation") != (1, 1, 1) or before != after:
-                raise Refused("dilations or pads: cannot be honoured.")
-            return self._called(call, average_pool, settings | {"padding": before, "count_include_pad": counted})
-        return self._called(call, max_pool, settings | {"ends": ends})
+                raise UnsupportedCall("dilations or pads: cannot be honoured.")
+            return self._make_call(
+                node, average_pool, settings | {"padding": before, "count_include_pad": count_include_pad}
+            )
+        padding = flatten_padding(zip(before, after, strict=True))
+        return self._make_call(node, max_pool, settings | {"padding": padding})
 
-    def _resize(self, call: Call) -> Step:
-        attributes = dict(call.attributes)
-        old = call.operator == "Upsample" or self._model.opset < 11
-        placed = str(attributes.get("coordinate_transformation_mode", "asymmetric" if old else "half_pixel"))
+    def _make_resize(self, node: Node) -> Step:
+        attributes = dict(node.attributes)
+        legacy = node.operator == "Upsample" or self._model.opset < 11
+        coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
         mode = str(attributes.get("mode", "nearest"))
-        rounded = str(attributes.get("nearest_mode", "floor" if old else "round_prefer_floor"))
+        rounding = str(attributes.get("nearest_mode", "floor" if legacy else "round_prefer_floor"))
         if attributes.get("antialias") or "axes" in attributes:
-            raise Refused("antialias or axes: cannot be honoured.")
-        way = WAYS.get((mode, placed, rounded) if mode == "nearest" else (mode, placed))
-        if way is None:
-            raise Refused(f"mode: {mode} with {placed}, {rounded} cannot be honoured.")
-        inputs = (call.inputs[0], "", *call.inputs[1:]) if old else call.inputs
-        return self._called(Call("Resize", "", inputs, call.outputs, {}), resize, {"way": way})
+            raise UnsupportedCall("antialias or axes: cannot be honoured.")
+        torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
+        if torch_mode is None:
+            raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} cannot be honoured.")
+        inputs = (node.inputs[0], "", *node.inputs[1:]) if legacy else node.inputs
+        return self._make_call(Node("Resize", "", inputs, node.outputs, {}), resize, {"torch_mode": torch_mode})
 
 
-_SPECIAL: dict[str, Callable[[_Builder, Call], Step]] = {
-    "Conv": _Builder._convolution,
-    "ConvTranspose": _Builder._convolution,
-    "BatchNormalization": _Builder._batch_norm,
-    "MaxPool": _Builder._pooling,
-    "AveragePool": _Builder._pooling,
-    "Resize": _Builder._resize,
-    "Upsample": _Builder._resize,
+_BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], Step]] = {
+    "Conv": _NetworkBuilder._add_convolution,
+    "ConvTranspose": _NetworkBuilder._add_convolution,
+    "BatchNormalization": _NetworkBuilder._add_batch_norm,
+    "MaxPool": _NetworkBuilder._make_pooling,
+    "AveragePool": _NetworkBuilder._make_pooling,
+    "Resize": _NetworkBuilder._make_resize,
+    "Upsample": _NetworkBuilder._make_resize,
 }
 
 
-def _freed(steps: Sequence[Step], result: str) -> tuple[Step, ...]:
-    """The same, each with the values for which it is the last: all of them together take many times the memory."""
+def _release_values(steps: Sequence[Step], result: str) -> tuple[Step, ...]:
+    """Return the steps, each releasing the values that no later one needs; all values take many times the memory."""
     needed = {result}
-    freed = []
+    releasing = []
     for step in reversed(steps):
-        used = {each.what for each in step.inputs if each.kind == "value"} | set(step.outputs)
-        spent = tuple(sorted(used - needed))
+        used = {argument.content for argument in step.inputs if argument.kind == "value"} | set(step.outputs)
+        releasing.append(replace(step, released=tuple(sorted(used - needed))))
         needed |= used
-        freed.append(Step(step.operator, step.function, step.inputs, step.settings, step.outputs, spent))
-    return tuple(reversed(freed))
+    return tuple(reversed(releasing))
 
 
-def _window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
-    """Stride, dilation, and voxels padded before and after each axis."""
+def _read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
+    """Return stride, dilation, and voxels of padding before and after each axis."""
     if len(kernel) != 3:
-        raise Refused(f"kernel_shape: {tuple(kernel)}; only networks of volumes, with z, y and x, can be honoured.")
+        raise UnsupportedCall(
+            f"kernel_shape: {tuple(kernel)}; only networks of volumes, with z, y and x, can be honoured."
+        )
     stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
     pads = tuple(attributes.get("pads", (0,) * 6))
     automatic = attributes.get("auto_pad", "NOTSET")
     if automatic in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
-        totals = [reach * (edge - 1) for reach, edge in zip(dilation, kernel, strict=True)]
-        less, more = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
-        pads = less + more if automatic == "SAME_UPPER" else more + less
+        totals = [rate * (edge - 1) for rate, edge in zip(dilation, kernel, strict=True)]
+        smaller, larger = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
     elif automatic not in {"NOTSET", "VALID"}:
-        raise Refused(f"auto_pad: {automatic} with strides {stride} cannot be honoured; export it with pads.")
+        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} cannot be honoured; export it with pads.")
     return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
 
 
-def _constant(attributes: Mapping[str, Any]) -> Array:
-    for key, kind in (
-        ("value_int", np.int64),
-        ("value_ints", np.int64),
-        ("value_float", np.float32),
-        ("value_floats", np.float32),
-    ):
+def _read_constant(attributes: Mapping[str, Any]) -> Array:
+    for key in ("value_int", "value_ints", "value_float", "value_floats"):
         if key in attributes:
-            return np.array(attributes[key], kind)
+            return np.array(attributes[key], np.int64 if "int" in key else np.float32)
     if not isinstance(attributes.get("value"), np.ndarray):
-        raise Refused("value: of a kind that cannot be honoured.")
+        raise UnsupportedCall("value: of a kind that cannot be honoured.")
     array: Array = attributes["value"]
     return array
 
 
-def _tensor(array: Array) -> Tensor:
-    """A copy of its own; floating point as float32."""
+def _to_tensor(array: Array) -> Tensor:
+    """Return a copy as a tensor, floating point as float32."""
     tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,17 +1,14 @@
-"""The operators of ONNX that networks are made of, as functions of torch.
+"""Operators of ONNX as functions of torch, with the inputs and attributes of the ONNX specification, opset 9 to 23.
 
-What flows between them are tensors, and what is computed with sizes: numbers, and tuples of numbers in place of
-tensors with one axis. So a graph whose sizes are computed is one that `torch.compile` sees through.
-Source of what they mean: the ONNX operator specification, opset 9 to 23.
+Values are tensors of any shape, or numbers and tuples of numbers where a graph computes sizes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from itertools import repeat
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,97 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Value = Any
-"""A tensor, a number or a tuple of numbers; None for an input that is left out."""
+from service.models.onnx.values import (
+    UnsupportedCall,
+    Value,
+    apply_elementwise,
+    apply_unary,
+    cast,
+    divide,
+    fold,
+    maximum,
+    minimum,
+    to_ints,
+    to_number,
+    where,
+)
+
 Ints = Sequence[int]
-
-
-class Refused(ValueError):
-    """What a call asks for and is not done, beginning with the name of the attribute or input."""
-
-
-def _each(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
-    """Element by element; a number goes with every element of a tuple."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return function(*(_tensor(value, b if value is a else a) for value in (a, b)))
-    if not isinstance(a, tuple) and not isinstance(b, tuple):
-        return function(a, b)
-    length = max(len(value) for value in (a, b) if isinstance(value, tuple))
-    one, other = (
-        value if isinstance(value, tuple) and len(value) > 1 else repeat(_number(value), length) for value in (a, b)
-    )
-    return tuple(map(function, one, other))
-
-
-def _tensor(value: Value, like: Value) -> Value:
-    """A tuple as a tensor on the device of `like`; tensors and numbers as they are."""
-    return torch.tensor(value, device=like.device) if isinstance(value, tuple) else value
-
-
-def _number(value: Value) -> Any:
-    """Of a tuple or tensor with one element that element."""
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, tuple):
-        (value,) = value
-    return value
-
-
-def _ints(value: Value, name: str) -> tuple[int, ...]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            raise Refused(f"{name}: computed from pixels.")
-        value = value.flatten().tolist()
-    return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
-
-
-def _divided(a: Value, b: Value) -> Value:
-    """Whole numbers are cut to a whole number, towards zero."""
-    if isinstance(a, int) and isinstance(b, int):
-        return int(a / b)
-    if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        return torch.div(a, b, rounding_mode="trunc")
-    return a / b
-
-
-def _all_of(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    return lambda *values: reduce(partial(_each, function), values)
-
-
-def _least(a: Value, b: Value) -> Value:
-    return torch.minimum(*_both(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
-
-
-def _most(a: Value, b: Value) -> Value:
-    return torch.maximum(*_both(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
-
-
-def _both(a: Value, b: Value) -> tuple[Tensor, Tensor]:
-    like = a if isinstance(a, Tensor) else b
-    return torch.as_tensor(a).to(like), torch.as_tensor(b).to(like)
-
-
-def where(condition: Value, a: Value, b: Value) -> Value:
-    if isinstance(condition, Tensor):
-        return torch.where(condition, a, b)
-    if not isinstance(condition, tuple):
-        return a if condition else b
-    length = len(condition)
-    one, other = (
-        value if isinstance(value, tuple) and len(value) > 1 else (_number(value),) * length for value in (a, b)
-    )
-    return tuple(first if chosen else second for chosen, first, second in zip(condition, one, other, strict=True))
-
-
-def cast(x: Value, to: int) -> Value:
-    """Between kinds of numbers; a network's floating point stays what the network computes in."""
-    floating = to in {1, 10, 11, 16}
-    if isinstance(x, Tensor):
-        if floating:
-            return x if x.is_floating_point() else x.float()
-        return x.bool() if to == 9 else x.long()
-    kind = float if floating else bool if to == 9 else int
-    return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
 
 
 def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
@@ -120,7 +42,7 @@ def gather(x: Value, indices: Value, axis: int = 0) -> Value:
     if not isinstance(x, Tensor):
         return tuple(x[int(i)] for i in indices) if isinstance(indices, tuple) else x[int(indices)]
     if isinstance(indices, Tensor):
-        raise Refused("indices: computed from pixels.")
+        raise UnsupportedCall("indices: computed from pixels.")
     if isinstance(indices, tuple):
         return x.index_select(axis, torch.tensor(indices, device=x.device) % x.shape[axis])
     return x.select(axis, int(indices))
@@ -136,16 +58,16 @@ def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
     if not isinstance(x, Tensor):
         whole = x if isinstance(x, tuple) else (x,)
         if len(shape) < 2:
-            return whole if shape else _number(x)
+            return whole if shape else to_number(x)
         x = torch.tensor(whole)
-    sizes = _ints(shape, "shape")
+    sizes = to_ints(shape, "shape")
     return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
 
 
 def unsqueeze(x: Value, axes: Value) -> Value:
     if not isinstance(x, Tensor):
         return (x,)
-    places = _ints(axes, "axes")
+    places = to_ints(axes, "axes")
     rank = x.dim() + len(places)
     for axis in sorted(axis % rank for axis in places):
         x = x.unsqueeze(axis)
@@ -154,14 +76,14 @@ def unsqueeze(x: Value, axes: Value) -> Value:
 
 def squeeze(x: Value, axes: Value = None) -> Value:
     if not isinstance(x, Tensor):
-        return _number(x)
-    return x.squeeze() if axes is None else x.squeeze(_ints(axes, "axes"))
+        return to_number(x)
+    return x.squeeze() if axes is None else x.squeeze(to_ints(axes, "axes"))
 
 
-def slices(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
-    first, last = _ints(starts, "starts"), _ints(ends, "ends")
-    places = tuple(range(len(first))) if axes is None else _ints(axes, "axes")
-    by = (1,) * len(first) if steps is None else _ints(steps, "steps")
+def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
+    first, last = to_ints(starts, "starts"), to_ints(ends, "ends")
+    places = tuple(range(len(first))) if axes is None else to_ints(axes, "axes")
+    by = (1,) * len(first) if steps is None else to_ints(steps, "steps")
     if not isinstance(x, Tensor):
         return x[first[0] : last[0] if last[0] > -(2**31) else None : by[0]]
     for axis, start, stop, step in zip(places, first, last, by, strict=True):
@@ -177,27 +99,27 @@ def slices(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Valu
 
 def split(x: Tensor, split: Value = None, *, axis: int = 0, num_outputs: int = 0) -> Value:
     if split is not None:
-        return torch.split(x, list(_ints(split, "split")), axis)
+        return torch.split(x, list(to_ints(split, "split")), axis)
     if not num_outputs:
-        raise Refused("split: is not stated.")
+        raise UnsupportedCall("split: is not stated.")
     return torch.split(x, -(-x.shape[axis] // num_outputs), axis)
 
 
 def expand(x: Value, shape: Value) -> Value:
-    sizes = _ints(shape, "shape")
+    sizes = to_ints(shape, "shape")
     if not isinstance(x, Tensor):
-        return tuple(_number(x) for _ in range(sizes[0])) if sizes else x
+        return tuple(to_number(x) for _ in range(sizes[0])) if sizes else x
     return x.expand(torch.broadcast_shapes(x.shape, sizes))  # type: ignore[no-untyped-call]
 
 
 def constant_of_shape(shape: Value, value: Any = 0.0) -> Value:
-    sizes = _ints(shape, "input")
+    sizes = to_ints(shape, "input")
     number = value.item() if isinstance(value, np.ndarray) else value
     return (number,) * sizes[0] if len(sizes) == 1 else torch.full(sizes, number)
 
 
-def span(start: Value, limit: Value, delta: Value) -> Value:
-    return tuple(range(*(int(_number(value)) for value in (start, limit, delta))))
+def make_range(start: Value, limit: Value, delta: Value) -> Value:
+    return tuple(range(*(int(to_number(value)) for value in (start, limit, delta))))
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -205,20 +127,20 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def softmax_flattened(x: Tensor, axis: int = 1) -> Tensor:
-    """As until opset 12: over all axes from `axis` on."""
+    """Compute softmax over all axes from `axis` on, as defined until opset 12."""
     return functional.softmax(x.flatten(axis), -1).reshape(x.shape)
 
 
 def clip(x: Value, min: Value = None, max: Value = None) -> Value:  # noqa: A002
-    low, high = (None if bound is None else _number(bound) for bound in (min, max))
+    low, high = (None if bound is None else to_number(bound) for bound in (min, max))
     if low is None and high is None:
         return x
     if isinstance(x, Tensor):
         return x.clamp(low, high)
-    raise Refused("input: sizes.")
+    raise UnsupportedCall("input: sizes.")
 
 
-def reduced(
+def reduce_axes(
     function: Callable[..., Tensor],
     x: Tensor,
     axes: Value = None,
@@ -228,52 +150,57 @@ def reduced(
 ) -> Tensor:
     if not axes and noop_with_empty_axes:
         return x
-    places = tuple(range(x.dim())) if not axes else _ints(axes, "axes")
+    places = tuple(range(x.dim())) if not axes else to_ints(axes, "axes")
     made: Tensor = function(x, dim=places, keepdim=bool(keepdims))
     return made
 
 
-def product(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
-    """Of sizes, along their one axis."""
+def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
+    """Multiply sizes along their only axis."""
     if isinstance(x, Tensor):
-        raise Refused("data: pixels.")
+        raise UnsupportedCall("data: pixels.")
     whole = math.prod(x)
     return (whole,) if keepdims else whole
 
 
+def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
+    """Return voxels before and after each axis in the order of `functional.pad`: the last axis first."""
+    return [voxels for end in reversed(list(ends)) for voxels in end]
+
+
 def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode: str = "constant") -> Tensor:
-    amounts = _ints(pads, "pads")
+    amounts = to_ints(pads, "pads")
     half = len(amounts) // 2
-    places = tuple(range(half)) if axes is None else tuple(a % x.dim() for a in _ints(axes, "axes"))
+    places = tuple(range(half)) if axes is None else tuple(a % x.dim() for a in to_ints(axes, "axes"))
     before, after = dict(zip(places, amounts[:half], strict=True)), dict(zip(places, amounts[half:], strict=True))
     ends = [(before.get(axis, 0), after.get(axis, 0)) for axis in range(x.dim())]
     if mode == "constant":
-        return functional.pad(x, [n for end in reversed(ends) for n in end], value=float(_number(value) or 0))
+        return functional.pad(x, flatten_padding(ends), value=float(to_number(value) or 0))
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if any(map(any, ends[:2])) or mode not in modes:
-        raise Refused(f"mode: {mode} of batch or channels.")
-    return functional.pad(x, [n for end in reversed(ends[2:]) for n in end], mode=modes[mode])
+        raise UnsupportedCall(f"mode: {mode} of batch or channels.")
+    return functional.pad(x, flatten_padding(ends[2:]), mode=modes[mode])
 
 
-def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, way: str) -> Tensor:
-    """`way`: mode of torch that places samples as the file says, found while the graph was built."""
+def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, torch_mode: str) -> Tensor:
+    """Interpolate a volume; `torch_mode` is one of `functional.interpolate`, or "corners" for aligned corners."""
     edges: Any = None
     factors: Any = None
     if sizes is not None and sizes != ():
-        edges = _ints(sizes, "sizes")[-3:]
+        edges = to_ints(sizes, "sizes")[-3:]
     else:
-        stated = tuple(float(scale) for scale in scales)
-        if any(scale != 1 for scale in stated[:-3]):
-            raise Refused("scales: of batch or channels.")
-        factors = stated[-3:]
-    corners = True if way == "corners" else None if way.startswith("nearest") else False
-    how = "trilinear" if way in {"corners", "trilinear"} else way
-    return functional.interpolate(x, edges, factors, how, align_corners=corners)
+        factors = tuple(map(float, scales))
+        if any(factor != 1 for factor in factors[:-3]):
+            raise UnsupportedCall("scales: of batch or channels.")
+        factors = factors[-3:]
+    if torch_mode.startswith("nearest"):
+        return functional.interpolate(x, edges, factors, torch_mode)
+    return functional.interpolate(x, edges, factors, "trilinear", align_corners=torch_mode == "corners")
 
 
-def max_pool(x: Tensor, *, ends: Ints, **settings: Any) -> Tensor:
-    """`ends`: as of `functional.pad`, with what never wins."""
-    pooled: Tensor = functional.max_pool3d(functional.pad(x, list(ends), value=-math.inf), **settings)
+def max_pool(x: Tensor, *, padding: Ints, **settings: Any) -> Tensor:
+    """Pool maxima of windows; `padding` is in the order of `functional.pad`, and padded voxels are never a maximum."""
+    pooled: Tensor = functional.max_pool3d(functional.pad(x, list(padding), value=-math.inf), **settings)
     return pooled
 
 
@@ -281,7 +208,7 @@ def average_pool(x: Tensor, **settings: Any) -> Tensor:
     return functional.avg_pool3d(x, **settings)
 
 
-def global_pool(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+def pool_globally(function: Callable[..., Tensor], x: Tensor) -> Tensor:
     pooled: Tensor = function(x, dim=list(range(2, x.dim())), keepdim=True)
     return pooled
 
@@ -291,7 +218,7 @@ def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e
 
 
 def group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5) -> Tensor:
-    """Scale and bias of every channel, or until opset 20 of every group."""
+    """Normalise groups of channels; scale and bias belong to channels, or until opset 20 to groups."""
     if len(scale) == x.shape[1]:
         return functional.group_norm(x, num_groups, scale, bias, epsilon)
     scale, bias = (value.repeat_interleave(x.shape[1] // num_groups) for value in (scale, bias))
@@ -311,7 +238,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, c: Value = None, **settings: Any) -> Tensor:
-    """`alpha`, `beta`, `transA`, `transB` as in the specification."""
+    """Return alpha * a @ b + beta * c; `settings` are `alpha`, `beta`, `transA` and `transB`."""
     left, right = (x.T if settings.get(f"trans{name}") else x for x, name in ((a, "A"), (b, "B")))
     product: Tensor = settings.get("alpha", 1.0) * (left @ right)
     return product if c is None else product + settings.get("beta", 1.0) * c
@@ -337,43 +264,30 @@ def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), -1)
 
 
-def unchanged(x: Value, *_others: Value) -> Value:
+def keep_input(x: Value, *_others: Value) -> Value:
     return x
 
 
-def _one(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
-    """A function of every element; `of_number` where sizes are computed with it."""
-
-    def call(x: Value) -> Value:
-        if isinstance(x, Tensor):
-            return function(x)
-        if of_number is None:
-            raise Refused("input: sizes.")
-        return tuple(map(of_number, x)) if isinstance(x, tuple) else of_number(x)
-
-    return call
-
-
 OPERATORS: dict[str, Callable[..., Value]] = {
-    "Relu": _one(functional.relu, lambda n: max(n, 0)),
-    "Sigmoid": _one(torch.sigmoid),
-    "Tanh": _one(torch.tanh),
-    "Exp": _one(torch.exp),
-    "Log": _one(torch.log),
-    "Sqrt": _one(torch.sqrt, math.sqrt),
-    "Abs": _one(torch.abs, abs),
-    "Neg": _one(torch.neg, operator.neg),
-    "Erf": _one(torch.erf),
-    "Floor": _one(torch.floor, math.floor),
-    "Ceil": _one(torch.ceil, math.ceil),
-    "Round": _one(torch.round, round),
-    "Reciprocal": _one(torch.reciprocal, lambda n: 1 / n),
-    "Softplus": _one(functional.softplus),
-    "HardSwish": _one(functional.hardswish),
-    "Mish": _one(functional.mish),
-    "Not": _one(torch.logical_not, operator.not_),
-    "Identity": unchanged,
-    "Dropout": unchanged,
+    "Relu": apply_unary(functional.relu, lambda n: max(n, 0)),
+    "Sigmoid": apply_unary(torch.sigmoid),
+    "Tanh": apply_unary(torch.tanh),
+    "Exp": apply_unary(torch.exp),
+    "Log": apply_unary(torch.log),
+    "Sqrt": apply_unary(torch.sqrt, math.sqrt),
+    "Abs": apply_unary(torch.abs, abs),
+    "Neg": apply_unary(torch.neg, operator.neg),
+    "Erf": apply_unary(torch.erf),
+    "Floor": apply_unary(torch.floor, math.floor),
+    "Ceil": apply_unary(torch.ceil, math.ceil),
+    "Round": apply_unary(torch.round, round),
+    "Reciprocal": apply_unary(torch.reciprocal, lambda n: 1 / n),
+    "Softplus": apply_unary(functional.softplus),
+    "HardSwish": apply_unary(functional.hardswish),
+    "Mish": apply_unary(functional.mish),
+    "Not": apply_unary(torch.logical_not, operator.not_),
+    "Identity": keep_input,
+    "Dropout": keep_input,
     "LeakyRelu": leaky_relu,
     "Elu": elu,
     "HardSigmoid": hard_sigmoid,
@@ -381,19 +295,19 @@ OPERATORS: dict[str, Callable[..., Value]] = {
     "Gelu": gelu,
     "Clip": clip,
     "Softmax": softmax,
-    "Add": partial(_each, operator.add),
-    "Sub": partial(_each, operator.sub),
-    "Mul": partial(_each, operator.mul),
-    "Div": partial(_each, _divided),
-    "Pow": partial(_each, operator.pow),
-    "Max": _all_of(_most),
-    "Min": _all_of(_least),
-    "Sum": _all_of(operator.add),
-    "Equal": partial(_each, operator.eq),
-    "Greater": partial(_each, operator.gt),
-    "Less": partial(_each, operator.lt),
-    "GreaterOrEqual": partial(_each, operator.ge),
-    "LessOrEqual": partial(_each, operator.le),
+    "Add": partial(apply_elementwise, operator.add),
+    "Sub": partial(apply_elementwise, operator.sub),
+    "Mul": partial(apply_elementwise, operator.mul),
+    "Div": partial(apply_elementwise, divide),
+    "Pow": partial(apply_elementwise, operator.pow),
+    "Max": fold(maximum),
+    "Min": fold(minimum),
+    "Sum": fold(operator.add),
+    "Equal": partial(apply_elementwise, operator.eq),
+    "Greater": partial(apply_elementwise, operator.gt),
+    "Less": partial(apply_elementwise, operator.lt),
+    "GreaterOrEqual": partial(apply_elementwise, operator.ge),
+    "LessOrEqual": partial(apply_elementwise, operator.le),
     "Where": where,
     "MatMul": operator.matmul,
     "Gemm": gemm,
@@ -406,23 +320,23 @@ OPERATORS: dict[str, Callable[..., Value]] = {
     "Transpose": transpose,
     "Unsqueeze": unsqueeze,
     "Squeeze": squeeze,
-    "Slice": slices,
+    "Slice": slice_axes,
     "Split": split,
     "Expand": expand,
     "ConstantOfShape": constant_of_shape,
-    "Range": span,
+    "Range": make_range,
     "Pad": pad,
     "Resize": resize,
     "MaxPool": max_pool,
-    "GlobalAveragePool": partial(global_pool, torch.mean),
-    "GlobalMaxPool": partial(global_pool, torch.amax),
-    "ReduceMean": partial(reduced, torch.mean),
-    "ReduceSum": partial(reduced, torch.sum),
-    "ReduceMax": partial(reduced, torch.amax),
-    "ReduceMin": partial(reduced, torch.amin),
-    "ReduceProd": product,
+    "GlobalAveragePool": partial(pool_globally, torch.mean),
+    "GlobalMaxPool": partial(pool_globally, torch.amax),
+    "ReduceMean": partial(reduce_axes, torch.mean),
+    "ReduceSum": partial(reduce_axes, torch.sum),
+    "ReduceMax": partial(reduce_axes, torch.amax),
+    "ReduceMin": partial(reduce_axes, torch.amin),
+    "ReduceProd": multiply_sizes,
     "InstanceNormalization": instance_norm,
     "GroupNormalization": group_norm,
     "LayerNormalization": layer_norm,
 }
-"""What is honoured besides convolutions and batch normalisation, which become modules, and constants."""
+"""Supported operators by name, besides those that `service.models.onnx.network` makes into modules or constants."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from service.__main__ import main
 from service.core.errors import UnsupportedPackage
-from service.models.importers.archives import unpacked
-from service.models.importers.model_folder import state_dict
+from service.models.importers.archives import unpack
+from service.models.importers.model_folder import read_state_dict
 from service.models.loader import load_network
 
 STATED: dict[str, Any] = {
@@ -46,7 +46,7 @@ def archive_of(path: Path, **entries: bytes) -> Path:
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped", "a\\..\\escaped"])
 def test_entries_that_would_land_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     path = archive_of(tmp_path / "package.zip", **{name: b"x"})
-    with pytest.raises(UnsupportedPackage, match="outside of its own folder"), unpacked(path, 1000):
+    with pytest.raises(UnsupportedPackage, match="outside of its own folder"), unpack(path, 1000):
         pass
     assert not list(tmp_path.parent.rglob("escaped"))
 
@@ -56,16 +56,16 @@ def test_links_and_too_much_are_refused(tmp_path: Path) -> None:
     link.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "link.zip", "w") as archive:
         archive.writestr(link, "/etc/passwd")
-    with pytest.raises(UnsupportedPackage, match="'link'"), unpacked(tmp_path / "link.zip", 1000):
+    with pytest.raises(UnsupportedPackage, match="'link'"), unpack(tmp_path / "link.zip", 1000):
         pass
     bomb = archive_of(tmp_path / "bomb.zip", zeros=bytes(10_000_000))
-    with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpacked(bomb, 1000):
+    with pytest.raises(UnsupportedPackage, match="more than 1000 bytes"), unpack(bomb, 1000):
         pass
 
 
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.zip").write_bytes(b"no archive")
-    with pytest.raises(UnsupportedPackage, match="cannot be unpacked"):
+    with pytest.raises(UnsupportedPackage, match="cannot be unpack"):
         import_model(tmp_path / "notes.zip", tmp_path / "models", {})
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedPackage, match="nor a MONAI bundle"):
@@ -80,17 +80,17 @@ def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap(trap), protocol=2))
     for name in ("trap.pt", "plain.pt"):
         with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
-            state_dict(tmp_path / name)
+            read_state_dict(tmp_path / name)
     assert not trap.exists()
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     with pytest.raises(UnsupportedPackage, match="something else"):
-        state_dict(tmp_path / "list.pt")
+        read_state_dict(tmp_path / "list.pt")
 
 
 @pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
 def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")
-    assert list(state_dict(tmp_path / "checkpoint.pt")) == ["head.weight"]
+    assert list(read_state_dict(tmp_path / "checkpoint.pt")) == ["head.weight"]
 
 
 def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_path: Path) -> None:

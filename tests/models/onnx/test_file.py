@@ -51,10 +51,10 @@ def test_tensors_are_read_however_they_are_stored(tmp_path: Path) -> None:
 def test_calls_have_their_attributes(tmp_path: Path) -> None:
     attributes = {"whole": -3, "real": 0.25, "text": "reflect", "wholes": [1, -2], "reals": [0.5, -1.0]}
     model = file.read(written(tmp_path / "m.onnx", [], **attributes))
-    (call,) = model.calls
-    assert (model.opset, call.operator, call.domain, call.inputs, call.outputs) == (17, "Relu", "", ("x", ""), ("y",))
-    assert call.attributes == attributes | {"wholes": (1, -2), "reals": (0.5, -1.0)}
-    assert model.inputs == (file.Place("x", 1, (None, 1, 8, None, 8)),)
+    (node,) = model.nodes
+    assert (model.opset, node.operator, node.domain, node.inputs, node.outputs) == (17, "Relu", "", ("x", ""), ("y",))
+    assert node.attributes == attributes | {"wholes": (1, -2), "reals": (0.5, -1.0)}
+    assert model.inputs == (file.TensorInfo("x", 1, (None, 1, 8, None, 8)),)
 
 
 def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -
         asked.append(name)
         return (tmp_path / name).read_bytes()[offset:][:length]
 
-    whole = file.embedded(path.read_bytes(), beside)
+    whole = file.embed_external_data(path.read_bytes(), beside)
     assert asked == ["m.data"]
     assert np.array_equal(file.parse(whole, path).tensors["w"], array)
     (tensor,) = onnx.load_from_string(whole).graph.initializer

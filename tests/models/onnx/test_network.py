@@ -89,7 +89,7 @@ def test_a_file_for_one_window_is_run_window_by_window(tmp_path: Path) -> None:
 
 def test_values_are_let_go_when_nobody_needs_them_any_more(tmp_path: Path) -> None:
     loaded = load_onnx(exported(NETWORKS["ShuffleUNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
-    spent = [name for step in loaded.steps for name in step.spent]
+    spent = [name for step in loaded.steps for name in step.released]
     made = {name for step in loaded.steps for name in step.outputs} | {"x"}
     assert len(spent) == len(set(spent))
     assert made - set(spent) == {loaded._result}

@@ -1,0 +1,126 @@
+"""Values that flow between operators of ONNX: tensors, and the numbers and tuples of numbers that sizes are made of.
+
+A tuple stands for a tensor with one axis. Computing sizes with Python's numbers keeps a graph one that `torch.compile`
+captures whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Value = Any
+"""A tensor, a number or a tuple of numbers; None for an input that is left out."""
+
+
+class UnsupportedCall(ValueError):
+    """A call that cannot be honoured. The message begins with the name of the attribute or input at fault."""
+
+
+def apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
+    """Apply a function of two numbers element by element; a number goes with every element of a tuple."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return function(*(_to_tensor(value, b if value is a else a) for value in (a, b)))
+    if not isinstance(a, tuple) and not isinstance(b, tuple):
+        return function(a, b)
+    length = max(len(value) for value in (a, b) if isinstance(value, tuple))
+    one, other = (
+        value if isinstance(value, tuple) and len(value) > 1 else repeat(to_number(value), length) for value in (a, b)
+    )
+    return tuple(map(function, one, other))
+
+
+def _to_tensor(value: Value, like: Value) -> Value:
+    """Return a tuple as a tensor on the device of `like`, and other values unchanged."""
+    return torch.tensor(value, device=like.device) if isinstance(value, tuple) else value
+
+
+def to_number(value: Value) -> Any:
+    """Return the only element of a tuple or tensor, or a number unchanged."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        (value,) = value
+    return value
+
+
+def to_ints(value: Value, name: str) -> tuple[int, ...]:
+    """Return sizes or axes as integers. Raise UnsupportedCall, naming the input, for floating point tensors."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            raise UnsupportedCall(f"{name}: computed from pixels.")
+        value = value.flatten().tolist()
+    return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
+
+
+def divide(a: Value, b: Value) -> Value:
+    """Divide; a quotient of integers is rounded towards zero, as ONNX demands."""
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a / b)
+    if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
+        return torch.div(a, b, rounding_mode="trunc")
+    return a / b
+
+
+def fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+    """Return a function that applies `function` element by element to any number of values, one after the other."""
+    return lambda *values: reduce(partial(apply_elementwise, function), values)
+
+
+def minimum(a: Value, b: Value) -> Value:
+    """Return the smaller value."""
+    return torch.minimum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def maximum(a: Value, b: Value) -> Value:
+    """Return the larger value."""
+    return torch.maximum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+
+
+def _to_tensors(a: Value, b: Value) -> tuple[Tensor, Tensor]:
+    like = a if isinstance(a, Tensor) else b
+    return torch.as_tensor(a).to(like), torch.as_tensor(b).to(like)
+
+
+def apply_unary(
+    function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None
+) -> Callable[[Value], Value]:
+    """Return an operator that applies `function` to tensors, and `of_number` to every number of a size."""
+
+    def call(x: Value) -> Value:
+        if isinstance(x, Tensor):
+            return function(x)
+        if of_number is None:
+            raise UnsupportedCall("input: sizes.")
+        return tuple(map(of_number, x)) if isinstance(x, tuple) else of_number(x)
+
+    return call
+
+
+def where(condition: Value, a: Value, b: Value) -> Value:
+    """Select elements of `a` where `condition` holds, and of `b` elsewhere."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, a, b)
+    if not isinstance(condition, tuple):
+        return a if condition else b
+    length = len(condition)
+    one, other = (
+        value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length for value in (a, b)
+    )
+    return tuple(first if chosen else second for chosen, first, second in zip(condition, one, other, strict=True))
+
+
+def cast(x: Value, to: int) -> Value:
+    """Convert to the data type `to`; a floating point tensor keeps its precision, which an engine chooses."""
+    floating = to in {1, 10, 11, 16}
+    if isinstance(x, Tensor):
+        if floating:
+            return x if x.is_floating_point() else x.float()
+        return x.bool() if to == 9 else x.long()
+    kind = float if floating else bool if to == 9 else int
+    return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
