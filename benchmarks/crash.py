@@ -13,9 +13,7 @@ With `--engine auto` the engine is chosen before the first kill, and all starts 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
-import json
 import os
 import platform
 import random
@@ -38,44 +36,18 @@ import numpy as np
 import tifffile
 import torch
 import yaml
+from common import ROOT, make_model, make_tiff, wait_for, write_figures
 from numpy.typing import NDArray
-from safetensors.torch import save_file
-from torch import nn
 
 from service.core.config import Settings
 from service.core.volume import Options, Volume
 from service.inference.segmenter import Segmenter
-from service.models.architectures import build_network
 from service.models.repository import read_repository
-from service.models.spec import Architecture
 
-ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
 LARGE, SMALL = (64, 192, 192), (16, 48, 48)
 EAGER = {"kind": "eager"}
 STATES = ("waiting", "running", "done", "cancelled")
-
-MODEL: dict[str, Any] = {
-    "name": "tiny",
-    "version": "1",
-    "summary": "Random weights, to be killed.",
-    "licence": "Apache-2.0",
-    "training_data": "None.",
-    "architecture": {
-        "name": "UNet",
-        "arguments": {
-            "spatial_dims": 3,
-            "in_channels": 1,
-            "out_channels": 3,
-            "channels": [8, 16],
-            "strides": [2],
-            "norm": "BATCH",
-        },
-    },
-    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [16, 32, 32]},
-    "outputs": ["background", "dim", "bright"],
-    "decoding": {"kind": "classes"},
-}
 
 
 class Stack:
@@ -284,13 +256,6 @@ def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "ea
     }
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Until it is true, or the time is up."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
 def until_killed(client: Client, http: httpx2.Client) -> None:
     try:
         client.check(http)
@@ -306,10 +271,9 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
     http = server.client()
     assert http is not None
     with closing(http):
-        deadline = time.monotonic() + 300
-        while server.states().keys() & {"waiting", "running"}:
-            assert time.monotonic() < deadline, "the remaining jobs are not done"
-            time.sleep(0.2)
+        assert wait_for(lambda: not server.states().keys() & {"waiting", "running"}, 300), (
+            "the remaining jobs are not done"
+        )
         client.check(http)
         known = {job["id"]: job["state"] for job in http.get("/jobs?limit=1000").json()["jobs"]}
     assert set(client.jobs) - client.unsure <= client.done
@@ -319,8 +283,7 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
     def on_disk() -> set[tuple[str, ...]]:
         return {path.relative_to(server.jobs / "jobs").parts for path in (server.jobs / "jobs").rglob("*")}
 
-    wait_for(lambda: on_disk() == expected)
-    assert on_disk() == expected, "files are left over"
+    assert wait_for(lambda: on_disk() == expected), "files are left over"
     assert not list((server.jobs / "incoming").iterdir())
     assert len(list(server.scratch.iterdir())) == 1, "folders of dead servers are left over"
     server.kill()
@@ -334,39 +297,12 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
     }
 
 
-def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np.uint16]]:
-    """An ImageJ stack of random blocks, and its pixels [Z, Y, X]."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(200, 3000, [-(-edge // 8) for edge in shape], dtype=np.uint16)
-    pixels = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2)[: shape[0], : shape[1], : shape[2]]
-    file = io.BytesIO()
-    tifffile.imwrite(file, pixels, imagej=True, metadata={"axes": "ZYX"})
-    return file.getvalue(), pixels
-
-
 def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
     settings = Settings.model_validate({"engine": engine, "device": {"name": "cpu", "threads": 1}})
     (spec,) = read_repository(models).values()
     segmenter = Segmenter(spec, settings)
     segmenter.warm_up()
     return [Stack(shape, seed, segmenter) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
-
-
-def make_model(
-    root: Path, content: dict[str, Any] = MODEL, prepare: Callable[[nn.Module], None] = lambda _network: None
-) -> Path:
-    """A folder in `root` for the model that `content` describes, with random weights unless `prepare` sets them."""
-    folder = root / content["name"]
-    folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    network = build_network(Architecture(**content["architecture"]))
-    prepare(network)
-    weights = folder / "weights.safetensors"
-    # Copies: some networks hold a layer under two names, which the format does not allow to be one.
-    save_file({name: tensor.clone() for name, tensor in network.state_dict().items()}, weights)
-    stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-    (folder / "model.yaml").write_text(yaml.safe_dump(content | {"weights": stated}), encoding="utf-8")
-    return folder
 
 
 def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, Any]]) -> None:
@@ -378,10 +314,7 @@ def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, A
         make_model(models)
     figures = run(models, folder / "service")
     shutil.rmtree(folder)
-    text = json.dumps(figures | {"python": platform.python_version(), "torch": torch.__version__}, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    write_figures(figures | {"python": platform.python_version(), "torch": torch.__version__}, options.json)
 
 
 def main() -> None:

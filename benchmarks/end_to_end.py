@@ -14,30 +14,25 @@ windows, and over those that the request waited for them, which is less: it deco
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tifffile
 import torch
+from common import ROOT, post_file, request, run_server, stage_seconds
 from numpy.typing import NDArray
 from processes import cpu_seconds
 from scipy.ndimage import gaussian_filter
-
-ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 300
 
 
 def synthetic_nuclei(shape: tuple[int, int, int], seed: int = 0) -> NDArray[np.uint16]:
@@ -59,89 +54,39 @@ def synthetic_nuclei(shape: tuple[int, int, int], seed: int = 0) -> NDArray[np.u
     return (counts * 40 + 300).clip(0, 65535).astype(np.uint16)
 
 
-@contextmanager
-def server(model: Path, threads: int, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`python -m service serve` with only this model, ready; yields the process and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "STACKSEG_MODELS__FOLDER": str(model.resolve().parent),
-        "STACKSEG_MODELS__SERVE": json.dumps([model.name]),
-        "STACKSEG_DEVICE__THREADS": str(threads),
-        # The same stack is posted again and again, and shall be computed each time.
-        "STACKSEG_LIMITS__CACHE_BYTES": "0",
-    }
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve", "--port", str(port)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            _wait_until_ready(process, port, folder / "server.log")
-            yield process, port
-        finally:
-            process.terminate()
-            process.wait(60)
+def serve_model(model: Path, threads: int, folder: Path) -> AbstractContextManager[tuple[int, int]]:
+    """Run a server with only this model; the block gets its process number and port."""
+    return run_server(
+        folder,
+        STACKSEG_MODELS__FOLDER=str(model.resolve().parent),
+        STACKSEG_MODELS__SERVE=json.dumps([model.name]),
+        STACKSEG_DEVICE__THREADS=str(threads),
+        # An equal stack is posted again and again, and must be computed each time.
+        STACKSEG_LIMITS__CACHE_BYTES="0",
+    )
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if _get(port, "/health/ready")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"The server did not become ready:\n{log.read_text()}")
-
-
-def _get(port: int, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def counted(port: int) -> dict[str, float]:
-    """Every number of the server's metrics, by its name and labels."""
-    lines = (line.rsplit(" ", 1) for line in _get(port, "/metrics")[1].decode().splitlines() if line[:1] != "#")
+def read_metrics(port: int) -> dict[str, float]:
+    """Return every number of the server's metrics, by its name and labels."""
+    lines = (
+        line.rsplit(" ", 1) for line in request(port, "GET", "/metrics")[1].decode().splitlines() if line[:1] != "#"
+    )
     return {name: float(value) for name, value in lines}
 
 
 def _device_seconds(port: int) -> float:
-    """In which the server has computed windows so far."""
-    return sum(value for name, value in counted(port).items() if name.startswith("stackseg_device_seconds_total"))
+    """Return the seconds in which the server has computed windows so far."""
+    return sum(value for name, value in read_metrics(port).items() if name.startswith("stackseg_device_seconds_total"))
 
 
 def post(port: int, stack: Path, result: Path, overlap: float) -> dict[str, Any]:
-    """Post a file as `curl --data-binary` does, and save the answer: total seconds, and the server's own stages."""
+    """Post a file and save the answer; return total seconds, and the server's own stages."""
     began = time.perf_counter()
-    # In pieces as large as curl's.
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600, blocksize=2**16)
-    with stack.open("rb") as body, result.open("wb") as answer:
-        headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
-        connection.request("POST", f"/segment?overlap={overlap}&diameter=none", body, headers)
-        response = connection.getresponse()
-        while chunk := response.read(1 << 20):
-            answer.write(chunk)
-    connection.close()
+    headers = post_file(port, f"/segment?overlap={overlap}&diameter=none", stack, result)
     total = time.perf_counter() - began
-    if response.status != 200:
-        raise SystemExit(f"The server answered {response.status}: {result.read_text()}")
-    stages = {}
-    for entry in response.headers["Server-Timing"].split(", "):
-        name, _, duration = entry.partition(";dur=")
-        stages[name] = float(duration) / 1000
+    stages = stage_seconds(headers["Server-Timing"])
     stages["transfer and rest"] = total - stages.pop("total")
-    return {"total": total, "stages": stages, "objects": int(response.headers["X-StackSeg-Objects"])}
+    return {"total": total, "stages": stages, "objects": int(headers["X-StackSeg-Objects"])}
 
 
 def plain(options: argparse.Namespace, stack: Path, result: Path) -> dict[str, Any]:
@@ -165,19 +110,19 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             stack, image, imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 0.5, "unit": "um"}
         )
     runs: dict[str, list[dict[str, Any]]] = {"service": []} if options.no_plain else {"plain": [], "service": []}
-    with server(options.model, options.threads, folder) as (process, port):
+    with serve_model(options.model, options.threads, folder) as (pid, port):
         post(port, stack, folder / "service.tif", options.overlap)
         for repeat in range(options.repeats):
             if not options.no_plain:
                 runs["plain"].append(plain(options, stack, folder / "plain.tif"))
-            before = cpu_seconds(process.pid), _device_seconds(port)
+            before = cpu_seconds(pid), _device_seconds(port)
             measured = post(port, stack, folder / "service.tif", options.overlap)
-            after = cpu_seconds(process.pid), _device_seconds(port)
+            after = cpu_seconds(pid), _device_seconds(port)
             cpu, device = (now - then for now, then in zip(after, before, strict=True))
             runs["service"].append(measured | {"cpu": cpu, "device": device})
             for name, results in runs.items():
                 print(f"repeat {repeat + 1}: {name} {results[-1]['total']:.2f} s", file=sys.stderr)
-        engine = json.loads(_get(port, f"/models/{options.model.name}")[1])
+        engine = json.loads(request(port, "GET", f"/models/{options.model.name}")[1])
     return {"runs": runs, "engine": engine.get("engine", engine), "load": os.getloadavg()[1]}
 
 
@@ -205,9 +150,11 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """Plain over service, and the share of what is not computing; one ratio per repeat."""
     around = {
-        "HTTP, reading and writing over the device's time": [_around(run) / run["device"] for run in runs["service"]],
+        "HTTP, reading and writing over the device's time": [
+            _seconds_around(run) / run["device"] for run in runs["service"]
+        ],
         "and over the time that windows were waited for": [
-            _around(run) / run["stages"]["windows"] for run in runs["service"]
+            _seconds_around(run) / run["stages"]["windows"] for run in runs["service"]
         ],
     }
     if "plain" not in runs:
@@ -221,7 +168,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     return ratios | around
 
 
-def _around(run: dict[str, Any]) -> float:
+def _seconds_around(run: dict[str, Any]) -> float:
     """Seconds of HTTP, reading and writing."""
     stages = run["stages"]
     return run["total"] - sum(stages[stage] for stage in ("prepare", "windows", "decode"))

@@ -35,12 +35,21 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
-from crash import make_model
-from end_to_end import ROOT
+from common import ROOT, make_model
 from torch import Tensor, nn
 
-from service.cli.benchmark.networks import Maker, Row, Runner, Yardstick, build_and_race, calling, engines, label, race
-from service.cli.benchmark.report import table
+from service.cli.benchmark.networks import (
+    DevicePeak,
+    Row,
+    Runner,
+    RunnerBuilder,
+    build_and_compare,
+    compare_runners,
+    format_config,
+    list_engines,
+    make_call,
+)
+from service.cli.benchmark.report import format_table
 from service.cli.benchmark.timing import flop_of_window
 from service.core import hardware
 from service.core.config import Settings
@@ -69,8 +78,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(name: str, roi: int, folder: Path) -> ModelSpec:
-    """The bundled model, or a folder with random weights for one of `ARCHITECTURES`."""
+def make_spec(name: str, roi: int, folder: Path) -> ModelSpec:
+    """Return the bundled model of that name, or make one of `ARCHITECTURES`."""
     if name not in ARCHITECTURES:
         return read_spec(ROOT / "models" / name)
     content = {
@@ -94,7 +103,7 @@ def model_of(name: str, roi: int, folder: Path) -> ModelSpec:
 
 
 def blocks(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pixels float32 [z, y, x], noise with bright blocks in it, and where those are, bool [z, y, x]."""
+    """Make noise with bright blocks, float32 [z, y, x], and the mask of the blocks, bool [z, y, x]."""
     bright = torch.rand([edge // BLOCK for edge in shape], generator=generator) > 0.5
     for axis in range(3):
         bright = bright.repeat_interleave(BLOCK, axis)
@@ -102,7 +111,7 @@ def blocks(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[Ten
 
 
 def train(network: nn.Module) -> None:
-    """Make the network tell bright voxels from dark ones, whatever it is."""
+    """Train a network to tell bright voxels from dark ones."""
     generator = torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(network.parameters(), 1e-3)
     network.train()
@@ -117,7 +126,7 @@ def train(network: nn.Module) -> None:
 
 
 def openvino_loop(network: nn.Module, batch: Tensor, precision: str) -> Network:
-    """`convert_model` and `compile_model`, for latency."""
+    """Compile the network with OpenVINO, for latency."""
     import openvino  # noqa: PLC0415
 
     options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(torch.get_num_threads())}
@@ -127,7 +136,7 @@ def openvino_loop(network: nn.Module, batch: Tensor, precision: str) -> Network:
 
 
 def onnxruntime_loop(network: nn.Module, batch: Tensor, precision: str) -> Network:
-    """Exported by `torch.onnx.export`, run with all optimisations."""
+    """Export the network to ONNX, and run it with all optimisations of onnxruntime."""
     import onnxruntime  # noqa: PLC0415
 
     if precision != "fp32":
@@ -144,7 +153,7 @@ def onnxruntime_loop(network: nn.Module, batch: Tensor, precision: str) -> Netwo
 
 
 def compiled_loop(network: nn.Module, _batch: Tensor, precision: str) -> Network:
-    """`torch.compile` for static shapes, and nothing else."""
+    """Compile the network with torch for static shapes, and nothing else."""
     dtype = DTYPES[precision]
     run = torch.compile(copy.deepcopy(network).to(dtype), dynamic=False)
     return lambda x: run(x.to(dtype)).float()
@@ -160,7 +169,7 @@ BARE: dict[str, Callable[[nn.Module, Tensor, str], Network]] = {
 def bare_loops(
     network: nn.Module, spec: ModelSpec, sizes: list[int], device: torch.device, precisions: list[str]
 ) -> Iterator[Runner]:
-    """Those that are installed and run this network, at every batch size."""
+    """Build the loops that are installed and run this network, at every batch size."""
     with torch.inference_mode():
         for size in sizes:
             batch = torch.rand(size, spec.input.channels, *spec.input.roi_size, device=device)
@@ -173,11 +182,11 @@ def bare_loops(
                 except (ImportError, RuntimeError) as error:
                     print(f"bare {name} {kind}: {backends.first_line(error)}")
                 else:
-                    yield Runner(f"bare {name} {kind}", size, kind, calling(run, batch, device))
+                    yield Runner(f"bare {name} {kind}", size, kind, make_call(run, batch, device))
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
-    """Tune one network, then race; the first row that ran is what was tuned. Returns how that went, too."""
+    """Tune one network, then compare; return a summary and the rows, the first of which that ran is what was tuned."""
     device = hardware.choose_device(options.device)
     engine = {
         "cache_folder": str(folder / "cache"),
@@ -185,59 +194,67 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
         "precision": options.precision,
     }
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
-    spec = model_of(name, options.roi, folder)
+    spec = make_spec(name, options.roi, folder)
     network = load_network(spec)
     shape = (spec.input.channels, *spec.input.roi_size)
-    warm = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
-    window, size = warm.window, warm.choice.sw_batch_size
+    selected = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
+    window, size = selected.window, selected.choice.sw_batch_size
     auto = Runner(
-        f"auto: {label(warm.choice)}", size, warm.choice.precision, calling(window.network, window.batch, device)
+        f"auto: {format_config(selected.choice)}",
+        size,
+        selected.choice.precision,
+        make_call(window.network, window.batch, device),
     )
     sizes = sorted({*options.batch_sizes, size})
     cpu_seconds = device.type == "cpu" and options.threads == 1
-    yardstick = Yardstick(
+    peak = DevicePeak(
         device, flop_of_window(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
     )
     native = hardware.native_precisions(device)
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
     loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
-    passed_over = {(label(warm.choice), size), *((label(choice), choice.sw_batch_size) for choice in wrong(warm))}
+    left_out = {
+        (format_config(selected.choice), size),
+        *((format_config(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
+    }
     others = (
-        maker for maker in engines(spec, settings, device, sizes) if (maker.name, maker.windows) not in passed_over
+        builder
+        for builder in list_engines(spec, settings, device, sizes)
+        if (builder.name, builder.windows) not in left_out
     )
-    rows = race_twice([auto, *loops], others, yardstick)
-    return f"{spec.identifier}, {yardstick.gflop:.1f} GFLOP per window, tuned in {warm.seconds:.0f} s", rows
+    rows = compare_twice([auto, *loops], others, peak)
+    return f"{spec.identifier}, {peak.gflop:.1f} GFLOP per window, tuned in {selected.seconds:.0f} s", rows
 
 
-def race_twice(first: list[Runner], makers: Iterable[Maker], yardstick: Yardstick) -> list[Row]:
-    """Rows of all; of the first one and those near the fastest, what a longer race among themselves gave."""
+def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak) -> list[Row]:
+    """Compare all; then compare the first one and those near the fastest for longer, and take their rows from that."""
     made: list[Runner] = []
 
-    def keeping(make: Callable[[], Runner]) -> Runner:
-        made.append(make())
+    def record(build: Callable[[], Runner]) -> Runner:
+        made.append(build())
         return made[-1]
 
-    kept = (maker._replace(make=partial(keeping, maker.make)) for maker in makers)
-    rows = list(build_and_race("engines", first, kept, yardstick))
+    recorded = (builder._replace(build=partial(record, builder.build)) for builder in builders)
+    rows = list(build_and_compare("engines", first, recorded, peak))
     # Rows of what could not be made come before all others.
     lost, ran = rows[: -len(first) - len(made)], rows[-len(first) - len(made) :]
     ratios = [row.ratio.median for row in ran if row.ratio is not None]
     near = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > NEAR * max(ratios)]
     runners = [*first, *made]
-    again = race("engines", [runners[index] for index in near], yardstick, FINAL_SECONDS)
+    again = compare_runners("engines", [runners[index] for index in near], peak, FINAL_SECONDS)
     for index, row in zip(near, again, strict=True):
         ran[index] = row
     return [*lost, *ran]
 
 
-def wrong(warm: ReadyEngine) -> list[EngineConfig]:
-    """What tuning found to give other labels."""
-    trials = () if warm.plan is None else warm.plan.trials
+def wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
+    """Return the configurations that tuning found to give other labels."""
+    trials = () if selected.plan is None else selected.plan.trials
     return [trial.choice for trial in trials if trial.verdict.startswith("wrong")]
 
 
-def loaded_model(rows: list[Row]) -> dict[str, float]:
-    """The speed of what was tuned over that of the best fixed engine, and of the best bare loop."""
+def relative_speeds(rows: list[Row]) -> dict[str, float]:
+    """Return the speed of what was tuned over that of the best fixed engine, and of the best bare loop."""
     speeds = [(row.name, row.ratio.median) for row in rows if row.ratio is not None]
     fixed = [speed for name, speed in speeds if not name.startswith("bare")]
     bare = [speed for name, speed in speeds if name.startswith("bare")]
@@ -268,8 +285,8 @@ def main() -> None:
         torch.compiler.reset()
         torch_compile.drop_generated_code()
         print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
-        print("\n".join(table("engine", rows)), flush=True)
-        found[name] = {"rows": [asdict(row) for row in rows], "standing": loaded_model(rows)}
+        print("\n".join(format_table("engine", rows)), flush=True)
+        found[name] = {"rows": [asdict(row) for row in rows], "standing": relative_speeds(rows)}
     print("\n| network | auto over best fixed | auto over best bare loop |\n|---|---|---|")
     for name, result in found.items():
         shares = result["standing"]

@@ -12,26 +12,21 @@ than the limits.
 from __future__ import annotations
 
 import argparse
-import http.client
 import io
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tifffile
-from processes import resident
+from common import request, run_server
+from processes import Sampler, resident
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "engine: {kind: eager}\nserver: {scratch_folder: SCRATCH}\n"
 
 
@@ -45,82 +40,21 @@ class Outcome(NamedTuple):
     megabytes: float
 
 
-class Memory:
-    """The highest resident memory of a process and its children while the block lasts, in bytes above its beginning."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._over = threading.Event()
-        self.before = self.highest = resident(process)
-
-    def __enter__(self) -> Memory:
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.002):
-            self.highest = max(self.highest, resident(self._process))
-
-    @property
-    def megabytes(self) -> float:
-        return (self.highest - self.before) / 2**20
-
-
-@contextmanager
-def server(folder: Path) -> Iterator[tuple[int, int]]:
-    """A ready server; yields its process number and its port."""
-    config = folder / "config.yaml"
-    config.write_text(CONFIG.replace("SCRATCH", str(folder)))
-    command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    if process.stdout is None:
-        raise RuntimeError("the server has no output")
-    try:
-        port = int(process.stdout.readline().rpartition(":")[2])
-        deadline = time.monotonic() + 300
-        while ask(port, "GET", "/health/ready")[0] != 200:
-            if time.monotonic() > deadline:
-                raise TimeoutError((folder / "log").read_text())
-            time.sleep(0.5)
-        yield process.pid, port
-    finally:
-        process.terminate()
-        process.wait(60)
-        process.stdout.close()
-
-
-def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    """Status and body of one request; status 0 where the connection broke."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request(method, path, body, {"Content-Type": "image/tiff"} if body is not None else {})
-        response = connection.getresponse()
-        return response.status, response.read()
-    except (OSError, http.client.HTTPException) as error:
-        return 0, repr(error).encode()
-    finally:
-        connection.close()
-
-
 def post(process: int, port: int, path: Path, name: str) -> Outcome:
     body = path.read_bytes()
-    with Memory(process) as memory:
+    before = resident(process)
+    with Sampler(lambda: resident(process), 0.002) as memory:
         began = time.perf_counter()
-        status, answer = ask(port, "POST", "/segment", body)
+        status, answer = request(port, "POST", "/segment", body)
         seconds = time.perf_counter() - began
+    highest = max([before, *(size for _, size in memory.samples)])
     if status == 200:
         kind = "segmented"
     elif status == 0:
         kind = answer.decode()
     else:
         kind = json.loads(answer)["type"].rpartition(":")[2]
-    return Outcome(name, status, kind, seconds, memory.megabytes)
+    return Outcome(name, status, kind, seconds, (highest - before) / 2**20)
 
 
 def small_stack() -> bytes:
@@ -162,13 +96,16 @@ def main() -> int:
     options = parser.parse_args()
     files = [path for path in sorted(options.folder.rglob("*")) if path.is_file() and path.suffix != ".json"]
     good, outcomes, after = small_stack(), [], []
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as (process, port):
-        for _ in range(3):
-            ask(port, "POST", "/segment", good)
-        for path in files:
-            outcomes.append(post(process, port, path, str(path.relative_to(options.folder))))
-            after.append(ask(port, "POST", "/inspect", good)[0])
-        after.append(ask(port, "POST", "/segment", good)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(CONFIG.replace("SCRATCH", folder))
+        with run_server(Path(folder), "--config", str(config)) as (process, port):
+            for _ in range(3):
+                request(port, "POST", "/segment", good)
+            for path in files:
+                outcomes.append(post(process, port, path, str(path.relative_to(options.folder))))
+                after.append(request(port, "POST", "/inspect", good)[0])
+            after.append(request(port, "POST", "/segment", good)[0])
     if options.json:
         options.json.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1))
     return 0 if show(outcomes, after, options.limit_seconds, options.limit_mb) else 1

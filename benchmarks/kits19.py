@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from crash import make_model
+from common import make_model
 
 from service.__main__ import main as stackseg
 

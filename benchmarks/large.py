@@ -20,7 +20,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ import httpx2
 import numpy as np
 import tifffile
 import torch
-from crash import Server, make_model
-from processes import memory
+from common import make_model, write_figures
+from crash import Server
+from processes import Sampler, memory
 from torch import nn
 
 PLANE = (2048, 2048)
@@ -64,26 +64,6 @@ MODEL: dict[str, Any] = {
     "outputs": ["dark", "bright"],
     "decoding": {"kind": "classes"},
 }
-
-
-class Peak(threading.Thread):
-    """The most that a process and its children had in memory at once, in bytes, between `start` and `stop`."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid = pid
-        self._stopped = threading.Event()
-        self.resident = self.anonymous = 0
-
-    def run(self) -> None:
-        while not self._stopped.wait(0.02):
-            anonymous, mapped = resident(self._pid)
-            self.anonymous = max(self.anonymous, anonymous)
-            self.resident = max(self.resident, anonymous + mapped)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
 
 
 def resident(pid: int) -> tuple[int, int]:
@@ -128,15 +108,13 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
     """Make, post, wait, compare, delete; gives the figures of one size."""
     scan, labels = folder / "scans" / "stack.tif", folder / "results" / "labels.tif"
     blocks = make_stack(scan, depth)
-    peak = Peak(server.pid)
-    peak.start()
-    began = time.monotonic()
-    answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
-    assert answer.status_code == 202, answer.text
-    while (job := http.get(answer.headers["location"]).json())["state"] in {"waiting", "running"}:
-        time.sleep(0.2)
-    seconds = time.monotonic() - began
-    peak.stop()
+    with Sampler(lambda: resident(server.pid), 0.02) as usage:
+        began = time.monotonic()
+        answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
+        assert answer.status_code == 202, answer.text
+        while (job := http.get(answer.headers["location"]).json())["state"] in {"waiting", "running"}:
+            time.sleep(0.2)
+        seconds = time.monotonic() - began
     assert job["state"] == "done", job
     compare(labels, depth, blocks)
     figures = {
@@ -146,8 +124,8 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
         "voxels_per_second": round(depth * PLANE[0] * PLANE[1] / seconds),
         "stage_seconds": job["seconds"],
         "label_file_bytes": labels.stat().st_size,
-        "peak_resident_bytes": peak.resident,
-        "peak_anonymous_bytes": peak.anonymous,
+        "peak_resident_bytes": max(sum(pages) for _, pages in usage.samples),
+        "peak_anonymous_bytes": max(anonymous for _, (anonymous, _mapped) in usage.samples),
         "budget_bytes": 2 * ROI[0] * PLANE[0] * PLANE[1] + EXTRA_BYTES,
     }
     labels.unlink()
@@ -208,10 +186,8 @@ def main() -> None:
         figures = run(options.gigabytes, folder)
     finally:
         shutil.rmtree(folder)
-    text = json.dumps({"stacks": figures, "python": platform.python_version(), "torch": torch.__version__}, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    content = {"stacks": figures, "python": platform.python_version(), "torch": torch.__version__}
+    write_figures(content, options.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +30,11 @@ from typing import Any, NamedTuple
 import httpx2
 import numpy as np
 import tifffile
-from crash import EAGER, Server, Stack, make_stacks, measure, wait_for
-from processes import descriptors, resident, threads
+from common import TIFF, wait_for
+from crash import EAGER, Server, Stack, make_stacks, measure
+from processes import Sampler, descriptors, resident, threads
 
 PROBE = Path(__file__).with_name("probe.py")
-TIFF = {"Content-Type": "image/tiff"}
 LONGEST_SECONDS = 120
 
 
@@ -159,14 +158,15 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     with server.running() as http:
         address = str(http.base_url)
         before = Taken.by(server.pid)
-        memory = Memory(server.pid, min(seconds / 60, 1.0))
         command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
             end = time.monotonic() + seconds
-            with ThreadPoolExecutor(clients) as pool:
+            with (
+                Sampler(lambda: Taken.by(server.pid), min(seconds / 60, 1.0)) as usage,
+                ThreadPoolExecutor(clients) as pool,
+            ):
                 users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
             told = sum((user.result() for user in users), Counter[str]())
-            memory.stop()
             assert probe.stdout is not None
             health = json.loads(probe.stdout.read())
             wait_idle(http)
@@ -180,15 +180,14 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         def left() -> list[Path]:
             return [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
 
-        wait_for(lambda: not left())
-        assert left() == [], f"files are left over: {left()}"
+        assert wait_for(lambda: not left()), f"files are left over: {left()}"
     return {
         "seconds": seconds,
         "clients": clients,
         "happened": dict(sorted(told.items())),
         "health_live_milliseconds": health,
         "idle": {"before": before._asdict(), "after": after._asdict()},
-        **judged(memory.medians(stretch := min(seconds / 4, 60.0)), stretch),
+        **judged(medians_of(usage.samples, stretch := min(seconds / 4, 60.0)), stretch),
     }
 
 
@@ -208,10 +207,7 @@ def judged(medians: list[Taken], seconds: float) -> dict[str, Any]:
 
 def wait_idle(http: httpx2.Client) -> None:
     """Until nobody waits and the last request's files are gone."""
-    deadline = time.monotonic() + 60
-    while http.get("/health").json()["waiting"]:
-        assert time.monotonic() < deadline, "the queue does not empty"
-        time.sleep(0.1)
+    assert wait_for(lambda: not http.get("/health").json()["waiting"], 60), "the queue does not empty"
     time.sleep(2)
 
 
@@ -227,33 +223,14 @@ class Taken(NamedTuple):
         return cls(resident(pid), threads(pid), descriptors(pid))
 
 
-class Memory(threading.Thread):
-    """Notes what a process and its children take, every so many seconds until it is stopped."""
-
-    def __init__(self, pid: int, seconds: float) -> None:
-        super().__init__(daemon=True)
-        self._samples: list[tuple[float, Taken]] = []
-        self._pid, self._seconds = pid, seconds
-        self._stopped = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        began = time.monotonic()
-        while not self._stopped.wait(self._seconds):
-            self._samples.append((time.monotonic() - began, Taken.by(self._pid)))
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-    def medians(self, seconds: float) -> list[Taken]:
-        """Of every stretch of so many seconds, but for a rest at the end that is shorter."""
-        stretches: dict[int, list[Taken]] = {}
-        for moment, taken in self._samples:
-            stretches.setdefault(int(moment / seconds), []).append(taken)
-        whole = int(self._samples[-1][0] / seconds + 0.1)
-        samples = [stretches[number] for number in sorted(stretches) if number < whole]
-        return [Taken(*(round(statistics.median(kind)) for kind in zip(*taken, strict=True))) for taken in samples]
+def medians_of(samples: list[tuple[float, Taken]], seconds: float) -> list[Taken]:
+    """Return the median of every stretch of so many seconds, but for a shorter one at the end."""
+    stretches: dict[int, list[Taken]] = {}
+    for moment, taken in samples:
+        stretches.setdefault(int(moment / seconds), []).append(taken)
+    whole = int(samples[-1][0] / seconds + 0.1)
+    chosen = [stretches[number] for number in sorted(stretches) if number < whole]
+    return [Taken(*(round(statistics.median(kind)) for kind in zip(*taken, strict=True))) for taken in chosen]
 
 
 def main() -> None:

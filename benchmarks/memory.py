@@ -11,7 +11,6 @@ scores of the whole volume.
 from __future__ import annotations
 
 import argparse
-import http.client
 import resource
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
-from crash import make_model
-from end_to_end import ROOT, server
+from common import ROOT, make_model, post_file
+from end_to_end import serve_model
 from monai.inferers.utils import sliding_window_inference
 from processes import memory
 
@@ -59,18 +58,10 @@ def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
 
 def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
     """Peak bytes when the server is ready, and after the request."""
-    with server(model, threads, folder) as (process, port):
-        ready = memory(process.pid, "VmHWM")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
-        with stack.open("rb") as body, (folder / "classes.tif").open("wb") as result:
-            headers = {"Content-Type": "image/tiff", "Content-Length": str(stack.stat().st_size)}
-            connection.request("POST", "/segment", body, headers)
-            response = connection.getresponse()
-            while chunk := response.read(1 << 20):
-                result.write(chunk)
-        if response.status != 200:
-            raise SystemExit(f"The server answered {response.status}: {(folder / 'classes.tif').read_text()}")
-        return ready, memory(process.pid, "VmHWM")
+    with serve_model(model, threads, folder) as (pid, port):
+        ready = memory(pid, "VmHWM")
+        post_file(port, "/segment", stack, folder / "classes.tif")
+        return ready, memory(pid, "VmHWM")
 
 
 def plain(model: Path, stack: Path, result: Path) -> None:

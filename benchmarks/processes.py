@@ -1,11 +1,43 @@
-"""A process and its descendants, as Linux accounts for them."""
+"""Resources of a process and its descendants, as Linux accounts for them."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, Self, TypeVar
 
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+T = TypeVar("T")
+
+
+class Sampler(threading.Thread, Generic[T]):
+    """Thread that takes a sample every `interval` seconds while its block runs.
+
+    samples  seconds since the beginning, and what `take` returned then
+    """
+
+    def __init__(self, take: Callable[[], T], interval: float) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[tuple[float, T]] = []
+        self._take, self._interval = take, interval
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        while not self._stopped.wait(self._interval):
+            self.samples.append((time.monotonic() - began, self._take()))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self.join()
 
 
 def family(pid: int) -> list[int]:

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import tifffile
-from end_to_end import ROOT, counted, server, synthetic_nuclei
+from common import ROOT, TIFF, stage_seconds
+from end_to_end import read_metrics, serve_model, synthetic_nuclei
 from numpy.typing import NDArray
 from processes import cpu_seconds
 
@@ -50,15 +51,12 @@ class Client:
 
     def post(self, stack: bytes) -> bytes:
         """The file with the labels."""
-        headers = {"Content-Type": "image/tiff"}
-        self._connection.request("POST", f"/segment?overlap={self._overlap}&diameter=none", stack, headers)
+        self._connection.request("POST", f"/segment?overlap={self._overlap}&diameter=none", stack, TIFF)
         response = self._connection.getresponse()
         content = response.read()
         if response.status != 200:
             raise SystemExit(f"The server answered {response.status}: {content.decode()}")
-        for entry in response.headers["Server-Timing"].split(", "):
-            name, _, duration = entry.partition(";dur=")
-            self.seconds[name] += float(duration) / 1000
+        self.seconds.update(stage_seconds(response.headers["Server-Timing"]))
         return content
 
     def close(self) -> None:
@@ -80,10 +78,10 @@ def as_tiff(pixels: NDArray[Any]) -> bytes:
 
 def slots(port: int, model: str) -> tuple[float, float]:
     """Windows computed so far, and the room that their batches had."""
-    told = counted(port)
+    metrics = read_metrics(port)
     names = ("stackseg_windows_total", "stackseg_batch_slots_total")
-    windows, room = (told.get(f'{name}{{model="{model}"}}', 0.0) for name in names)
-    return windows, room
+    windows, capacity = (metrics.get(f'{name}{{model="{model}"}}', 0.0) for name in names)
+    return windows, capacity
 
 
 def post_one_by_one(port: int, overlap: float, stacks: list[bytes]) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     each = -(-windows // options.clients)
     shares = [[smalls[(client + turn) % STACKS] for turn in range(each)] for client in range(options.clients)]
     runs: dict[str, list[dict[str, Any]]] = {"large": [], "small": []}
-    with server(options.model, options.threads, folder) as (process, port):
+    with serve_model(options.model, options.threads, folder) as (pid, port):
         alone = dict(
             zip(smalls, map(fingerprint, post_one_by_one(port, options.overlap, smalls)["answers"]), strict=True)
         )
@@ -123,13 +121,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         post_one_by_one(port, options.overlap, [content])
         for repeat in range(options.repeats):
             for name, results in runs.items():
-                before, busy = slots(port, spec.name), cpu_seconds(process.pid)
+                before, busy = slots(port, spec.name), cpu_seconds(pid)
                 run = (
                     post_one_by_one(port, options.overlap, [content])
                     if name == "large"
                     else post_at_once(port, options.overlap, shares)
                 )
-                after, run["cpu"] = slots(port, spec.name), cpu_seconds(process.pid) - busy
+                after, run["cpu"] = slots(port, spec.name), cpu_seconds(pid) - busy
                 run["windows"], run["slots"] = (now - then for now, then in zip(after, before, strict=True))
                 results.append(run)
                 rate = run["windows"] / run["seconds"]

@@ -29,7 +29,8 @@ from typing import Any
 
 import httpx2
 import yaml
-from crash import ROOT, SMALL, make_model, make_tiff
+from common import ROOT, TIFF, make_model, make_tiff, write_figures
+from crash import SMALL
 from processes import cpu_seconds, resident
 
 START_SECONDS = 600
@@ -75,7 +76,7 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
             figures["answer"] = time.monotonic() - began
             until(lambda: client.get("/health/ready").status_code == 200)
             figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
-            client.post("/segment", content=stack, headers={"Content-Type": "image/tiff"}).raise_for_status()
+            client.post("/segment", content=stack, headers=TIFF).raise_for_status()
             figures["first_result"] = time.monotonic() - began - figures["ready"]
             figures["memory_mb"] = resident(process.pid) >> 20
             figures["recompilations"] = recompilations(client)
@@ -149,10 +150,7 @@ def main() -> None:
                     if options.log and turn in {0, options.starts}:
                         print("\n".join(found["log"]), file=sys.stderr)
             figures[case] = {tree: summary(found) for tree, found in runs.items()}
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

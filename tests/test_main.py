@@ -19,8 +19,9 @@ from fakes import until
 from live import as_tiff
 from paths import ROOT
 
-from service.__main__ import is_public, main
+from service.__main__ import main
 from service.api.api_keys import Keys, hash_of
+from service.cli.serve import is_public
 from service.core.config import read_settings
 from service.models.spec import ModelSpec
 

@@ -1,4 +1,4 @@
-"""`stackseg bench`: what a model takes on the machine at hand."""
+"""`stackseg bench` measures a model on this machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import sys
 from pathlib import Path
 
+from service.cli.models import choose_model
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.models.repository import read_repository, select_model
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """The grammar behind `stackseg bench`."""
+    """Add the options of `stackseg bench`."""
     bench.add_argument("--model", help="name of a model; the default model if not given")
     bench.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
     bench.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"), help="of a stack")
@@ -31,15 +31,14 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Measure one model in this process; prints Markdown tables. torch is imported only here."""
-    from service.cli.benchmark import report as show  # noqa: PLC0415
-    from service.cli.benchmark import session  # noqa: PLC0415
+    """Measure one model in this process; print Markdown tables."""
+    from service.cli.benchmark import report, session  # noqa: PLC0415
 
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
-    wanted = session.Wanted(
+    plan = session.BenchPlan(
         shape=tuple(options.shape),
         repeats=options.repeats,
         cold=options.cold,
@@ -50,12 +49,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         build_seconds=options.build_seconds,
         profile=options.profile,
     )
-    models = settings.models
-    spec = select_model(read_repository(models.folder, models.serve), options.model, models.default)
-    report = session.run(spec, settings, wanted)
-    sys.stdout.write("\n".join(show.lines(report)) + "\n")
+    measured = session.run(choose_model(options.model, settings), settings, plan)
+    sys.stdout.write("\n".join(report.format_lines(measured)) + "\n")
     if options.json is not None:
-        options.json.write_text(show.as_json(report), encoding="utf-8")
-    if options.plot is not None and not show.plot(report, options.plot):
+        options.json.write_text(report.to_json(measured), encoding="utf-8")
+    if options.plot is not None and not report.plot(measured, options.plot):
         sys.stderr.write("There is no plot: matplotlib is not installed (pip install 'stackseg[demo]').\n")
     return 0

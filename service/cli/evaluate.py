@@ -1,4 +1,4 @@
-"""`stackseg evaluate`: how well a model's labels agree with annotated ones, beside a classical method."""
+"""`stackseg evaluate` scores a model on annotated stacks, beside a classical method."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
+from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(evaluate: argparse.ArgumentParser) -> None:
-    """The grammar behind `stackseg evaluate`."""
+    """Add the arguments of `stackseg evaluate`."""
     evaluate.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="with image.tif and mask.tif")
     evaluate.add_argument("--images", type=Path, nargs="+", default=[], help="stacks")
     evaluate.add_argument("--labels", type=Path, nargs="+", default=[], help="their labels, in the same order")
@@ -39,12 +40,12 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Print the table, a line as soon as it is known. Needs the extra `train`."""
+    """Print the table line by line. Needs the extra `train`."""
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
     from service.training.evaluate import HEADER, format_row, score_classical, score_model, stack_name  # noqa: PLC0415
 
-    pairs = _pairs(options)
-    segmenter = Segmenter(_chosen(options.model, settings), settings)
+    pairs = _list_pairs(options)
+    segmenter = Segmenter(_read_model(options.model, settings), settings)
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
     segmenter.warm_up()
@@ -54,11 +55,11 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     for path, truth_path in pairs:
         volume, pixels = _read(path, truth_path, options.channel, settings)
         stack = stack_name(path)
-        works = [partial(score_model, segmenter, volume, pixels, diameter) for diameter in options.diameter or [None]]
+        methods = [partial(score_model, segmenter, volume, pixels, diameter) for diameter in options.diameter or [None]]
         if not options.no_floor:
-            works.append(partial(score_classical, volume, pixels))
-        for work in works:
-            line = work()
+            methods.append(partial(score_classical, volume, pixels))
+        for score in methods:
+            line = score()
             results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
             if not options.json:
                 sys.stdout.write(format_row(stack, line) + "\n")
@@ -68,8 +69,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
-    """Files of stacks, each with that of its labels. Raises BadParameter."""
+def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Return the files of stacks, each with that of its labels. Raises BadParameter."""
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
@@ -78,24 +79,21 @@ def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
-    """One channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
+    """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
     from service.core.volume import Selection  # noqa: PLC0415
     from service.formats import tiff_reader  # noqa: PLC0415
 
-    number = int(channel) if channel and channel.isdecimal() else channel
+    selected = int(channel) if channel and channel.isdecimal() else channel
     limit = settings.limits.decoded_bytes
-    volume, truth = (
-        tiff_reader.read(image, Selection(channel=number), limit),
-        tiff_reader.read(labels, Selection(), limit),
-    )
+    volume = tiff_reader.read(image, Selection(channel=selected), limit)
+    truth = tiff_reader.read(labels, Selection(), limit)
     if truth.shape != (1, *volume.shape[1:]):
         raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
     return volume, truth.array()[0]
 
 
-def _chosen(model: str | None, settings: Settings) -> ModelSpec:
-    """The model of a name in the repository, or of a folder anywhere. Raises UnknownModel and BrokenModel."""
+def _read_model(model: str | None, settings: Settings) -> ModelSpec:
+    """Return the model of a name in the repository, or of a folder. Raises UnknownModel and BrokenModel."""
     if model is not None and (Path(model) / FILE_NAME).is_file():
         return read_spec(Path(model))
-    models = settings.models
-    return select_model(read_repository(models.folder, models.serve), model, models.default)
+    return choose_model(model, settings)

@@ -1,4 +1,4 @@
-"""`stackseg models` lists the repository, `stackseg models import PATH` adds a model from elsewhere to it."""
+"""`stackseg models` lists the repository; `stackseg models import PATH` adds a model to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import yaml
 
 from service.core.config import Settings
 from service.core.errors import ConfigError
-from service.models.repository import read_repository
+from service.models.repository import read_repository, select_model
+from service.models.spec import ModelSpec
 
 
 def add_arguments(models: argparse.ArgumentParser) -> None:
-    """The grammar behind `stackseg models`."""
+    """Add the arguments of `stackseg models`."""
     models.add_argument("--json", action="store_true", help="everything that the model files say")
     models.set_defaults(run=run_list)
     actions = models.add_subparsers(metavar="import")
@@ -38,33 +39,33 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
 
 
 def run_list(options: argparse.Namespace, settings: Settings) -> int:
-    """List the models, and how each was found to run best; nothing is loaded."""
+    """List the models and their stored plans; nothing is loaded."""
     from service.engine import plans  # noqa: PLC0415
 
     specs = read_repository(settings.models.folder, settings.models.serve)
     folder = plans.choose_folder(settings.engine.cache_folder)
-    kept = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
+    stored = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if options.json:
-        told = [
-            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in kept[spec.name]]}
+        content = [
+            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in stored[spec.name]]}
             for spec in specs.values()
         ]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0
     for spec in specs.values():
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
-        for plan in kept[spec.name]:
+        for plan in stored[spec.name]:
             sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
     return 0
 
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
-    """Import one package; prints what an operator should know. torch is imported only here."""
+    """Import one package; print notes for the operator."""
     from service.inference.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.model_folder import import_model  # noqa: PLC0415
 
-    stated = {} if options.stated is None else _stated(options.stated)
+    stated = {} if options.stated is None else _read_stated_keys(options.stated)
     spec, notes = import_model(options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor)
     sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
     for note in notes:
@@ -72,7 +73,8 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _stated(path: Path) -> dict[str, Any]:
+def _read_stated_keys(path: Path) -> dict[str, Any]:
+    """Read keys of model.yaml from a YAML file. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -80,3 +82,8 @@ def _stated(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a mapping of keys of model.yaml is expected.")
     return content
+
+
+def choose_model(name: str | None, settings: Settings) -> ModelSpec:
+    """Return the model of that name in the repository, the default for None. Raises UnknownModel and BrokenModel."""
+    return select_model(read_repository(settings.models.folder, settings.models.serve), name, settings.models.default)

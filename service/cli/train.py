@@ -1,4 +1,4 @@
-"""`stackseg train`: a model folder of one's own from annotated stacks."""
+"""`stackseg train` makes a model folder from annotated stacks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from service.core.config import Settings, Training, override_settings
 from service.core.errors import BadParameter
 from service.models.repository import read_spec
-from service.models.spec import ModelSpec
-
-Pairs = tuple[list[Path], list[Path]]
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:
-    """The grammar behind `stackseg train`. What is not given is as `training` in the configuration says."""
+    """Add the options of `stackseg train`; those that are not given are taken from `training` in the configuration."""
     train.add_argument("--images", type=Path, nargs="+", required=True, help="stacks of one channel")
     train.add_argument("--labels", type=Path, nargs="+", required=True, help="their labels, in the same order")
     train.add_argument("--out", type=Path, help="model folder to make, such as models/mine")
@@ -35,31 +32,24 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Train and write the model folder, or measure. Needs the extra `train`."""
+    """Train and write the model folder, or measure steps. Needs the extra `train`."""
     given = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
     settings = override_settings(settings, "training", given)
     base = None if options.base is None else read_spec(options.base)
     pairs = (options.images, options.labels)
     if options.benchmark:
-        return _measure(pairs, settings, base)
+        from service.training.throughput import HEADER  # noqa: PLC0415
+        from service.training.train import measure_steps  # noqa: PLC0415
+
+        rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
+        sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
+        return 0
     if options.out is None:
         raise BadParameter("--out: say which model folder to make, such as models/mine.")
-    return _train(pairs, options.out, settings, base, resume=options.resume)
-
-
-def _train(pairs: Pairs, out: Path, settings: Settings, base: ModelSpec | None, *, resume: bool) -> int:
     from service.training.train import train_model  # noqa: PLC0415
 
-    spec, state = train_model(pairs, out, settings, base=base, resume=resume)
+    spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
     skipped = f", {state.skipped} steps skipped for a loss that was not finite" if state.skipped else ""
-    sys.stdout.write(f"{out}: {spec.identifier}, {state.step} steps, best validation {state.best:.4f}{skipped}\n")
-    return 0
-
-
-def _measure(pairs: Pairs, settings: Settings, base: ModelSpec | None) -> int:
-    from service.training.throughput import HEADER  # noqa: PLC0415
-    from service.training.train import measure_steps  # noqa: PLC0415
-
-    rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
-    sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
+    results = f"{state.step} steps, best validation {state.best:.4f}{skipped}"
+    sys.stdout.write(f"{options.out}: {spec.identifier}, {results}\n")
     return 0

@@ -1,1 +1,1 @@
-"""What a model takes on the machine at hand: `stackseg bench`. Nothing that serves imports it."""
+"""Measurements of `stackseg bench`."""

@@ -1,4 +1,4 @@
-"""Ways to run one network, by itself and in turn: every engine, and every optimisation alone and removed."""
+"""Comparison of ways to run one network: every engine, and every optimisation alone and removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.cli.benchmark.timing import Spread, in_turn, matrix_peak, synchronised
+from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, base, cuda_graph, precision, torch_compile
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Runner(NamedTuple):
-    """A network that has run: `call` is one batch of `windows`, `precision` that whose peak it is held against."""
+    """Network that is ready to be timed: `call` runs one batch of `windows`; `precision` selects the peak."""
 
     name: str
     windows: int
@@ -42,11 +42,11 @@ class Runner(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one way to run a network.
+    """Result of one way to run a network.
 
     problem     why there are no numbers
     ratio       its windows per second over those of the first row of its group, round by round
-    peak_share  of a large matrix product in the same precision; fewer multiplications than the model's can pass 1
+    peak_share  speed over that of a large matrix product in this precision; above 1 where an engine saves arithmetic
     """
 
     group: str
@@ -61,11 +61,11 @@ class Row:
 
 
 @dataclass
-class Yardstick:
-    """What networks are held against.
+class DevicePeak:
+    """Peak speed of a device, to which networks are compared.
 
-    gflop  arithmetic of one window
-    peaks  what the device does at best: GFLOP per second by precision
+    gflop  arithmetic of one window of the network
+    peaks  GFLOP per second of a large matrix product, by precision
     clock  on a busy machine CPU seconds (`time.process_time`) of one thread leave out what others took
     """
 
@@ -75,16 +75,16 @@ class Yardstick:
     clock: Callable[[], float] = time.perf_counter
 
     def measure(self, name: str) -> float:
-        """The device's peak, measured again: a moment in which it was busy does not lower it."""
-        peak = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
-        self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
+        """Measure the peak again and keep the highest, so that a moment in which the device was busy does not count."""
+        latest = matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
+        self.peaks[name] = max(self.peaks.get(name, 0.0), latest)
         return self.peaks[name]
 
 
-def race(group: str, runners: Sequence[Runner], yardstick: Yardstick, seconds: float = SECONDS) -> Iterator[Row]:
-    """All of them in turn; the first is what the others are compared with."""
-    times = in_turn([runner.call for runner in runners], ROUNDS, seconds, yardstick.clock)
-    peaks = {name: yardstick.measure(name) for name in {runner.precision for runner in runners}}
+def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
+    """Time all runners in turn, and compare them with the first."""
+    times = time_in_turn([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
+    peaks = {name: peak.measure(name) for name in {runner.precision for runner in runners}}
     per_window = [[t / runner.windows for t in taken] for runner, taken in zip(runners, times, strict=True)]
     for runner, taken in zip(runners, per_window, strict=True):
         spread = Spread.of([1000 * t for t in taken])
@@ -95,70 +95,76 @@ def race(group: str, runners: Sequence[Runner], yardstick: Yardstick, seconds: f
             runner.windows,
             ms_per_window=spread,
             windows_per_second=speed,
-            gflop_per_second=speed * yardstick.gflop,
-            peak_share=speed * yardstick.gflop / peaks[runner.precision],
+            gflop_per_second=speed * peak.gflop,
+            peak_share=speed * peak.gflop / peaks[runner.precision],
             ratio=Spread.ratio(per_window[0], taken),
         )
 
 
-class Maker(NamedTuple):
-    """What becomes a `Runner`. Raises what engines raise where it does not run here."""
+class RunnerBuilder(NamedTuple):
+    """Builder of a `Runner`; `build` raises what engines raise where it does not run here."""
 
     name: str
     windows: int
-    make: Callable[[], Runner]
+    build: Callable[[], Runner]
 
 
-def build_and_race(
-    group: str, first: Sequence[Runner], makers: Iterable[Maker], yardstick: Yardstick, seconds: float = math.inf
+def build_and_compare(
+    group: str, first: Sequence[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak, seconds: float = math.inf
 ) -> Iterator[Row]:
-    """Build what there is to build, and let it run in turn with what runs already; nothing is begun after `seconds`."""
+    """Build runners, and time them in turn with those that run already; after `seconds` nothing more is built."""
     deadline = time.monotonic() + seconds
     runners = list(first)
-    for maker in makers:
+    for builder in builders:
         if time.monotonic() > deadline:
-            yield Row(group, maker.name, maker.windows, f"not built: {seconds:g} s were over")
+            yield Row(group, builder.name, builder.windows, f"not built: {seconds:g} s were over")
             continue
-        log.info("building %s x%d", maker.name, maker.windows)
+        log.info("building %s x%d", builder.name, builder.windows)
         try:
-            runners.append(maker.make())
+            runners.append(builder.build())
         except FAILURES as error:
-            yield Row(group, maker.name, maker.windows, backends.first_line(error))
-    yield from race(group, runners, yardstick)
+            yield Row(group, builder.name, builder.windows, backends.first_line(error))
+    yield from compare_runners(group, runners, peak)
 
 
-def engines(spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]) -> Iterator[Maker]:
-    """Every engine that the settings leave open and that makes anything of the network, at every batch size."""
+def list_engines(
+    spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
+) -> Iterator[RunnerBuilder]:
+    """List every engine that the settings allow and that suits the network, at every batch size."""
     network = load_network(spec)
     window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
-    warming = EngineSelector(spec, settings, device, network, window_bytes)
+    selector = EngineSelector(spec, settings, device, network, window_bytes)
     names = precision.list_precisions(settings.engine.precision, hardware.native_precisions(device))
 
     def build(choice: EngineConfig) -> Runner:
-        window = warming.build(choice).window
+        window = selector.build(choice).window
         return Runner(
-            label(choice), choice.sw_batch_size, choice.precision, calling(window.network, window.batch, device)
+            format_config(choice),
+            choice.sw_batch_size,
+            choice.precision,
+            make_call(window.network, window.batch, device),
         )
 
     for size in batch_sizes:
         for choice in backends.list_configs(settings.engine, device, names, size):
             if backends.BACKENDS[choice.engine].suits(network):
-                yield Maker(label(choice), size, partial(build, choice))
+                yield RunnerBuilder(format_config(choice), size, partial(build, choice))
 
 
-def label(choice: EngineConfig) -> str:
-    """A choice without its batch size."""
+def format_config(choice: EngineConfig) -> str:
+    """Name an engine configuration, without its batch size."""
     mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
     return f"{choice.engine}{mode} {choice.precision} {choice.memory_format}"
 
 
-def calling(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:
+def make_call(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:
+    """Return a function that runs the network on the batch and waits for the device."""
     return synchronised(lambda: network(batch), device)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Which optimisations a network runs with; the defaults are none."""
+class Optimisations:
+    """Optimisations that a network runs with; the defaults are none."""
 
     windows: int = 1
     precision: str = "fp32"
@@ -170,7 +176,7 @@ class Recipe:
     cudagraph: bool = False
 
     def build(self, name: str, network: nn.Module, window: tuple[int, ...], device: torch.device) -> Runner:
-        """Make it run, on one batch of noise of windows (C, z, y, x). Raises what engines raise."""
+        """Make a runner on one batch of noise, windows of shape (C, z, y, x). Raises what engines raise."""
         memory_format = torch.channels_last_3d if self.channels_last else torch.contiguous_format
         dtype = DTYPES[self.precision]
         module = prepare(network, device, dtype, memory_format, fold=self.folded)
@@ -183,51 +189,51 @@ class Recipe:
                 run = cuda_graph.GraphedNetwork(run, batch)
             for _ in range(base.WARM_UP_CALLS):
                 run(batch)
-        return Runner(name, self.windows, self.precision, calling(run, batch, device))
+        return Runner(name, self.windows, self.precision, make_call(run, batch, device))
 
 
-def compare_optimisations(
-    spec: ModelSpec, yardstick: Yardstick, windows: int, seconds: float = math.inf
-) -> Iterator[Row]:
-    """Each one alone beside the network as it was loaded, and each one removed beside all of them together."""
-    network, device = load_network(spec), yardstick.device
-    known = optimisations(network, device, windows)
-    everything = Recipe()
-    for change in known.values():
+def compare_optimisations(spec: ModelSpec, peak: DevicePeak, windows: int, seconds: float = math.inf) -> Iterator[Row]:
+    """Compare each optimisation alone with none, and all of them with all but one."""
+    network, device = load_network(spec), peak.device
+    changes = list_optimisations(network, device, windows)
+    everything = Optimisations()
+    for change in changes.values():
         everything = replace(everything, **change)
-    alone = {"none": Recipe()} | {f"{name} alone": replace(Recipe(), **change) for name, change in known.items()}
-    removed = {"all": everything} | {f"without {name}": without(everything, change) for name, change in known.items()}
+    alone = {"none": Optimisations()} | {
+        f"{name} alone": replace(Optimisations(), **change) for name, change in changes.items()
+    }
+    removed = {"all": everything} | {f"without {name}": remove(everything, change) for name, change in changes.items()}
     window = (spec.input.channels, *spec.input.roi_size)
-    for group, recipes in (("alone", alone), ("removed", removed)):
-        makers = [
-            Maker(name, recipe.windows, partial(recipe.build, name, network, window, device))
-            for name, recipe in recipes.items()
+    for group, variants in (("alone", alone), ("removed", removed)):
+        builders = [
+            RunnerBuilder(name, variant.windows, partial(variant.build, name, network, window, device))
+            for name, variant in variants.items()
         ]
-        yield from build_and_race(group, (), makers, yardstick, seconds / 2)
+        yield from build_and_compare(group, (), builders, peak, seconds / 2)
 
 
-def optimisations(network: nn.Module, device: torch.device, windows: int) -> dict[str, dict[str, Any]]:
-    """Those that there are for this network on this device: name -> the fields of a `Recipe` that it changes."""
+def list_optimisations(network: nn.Module, device: torch.device, windows: int) -> dict[str, dict[str, Any]]:
+    """Return the fields of `Optimisations` that each optimisation changes, for this network on this device."""
     native = hardware.native_precisions(device)
     narrow = [name for name, dtype in DTYPES.items() if dtype in native and name != "fp32"]
-    found: dict[str, dict[str, Any]] = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
+    changes: dict[str, dict[str, Any]] = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
     if windows > 1:
-        found[f"{windows} windows at once"] = {"windows": windows}
+        changes[f"{windows} windows at once"] = {"windows": windows}
     if narrow:
-        found[narrow[0]] = {"precision": narrow[0]}
+        changes[narrow[0]] = {"precision": narrow[0]}
     elif device.type == "cpu" and winograd.count_replaceable(network):
-        found["winograd"] = {"winograd": True}
-    found["compiling"] = {"compiled": True}
+        changes["winograd"] = {"winograd": True}
+    changes["compiling"] = {"compiled": True}
     if device.type == "cpu":
-        # Only what is compiled can be frozen, so alone it means both.
-        found["freezing"] = {"compiled": True, "frozen": True}
+        # Only a compiled network can be frozen, so freezing alone means both.
+        changes["freezing"] = {"compiled": True, "frozen": True}
     else:
-        found["CUDA graph"] = {"cudagraph": True}
-    return found
+        changes["CUDA graph"] = {"cudagraph": True}
+    return changes
 
 
-def without(recipe: Recipe, change: dict[str, Any]) -> Recipe:
-    """`recipe` with the last field that `change` sets back at its default, and what needs it."""
+def remove(optimisations: Optimisations, change: dict[str, Any]) -> Optimisations:
+    """Reset the last field that `change` sets to its default, and what needs it."""
     field = list(change)[-1]
-    less = replace(recipe, **{field: getattr(Recipe(), field)})
+    less = replace(optimisations, **{field: getattr(Optimisations(), field)})
     return less if less.compiled else replace(less, frozen=False)

@@ -1,4 +1,4 @@
-"""A report as Markdown tables, as JSON, and as a picture."""
+"""Report of `stackseg bench` as Markdown tables, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -14,51 +14,50 @@ from service.cli.benchmark.networks import Row
 from service.cli.benchmark.session import Report
 from service.cli.benchmark.timing import Spread
 
-FACTS = ("voxels_per_second", "gflop_per_second", "peak_share")
+DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")
 HEAD = "| {} | windows at once | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
 TITLES = {"engines": "engine", "alone": "optimisation alone", "removed": "all optimisations but one"}
 
 
-def lines(report: Report) -> Iterator[str]:
-    """Everything for people to read."""
+def format_lines(report: Report) -> Iterator[str]:
+    """Return the lines of the report in Markdown."""
     engine = report.engine
     yield f"{report.device}, {report.threads} threads, torch {report.torch_version}"
     at_once = f"{engine.sw_batch_size} windows at once in {engine.streams} streams"
-    how = f"{engine.engine} {engine.precision} {engine.memory_format}, {at_once}"
-    yield f"{report.model}: {how}"
+    yield f"{report.model}: {engine.engine} {engine.precision} {engine.memory_format}, {at_once}"
     yield "ready after " + ", ".join(f"{seconds:.1f} s ({planned})" for planned, seconds in report.starts.items())
     yield ""
-    yield from _requests(report)
+    yield from _format_requests(report)
     for group, rows in itertools.groupby(report.rows, lambda row: row.group):
         yield ""
-        yield from table(TITLES[group], rows)
+        yield from format_table(TITLES[group], rows)
 
 
-def _requests(report: Report) -> Iterator[str]:
-    answered, peak = report.answered, report.peaks[report.engine.precision]
-    yield f"{'x'.join(map(str, report.shape))} voxels, {answered.windows} windows; first request {answered.first:.2f} s"
+def _format_requests(report: Report) -> Iterator[str]:
+    times, peak = report.answered, report.peaks[report.engine.precision]
+    yield f"{'x'.join(map(str, report.shape))} voxels, {times.windows} windows; first request {times.first:.2f} s"
     yield ""
-    yield "| stage | median s (least to most) |" + (" plain script |" if answered.plain else "")
-    yield "|---|---|" + ("---|" if answered.plain else "")
-    for stage in dict.fromkeys((*answered.stages, *answered.plain)):
-        columns = [answered.stages, answered.plain] if answered.plain else [answered.stages]
-        yield f"| {stage} | " + " | ".join(_seconds(column.get(stage)) for column in columns) + " |"
+    yield "| stage | median s (least to most) |" + (" plain script |" if times.plain else "")
+    yield "|---|---|" + ("---|" if times.plain else "")
+    for stage in dict.fromkeys((*times.stages, *times.plain)):
+        columns = [times.stages, times.plain] if times.plain else [times.stages]
+        yield f"| {stage} | " + " | ".join(_format_seconds(column.get(stage)) for column in columns) + " |"
     yield ""
-    yield f"{answered.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
+    yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
     share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {report.engine.precision} matrix product"
     yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
-    loops = f"{_seconds(answered.stitched)} s, a bare loop of their forwards {_seconds(answered.bare)} s"
+    loops = f"{_format_seconds(times.stitched)} s, a bare loop of their forwards {_format_seconds(times.bare)} s"
     yield f"windows from pixels to scores: {loops}"
-    ratios = f"{_ratio(answered.stitching)}, in CPU seconds {_ratio(answered.cpu_stitching)}"
+    ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
     yield f"windows per second, of those of a bare loop of forwards: {ratios}"
-    if answered.speedup is not None:
-        yield f"times as fast as the plain script: {_ratio(answered.speedup)}"
+    if times.speedup is not None:
+        yield f"times as fast as the plain script: {_format_ratio(times.speedup)}"
     device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
 
 
-def table(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Rows of one comparison."""
+def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
+    """Return the lines of the table of one comparison."""
     yield HEAD.format(title)
     yield "|---" * HEAD.count(" |") + "|"
     for row in rows:
@@ -68,46 +67,48 @@ def table(title: str, rows: Iterable[Row]) -> Iterator[str]:
         else:
             ms = f"{row.ms_per_window.median:.1f} ({row.ms_per_window.least:.1f} to {row.ms_per_window.most:.1f})"
             rates = f"{row.windows_per_second:.1f} | {row.gflop_per_second:.0f} | {row.peak_share:.0%}"
-            yield f"{name} {ms} | {rates} | {_ratio(row.ratio)} |"
+            yield f"{name} {ms} | {rates} | {_format_ratio(row.ratio)} |"
 
 
-def _seconds(spread: Spread | None) -> str:
+def _format_seconds(spread: Spread | None) -> str:
     return "" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
 
 
-def _ratio(spread: Spread) -> str:
+def _format_ratio(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.least:.2f} to {spread.most:.2f})"
 
 
-def as_json(report: Report) -> str:
-    """Every number."""
-    derived = {name: getattr(report, name) for name in FACTS}
+def to_json(report: Report) -> str:
+    """Return every number of the report as JSON."""
+    derived = {name: getattr(report, name) for name in DERIVED}
     derived["windows_per_second"] = report.answered.windows_per_second
     return json.dumps(asdict(report) | derived, indent=1)
 
 
 def plot(report: Report, path: Path) -> bool:
-    """Draw stages and comparisons as bars; False where matplotlib is not installed."""
+    """Draw stages and comparisons as bars; return False where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     rows = [row for row in report.rows if row.windows_per_second]
-    groups = {group: list(found) for group, found in itertools.groupby(rows, lambda row: row.group)}
+    groups = {group: list(of_group) for group, of_group in itertools.groupby(rows, lambda row: row.group)}
     figure = Figure(figsize=(6 * (1 + len(groups)), 4 + 0.15 * len(rows)), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(groups), squeeze=False)[0]
     stages = {stage: spread.median for stage, spread in report.answered.stages.items() if stage != "total"}
-    _bars(first, list(stages), list(stages.values()))
+    _draw_bars(first, list(stages), list(stages.values()))
     first.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
-    for axes, (group, found) in zip(others, groups.items(), strict=True):
-        _bars(axes, [f"{row.name} x{row.windows}" for row in found], [row.windows_per_second or 0 for row in found])
+    for axes, (group, of_group) in zip(others, groups.items(), strict=True):
+        _draw_bars(
+            axes, [f"{row.name} x{row.windows}" for row in of_group], [row.windows_per_second or 0 for row in of_group]
+        )
         axes.set(title=TITLES[group], xlabel="windows per second, median")
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)
     return True
 
 
-def _bars(axes: Any, names: list[str], values: list[float]) -> None:
+def _draw_bars(axes: Any, names: list[str], values: list[float]) -> None:
     axes.barh(range(len(names)), values)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Whole requests, stage by stage, in this process: from a file to a file."""
+"""Requests in this process, stage by stage, from a file to a file."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from service.models.spec import ModelSpec
 
 LIMIT_BYTES = 2**40
 
-# What is measured is the network on the stack at hand, not what else its objects' size would bring about.
+# Measures the network on the stack at hand, without resampling to another diameter of objects.
 AS_SAMPLED = Options(diameter="none")
 PLAIN = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 
-class Requests:
-    """Requests for one stack to one warm segmenter, its windows by themselves, and the forwards of these alone.
+class RequestRunner:
+    """Requests for one stack to one segmenter, the windows of the stack alone, and their forwards alone.
 
-    windows  of the stack, once there was a request
-    threads  of all streams of the device together
+    windows  number of windows of the stack, once there was a request
+    threads  threads of all streams of the device together
     """
 
     def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
         self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
         self._threads = threads
-        self._seen: tuple[SlidingWindow, Image, float] | None = None
-        self._crew: ThreadPoolExecutor | None = None
+        self._latest_scan: tuple[SlidingWindow, Image, float] | None = None
+        self._stream_pool: ThreadPoolExecutor | None = None
         self.windows = 0
 
     def once(self) -> dict[str, float]:
-        """Seconds of one request, by stage and in `total`.
+        """Return the seconds of one request, by stage and in `total`.
 
         normalise    statistics of the stack, resampling, copying to a GPU
         windows      waiting for scores; while they are decoded, further ones are computed
@@ -69,15 +69,15 @@ class Requests:
         return stages.seconds | {"total": stages.total}
 
     def stitched(self) -> None:
-        """All windows of the latest request once more, from its pixels to finished scores, which nobody decodes."""
+        """Compute the windows of the latest request again, from its pixels to scores, without decoding."""
         window, image, overlap = self._latest
         with torch.inference_mode():
-            deque(self._device.run(window, image, overlap, cancelled=lambda: False, progress=_nothing), maxlen=0)
+            deque(self._device.run(window, image, overlap, cancelled=lambda: False, progress=lambda *_: None), maxlen=0)
 
     def bare_loop(self) -> None:
-        """As many forwards as that takes, in as many streams with as many threads, and nothing else.
+        """Run as many forwards as `stitched`, in as many streams with as many threads, and nothing else.
 
-        What is left over is computed by all threads together, as a device does it.
+        All threads compute the remaining batches together, like a device.
         """
         window = self._latest[0]
         batches, last = divmod(self.windows, window.capacity)
@@ -85,7 +85,7 @@ class Requests:
             batches, last = batches + 1, 0
         each, rest = divmod(batches, window.streams)
         if window.streams > 1:
-            # Together, so that no thread computes what belongs to another's stream.
+            # All start together, so that no thread takes the work of another one's stream.
             start = Barrier(window.streams)
 
             def compute(stream: int) -> None:
@@ -100,9 +100,9 @@ class Requests:
             self.forward(1, last)
 
     def forward(self, times: int = 1, windows: int | None = None) -> None:
-        """The network on the batch of the first stream by all threads, until the device has finished.
+        """Run the network on the first stream's batch with all threads, until the device has finished.
 
-        windows  of the batch, for a network that takes fewer; None: all
+        windows  number of windows of the batch, for a network that takes fewer; None: all
         """
 
         def work() -> None:
@@ -111,14 +111,14 @@ class Requests:
             try:
                 self._forwards(0, times, windows)
             finally:
-                # As the device has left it, and believes it to be.
+                # The device relies on the number of threads that it has set.
                 hardware.use_threads(before)
 
         self._device.call(work)
 
     @property
     def batch(self) -> Tensor:
-        """As the first stream gets it, [B, C, *roi]."""
+        """Batch of the first stream, [B, C, *roi]."""
         return self._latest[0].batch
 
     def _forwards(self, stream: int, times: int, windows: int | None = None) -> None:
@@ -130,18 +130,18 @@ class Requests:
 
     @property
     def _latest(self) -> tuple[SlidingWindow, Image, float]:
-        if self._seen is None:
+        if self._latest_scan is None:
             raise RuntimeError("there was no request yet")
-        return self._seen
+        return self._latest_scan
 
     @property
     def _streams(self) -> ThreadPoolExecutor:
-        if self._crew is None:
+        if self._stream_pool is None:
             streams = self._latest[0].streams
-            self._crew = ThreadPoolExecutor(
+            self._stream_pool = ThreadPoolExecutor(
                 streams, "bare", partial(hardware.use_threads, max(self._threads // streams, 1))
             )
-        return self._crew
+        return self._stream_pool
 
     def _run(
         self,
@@ -153,14 +153,11 @@ class Requests:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
-        self._seen = window, image, overlap
+        self._latest_scan = window, image, overlap
         return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
     def plain_script(self) -> dict[str, float]:
-        """Seconds by stage of `benchmarks/plain.py`, in a process of its own with as many threads.
-
-        Raises BadParameter where it fails.
-        """
+        """Return the seconds by stage of `benchmarks/plain.py` in a process of its own. Raises BadParameter."""
         model, result = self._segmenter.spec.folder, self._folder / "plain.tif"
         command = [sys.executable, str(PLAIN), str(self._stack), str(result), "--model", str(model)]
         command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
@@ -182,12 +179,8 @@ class Requests:
         self.windows = total
 
 
-def _nothing(_done: int, _total: int) -> None:
-    """Nobody counts."""
-
-
-def tiled(spec: ModelSpec, shape: Size) -> Array:
-    """The middle of the model's sample over and over, uint16 [Z, Y, X]. Raises BadParameter for several channels."""
+def tile_sample(spec: ModelSpec, shape: Size) -> Array:
+    """Repeat the middle of the model's sample, uint16 [Z, Y, X]. Raises BadParameter for several channels."""
     if spec.input.channels != 1:
         raise BadParameter(f"{spec.name} takes {spec.input.channels} channels; bench makes stacks of one.")
     image = image_of(spec)[0, 0].numpy()
@@ -198,5 +191,5 @@ def tiled(spec: ModelSpec, shape: Size) -> Array:
 
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:
-    """`tiled` as a file."""
-    tiff_writer.write(Segmentation(tiled(spec, shape), "labels"), path)
+    """Write the repeated sample of the model as a file."""
+    tiff_writer.write(Segmentation(tile_sample(spec, shape), "labels"), path)

@@ -1,4 +1,4 @@
-"""One run of `stackseg bench`: starts, then requests, then the comparisons that were asked for."""
+"""Run of `stackseg bench`: starts, then requests, then the comparisons that were asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +14,16 @@ from typing import NamedTuple
 import torch
 
 from service.cli.benchmark import requests
-from service.cli.benchmark.networks import Row, Runner, Yardstick, build_and_race, compare_optimisations, engines, label
-from service.cli.benchmark.requests import Requests
+from service.cli.benchmark.networks import (
+    DevicePeak,
+    Row,
+    Runner,
+    build_and_compare,
+    compare_optimisations,
+    format_config,
+    list_engines,
+)
+from service.cli.benchmark.requests import RequestRunner
 from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
 from service.core import hardware
 from service.core.config import Settings, override_settings
@@ -31,8 +40,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to measure.
+class BenchPlan:
+    """Measurements to make.
 
     cold           start twice: with an empty cache folder, then with what the first start left there
     baseline       the plain script, in turn with the requests
@@ -53,13 +62,13 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What requests took: one that was the first, then the repeats.
+class RequestTimes:
+    """Seconds of requests: of the first one, and of the repeats.
 
-    stages     seconds of those, `total` among them
-    stitched   seconds of the windows by themselves, from pixels to scores; `bare`: of a bare loop of their forwards
-    stitching  windows per second of the former over those of the latter, pair by pair; `cpu_stitching`: CPU seconds
-    plain      the same of the plain script; `speedup` is its time over ours, repeat by repeat
+    stages     seconds of the repeats by stage, `total` among them
+    stitched   seconds of the windows alone, from pixels to scores; `bare`: of a bare loop of their forwards
+    stitching  windows per second of stitched over bare, pair by pair; `cpu_stitching`: by CPU seconds
+    plain      seconds of the plain script by stage; `speedup`: its time over ours, repeat by repeat
     """
 
     windows: int
@@ -74,7 +83,7 @@ class Answered:
 
     @property
     def windows_per_second(self) -> float:
-        """From pixels to scores."""
+        """Windows per second from pixels to scores."""
         return self.windows / self.stitched.median
 
 
@@ -82,7 +91,7 @@ class Answered:
 class Report:
     """Everything that was measured.
 
-    starts      seconds of loading the model and making its network ready, by how that was planned
+    starts      seconds of loading the model and making its network ready, by the kind of plan
     gflop       of one window; `peaks`: GFLOP per second of a large matrix product, by precision
     peak_bytes  largest resident memory of the process until the last request; `device_bytes` on a GPU
     rows        of the comparisons
@@ -94,7 +103,7 @@ class Report:
     threads: int
     engine: EngineReport
     starts: dict[str, float]
-    answered: Answered
+    answered: RequestTimes
     gflop: float
     peaks: dict[str, float]
     peak_bytes: int
@@ -115,52 +124,65 @@ class Report:
         return self.gflop_per_second / self.peaks[self.engine.precision]
 
 
-def run(spec: ModelSpec, settings: Settings, wanted: Wanted) -> Report:
+def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
     """Measure one model. Raises what `Segmenter` raises, and BadParameter."""
-    if wanted.baseline and not requests.PLAIN.exists():
+    if plan.baseline and not requests.PLAIN.exists():
         raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
     torch_device = hardware.choose_device(settings.device.name)
     with tempfile.TemporaryDirectory(prefix="bench-") as name, device_of(settings) as device:
         folder = Path(name)
-        requests.write_stack(spec, wanted.shape, folder / "stack.tif")
-        if wanted.cold:
+        requests.write_stack(spec, plan.shape, folder / "stack.tif")
+        if plan.cold:
             settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
-        starts, segmenter = device.call(lambda: _start(spec, settings, wanted))
+        starts, segmenter = device.call(lambda: _time_starts(spec, settings, plan))
         threads = settings.device.threads or hardware.usable_cores()
-        # The thread that normalises and decodes here has no others beside it.
+        # The thread that normalises and decodes here may use all cores, as nothing runs beside it.
         hardware.use_threads(threads)
-        line = Requests(segmenter, folder / "stack.tif", folder, device, threads)
-        answered = _repeat(line, wanted)
+        runner = RequestRunner(segmenter, folder / "stack.tif", folder, device, threads)
+        answered = _time_requests(runner, plan)
         shape = (spec.input.channels, *spec.input.roi_size)
-        yardstick = Yardstick(torch_device, flop_of_window(load_network(spec), shape) / 1e9)
-        yardstick.measure(segmenter.report().precision)
+        peak = DevicePeak(torch_device, flop_of_window(load_network(spec), shape) / 1e9)
+        peak.measure(segmenter.report().precision)
         report = Report(
             model=spec.identifier,
-            shape=wanted.shape,
+            shape=plan.shape,
             device=hardware.device_name(torch_device),
             threads=threads,
             engine=segmenter.report(),
             starts=starts,
             answered=answered,
-            gflop=yardstick.gflop,
-            peaks=yardstick.peaks,
+            gflop=peak.gflop,
+            peaks=peak.peaks,
             peak_bytes=peak_bytes(),
             device_bytes=torch.cuda.max_memory_allocated(torch_device) if torch_device.type == "cuda" else 0,
         )
-        if wanted.profile is not None:
-            line.profile(wanted.profile)
-        if wanted.compare_engines or wanted.batch_sizes:
-            sizes = wanted.batch_sizes or (len(line.batch),)
-            makers, in_use = engines(spec, settings, torch_device, sizes), [_in_use(line, report.engine)]
-            report.rows += build_and_race("engines", in_use, makers, yardstick, wanted.build_seconds)
-        if wanted.compare_optimisations:
-            report.rows += compare_optimisations(spec, yardstick, len(line.batch), wanted.build_seconds)
+        if plan.profile is not None:
+            runner.profile(plan.profile)
+        report.rows += _compare_networks(runner, report.engine, spec, settings, plan, peak)
         return report
 
 
-def _start(spec: ModelSpec, settings: Settings, wanted: Wanted) -> tuple[dict[str, float], Segmenter]:
+def _compare_networks(  # noqa: PLR0913, PLR0917
+    runner: RequestRunner,
+    engine: EngineReport,
+    spec: ModelSpec,
+    settings: Settings,
+    plan: BenchPlan,
+    peak: DevicePeak,
+) -> Iterator[Row]:
+    """Compare engines and optimisations, as far as they were asked for."""
+    windows = len(runner.batch)
+    if plan.compare_engines or plan.batch_sizes:
+        builders = list_engines(spec, settings, peak.device, plan.batch_sizes or (windows,))
+        in_use = [_make_runner_in_use(runner, engine)]
+        yield from build_and_compare("engines", in_use, builders, peak, plan.build_seconds)
+    if plan.compare_optimisations:
+        yield from compare_optimisations(spec, peak, windows, plan.build_seconds)
+
+
+def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> tuple[dict[str, float], Segmenter]:
     starts = {}
-    for _ in range(2 if wanted.cold else 1):
+    for _ in range(2 if plan.cold else 1):
         torch.compiler.reset()
         began = time.perf_counter()
         segmenter = Segmenter(spec, settings)
@@ -171,45 +193,45 @@ def _start(spec: ModelSpec, settings: Settings, wanted: Wanted) -> tuple[dict[st
     return starts, segmenter
 
 
-def _repeat(line: Requests, wanted: Wanted) -> Answered:
-    first = line.once()["total"]
+def _time_requests(runner: RequestRunner, plan: BenchPlan) -> RequestTimes:
+    first = runner.once()["total"]
     log.info("first request: %.2f s", first)
     # The first time each stream has to find memory for its layers.
-    line.bare_loop()
+    runner.bare_loop()
     ours, plain, pairs = [], [], list[Pair]()
-    for repeat in range(wanted.repeats):
-        ours.append(line.once())
-        log.info("request %d of %d: %.2f s", repeat + 1, wanted.repeats, ours[-1]["total"])
-        pairs.append(_pair(line))
-        if wanted.baseline:
-            plain.append(line.plain_script())
+    for repeat in range(plan.repeats):
+        ours.append(runner.once())
+        log.info("request %d of %d: %.2f s", repeat + 1, plan.repeats, ours[-1]["total"])
+        pairs.append(_time_pair(runner))
+        if plan.baseline:
+            plain.append(runner.plain_script())
             log.info("plain script: %.2f s", plain[-1]["total"])
     seconds, cpu_seconds = zip(*pairs, strict=True)
     (bare, stitched), (cpu_bare, cpu_stitched) = (zip(*one, strict=True) for one in (seconds, cpu_seconds))
-    return Answered(
-        windows=line.windows,
+    return RequestTimes(
+        windows=runner.windows,
         first=first,
-        stages=_spreads(ours),
+        stages=_summarise(ours),
         stitched=Spread.of(stitched),
         bare=Spread.of(bare),
         stitching=Spread.ratio(bare, stitched),
         cpu_stitching=Spread.ratio(cpu_bare, cpu_stitched),
-        plain=_spreads(plain),
+        plain=_summarise(plain),
         speedup=Spread.ratio([p["total"] for p in plain], [o["total"] for o in ours]) if plain else None,
     )
 
 
 class Pair(NamedTuple):
-    """Seconds of a bare loop and of the windows by themselves."""
+    """Seconds of a bare loop, and of the windows from pixels to scores."""
 
     seconds: tuple[float, float]
     cpu_seconds: tuple[float, float]
 
 
-def _pair(line: Requests) -> Pair:
-    """Each twice, there and back, so that a machine that becomes slower does not favour one of them."""
-    taken = {line.bare_loop: [0.0, 0.0], line.stitched: [0.0, 0.0]}
-    for call in (line.bare_loop, line.stitched, line.stitched, line.bare_loop):
+def _time_pair(runner: RequestRunner) -> Pair:
+    """Time each twice, in mirrored order, so that a machine that becomes slower favours neither."""
+    taken = {runner.bare_loop: [0.0, 0.0], runner.stitched: [0.0, 0.0]}
+    for call in (runner.bare_loop, runner.stitched, runner.stitched, runner.bare_loop):
         began, cpu_began = time.perf_counter(), time.process_time()
         call()
         taken[call][0] += (time.perf_counter() - began) / 2
@@ -218,10 +240,10 @@ def _pair(line: Requests) -> Pair:
     return Pair((bare, stitched), (cpu_bare, cpu_stitched))
 
 
-def _spreads(runs: list[dict[str, float]]) -> dict[str, Spread]:
+def _summarise(runs: list[dict[str, float]]) -> dict[str, Spread]:
     return {stage: Spread.of([taken[stage] for taken in runs]) for stage in (runs[0] if runs else ())}
 
 
-def _in_use(line: Requests, engine: EngineReport) -> Runner:
-    choice = EngineConfig(engine.engine, engine.precision, engine.memory_format, len(line.batch), engine.compile_mode)
-    return Runner(f"in use: {label(choice)}", len(line.batch), engine.precision, line.forward)
+def _make_runner_in_use(runner: RequestRunner, engine: EngineReport) -> Runner:
+    choice = EngineConfig(engine.engine, engine.precision, engine.memory_format, len(runner.batch), engine.compile_mode)
+    return Runner(f"in use: {format_config(choice)}", len(runner.batch), engine.precision, runner.forward)

@@ -4,7 +4,15 @@ from fake_backends import change
 from torch import nn
 
 from service.cli.benchmark import networks, timing
-from service.cli.benchmark.networks import Maker, Recipe, Row, Runner, Yardstick, build_and_race, compare_optimisations
+from service.cli.benchmark.networks import (
+    DevicePeak,
+    Optimisations,
+    Row,
+    Runner,
+    RunnerBuilder,
+    build_and_compare,
+    compare_optimisations,
+)
 from service.core.config import Settings
 from service.engine import backends
 
@@ -14,19 +22,19 @@ IN_USE = Runner("in use", 1, "fp32", lambda: None)
 
 @pytest.fixture(autouse=True)
 def _small_matrices(monkeypatch):
-    monkeypatch.setattr(timing, "MATRIX", 256)
+    monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
 
 
 @pytest.fixture
-def yardstick():
-    return Yardstick(CPU, 2.0, {"fp32": 1e6})
+def peak():
+    return DevicePeak(CPU, 2.0, {"fp32": 1e6})
 
 
-def test_rows_compare_with_the_first_round_by_round(yardstick):
+def test_rows_compare_with_the_first_round_by_round(peak):
     batch = torch.zeros(2, 1, 4, 4, 4)
     slow = Runner("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
     quick = Runner("quick", 2, "fp32", lambda: None)
-    first, second = networks.race("engines", [slow, quick], yardstick)
+    first, second = networks.compare_runners("engines", [slow, quick], peak)
     assert (first.name, first.ratio.median) == ("slow", 1.0)
     assert second.ratio.least > 1
     for row in (first, second):
@@ -35,15 +43,15 @@ def test_rows_compare_with_the_first_round_by_round(yardstick):
         assert row.peak_share == pytest.approx(row.gflop_per_second / 1e6)
 
 
-def test_a_yardstick_keeps_the_best_it_saw(yardstick):
-    assert yardstick.measure("fp32") == 1e6
-    assert Yardstick(CPU, 1.0, {}).measure("fp32") > 0.1
+def test_a_peak_keeps_the_best_it_saw(peak):
+    assert peak.measure("fp32") == 1e6
+    assert DevicePeak(CPU, 1.0, {}).measure("fp32") > 0.1
 
 
-def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yardstick):
+def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
-    makers = networks.engines(bands, settings, CPU, (1, 2))
-    rows = list(build_and_race("engines", [IN_USE], makers, yardstick))
+    builders = networks.list_engines(bands, settings, CPU, (1, 2))
+    rows = list(build_and_compare("engines", [IN_USE], builders, peak))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
         (f"eager fp32 {layout}", size) for layout in ("contiguous", "channels_last_3d") for size in (1, 2)
@@ -51,19 +59,19 @@ def test_engines_are_compared_at_every_batch_size_with_what_is_in_use(bands, yar
     assert all(row.ms_per_window is not None for row in rows)
 
 
-def test_an_engine_that_fails_has_a_row_that_says_why(bands, yardstick, monkeypatch):
+def test_an_engine_that_fails_has_a_row_that_says_why(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
     absent = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", absent)
-    row, other = build_and_race("engines", [IN_USE], networks.engines(bands, settings, CPU, (3,)), yardstick)
+    row, other = build_and_compare("engines", [IN_USE], networks.list_engines(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
 
 
-def test_nothing_is_built_once_time_is_up(yardstick):
-    makers = [Maker("slow", 2, lambda: pytest.fail("was built"))]
-    row, other = build_and_race("engines", [IN_USE], makers, yardstick, -1.0)
+def test_nothing_is_built_once_time_is_up(peak):
+    builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
+    row, other = build_and_compare("engines", [IN_USE], builders, peak, -1.0)
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
     assert other.name == "in use"
@@ -79,23 +87,25 @@ class Grey(nn.Module):
 
 
 def test_optimisations_are_those_that_the_device_has():
-    assert list(networks.optimisations(Grey(), CPU, 2))[:3] == ["folding", "channels-last", "2 windows at once"]
-    known = networks.optimisations(Grey(), CPU, 1)
+    assert list(networks.list_optimisations(Grey(), CPU, 2))[:3] == ["folding", "channels-last", "2 windows at once"]
+    known = networks.list_optimisations(Grey(), CPU, 1)
     assert ("winograd" in known) != ("bf16" in known)
     assert "1 windows at once" not in known
 
 
 def test_what_needs_a_removed_optimisation_goes_with_it():
-    everything = Recipe(folded=True, compiled=True, frozen=True)
-    assert networks.without(everything, {"compiled": True}) == Recipe(folded=True)
-    assert networks.without(everything, {"compiled": True, "frozen": True}) == Recipe(folded=True, compiled=True)
-    assert networks.without(everything, {"folded": True}) == Recipe(compiled=True, frozen=True)
+    everything = Optimisations(folded=True, compiled=True, frozen=True)
+    assert networks.remove(everything, {"compiled": True}) == Optimisations(folded=True)
+    assert networks.remove(everything, {"compiled": True, "frozen": True}) == Optimisations(folded=True, compiled=True)
+    assert networks.remove(everything, {"folded": True}) == Optimisations(compiled=True, frozen=True)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(windows=2, folded=True, channels_last=True, winograd=True)])
+@pytest.mark.parametrize(
+    "recipe", [Optimisations(), Optimisations(windows=2, folded=True, channels_last=True, winograd=True)]
+)
 def test_a_recipe_computes_what_the_network_does(recipe, monkeypatch):
     network, seen = Grey().eval(), []
-    monkeypatch.setattr(networks, "calling", lambda run, batch, _device: lambda: seen.append((run(batch), batch)))
+    monkeypatch.setattr(networks, "make_call", lambda run, batch, _device: lambda: seen.append((run(batch), batch)))
     runner = recipe.build("it", network, (8, 8, 8, 8), CPU)
     with torch.inference_mode():
         runner.call()
@@ -104,10 +114,10 @@ def test_a_recipe_computes_what_the_network_does(recipe, monkeypatch):
         assert torch.allclose(scores, network(batch), atol=1e-4)
 
 
-def test_every_optimisation_has_its_two_rows(bands, yardstick, monkeypatch):
+def test_every_optimisation_has_its_two_rows(bands, peak, monkeypatch):
     changes = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
-    monkeypatch.setattr(networks, "optimisations", lambda *_arguments: changes)
-    rows = list(compare_optimisations(bands, yardstick, 1))
+    monkeypatch.setattr(networks, "list_optimisations", lambda *_arguments: changes)
+    rows = list(compare_optimisations(bands, peak, 1))
     assert [row.name for row in rows if row.group == "alone"] == ["none", "folding alone", "channels-last alone"]
     assert [row.name for row in rows if row.group == "removed"] == ["all", "without folding", "without channels-last"]
     assert all(isinstance(row, Row) and row.problem is None for row in rows)

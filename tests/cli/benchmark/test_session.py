@@ -5,10 +5,10 @@ from threading import get_ident
 import pytest
 import torch
 
-from service.cli.benchmark import report as show
+from service.cli.benchmark import report as report_module
 from service.cli.benchmark import requests, timing
 from service.cli.benchmark.networks import Row
-from service.cli.benchmark.session import Wanted, run
+from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.inference.batcher import device_of
@@ -23,7 +23,7 @@ SHAPE = (20, 40, 70)
 @pytest.fixture(scope="module", autouse=True)
 def _small_matrices():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "MATRIX", 256)
+        patch.setattr(timing, "MATRIX_EDGE", 256)
         yield
 
 
@@ -34,7 +34,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(bands, trace):
-    return run(bands, SETTINGS, Wanted(SHAPE, repeats=2, batch_sizes=(2,), profile=trace))
+    return run(bands, SETTINGS, BenchPlan(SHAPE, repeats=2, batch_sizes=(2,), profile=trace))
 
 
 def test_requests_are_measured_stage_by_stage(report):
@@ -71,17 +71,17 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
         device.call(segmenter.warm_up)
         segmenter.instrument(counted)
         requests.write_stack(bands, shape, tmp_path / "stack.tif")
-        line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, device, streams)
+        runner = requests.RequestRunner(segmenter, tmp_path / "stack.tif", tmp_path, device, streams)
         with pytest.raises(RuntimeError, match="no request"):
-            line.stitched()
-        line.once()
-        batches = -(-line.windows // 2)
+            runner.stitched()
+        runner.once()
+        batches = -(-runner.windows // 2)
         assert batches % 2
-        for work in (line.stitched, line.bare_loop, line.stitched):
+        for work in (runner.stitched, runner.bare_loop, runner.stitched):
             calls.clear()
             work()
             assert [size for size, _, _ in calls] == [2] * batches
-            if work == line.bare_loop:
+            if work == runner.bare_loop:
                 assert len({thread for _, thread, _ in calls[:-1]}) == streams
                 assert {threads for _, _, threads in calls[:-1]} == {1}
                 assert calls[-1][2] == streams
@@ -98,9 +98,9 @@ def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands,
         )
         segmenter._warm = replace(segmenter._warm, window=counted)
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
-        line = requests.Requests(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)
-        line.once()
-        for work in (line.stitched, line.bare_loop):
+        runner = requests.RequestRunner(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)
+        runner.once()
+        for work in (runner.stitched, runner.bare_loop):
             calls.clear()
             work()
             assert calls == [4, 2]
@@ -111,7 +111,7 @@ def test_a_trace_is_written(report, trace):
 
 
 def test_a_table_a_picture_and_every_number(report, tmp_path):
-    text = "\n".join(show.lines(report))
+    text = "\n".join(report_module.format_lines(report))
     for words in (
         "| windows |",
         "windows from pixels to scores: ",
@@ -122,15 +122,15 @@ def test_a_table_a_picture_and_every_number(report, tmp_path):
         "| eager fp32 contiguous | 2 |",
     ):
         assert words in text
-    numbers = json.loads(show.as_json(report))
+    numbers = json.loads(report_module.to_json(report))
     assert numbers["answered"]["stages"]["total"]["median"] == report.answered.stages["total"].median
     assert numbers["peak_share"] == report.peak_share
-    assert show.plot(report, tmp_path / "bench.png")
+    assert report_module.plot(report, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_without_numbers_says_why():
-    (*_head, row) = show.table("engine", [Row("engines", "openvino", 2, "not installed")])
+    (*_head, row) = report_module.format_table("engine", [Row("engines", "openvino", 2, "not installed")])
     assert "openvino" in row
     assert "not installed" in row
 
@@ -139,24 +139,24 @@ def test_a_cold_start_is_followed_by_one_that_knows(bands):
     settings = Settings.model_validate(
         {"device": {"name": "cpu", "threads": 1}, "engine": {"precision": "fp32", "tune_seconds": 0.001}}
     )
-    assert list(run(bands, settings, Wanted((16, 32, 32), repeats=1, cold=True)).starts) == ["tuned", "cached"]
+    assert list(run(bands, settings, BenchPlan((16, 32, 32), repeats=1, cold=True)).starts) == ["tuned", "cached"]
 
 
 def test_a_stack_of_any_shape_is_made_of_the_sample(bands):
-    stack = requests.tiled(bands, (3, 100, 65))
+    stack = requests.tile_sample(bands, (3, 100, 65))
     assert stack.shape == (3, 100, 65)
     assert stack.dtype == "uint16"
     assert stack.min() >= 300
     assert stack.std() > 100
     several = bands.model_copy(update={"input": bands.input.model_copy(update={"channels": 2})})
     with pytest.raises(BadParameter, match="2 channels"):
-        requests.tiled(several, (3, 4, 5))
+        requests.tile_sample(several, (3, 4, 5))
 
 
 def test_the_plain_script_runs_where_there_is_one(bands, monkeypatch, tmp_path):
     script = tmp_path / "plain.py"
     monkeypatch.setattr(requests, "PLAIN", script)
-    wanted = Wanted((16, 32, 32), repeats=1, baseline=True)
+    wanted = BenchPlan((16, 32, 32), repeats=1, baseline=True)
     with pytest.raises(BadParameter, match=r"plain\.py"):
         run(bands, SETTINGS, wanted)
     script.write_text('print(\'{"stages": {"windows": 2000.0, "write": 0.5}}\')')

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from service.cli.benchmark import timing
-from service.cli.benchmark.timing import Spread, in_turn
+from service.cli.benchmark.timing import Spread, time_in_turn
 
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")
@@ -13,14 +13,14 @@ STATUS = Path("/proc/self/status")
 
 def test_calls_alternate():
     order = []
-    times = in_turn([lambda: order.append("a"), lambda: order.append("b")], 3)
+    times = time_in_turn([lambda: order.append("a"), lambda: order.append("b")], 3)
     assert order == ["a", "b"] * 3
     assert [len(column) for column in times] == [3, 3]
 
 
 def test_two_rounds_at_least_and_no_third_once_time_is_up():
     ticks = iter(range(100))
-    times = in_turn([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
+    times = time_in_turn([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
     assert times == [[1, 1]]
 
 
@@ -35,7 +35,7 @@ def test_arithmetic_is_that_of_the_network():
 
 
 def test_the_peak_is_that_of_a_matrix_product(monkeypatch):
-    monkeypatch.setattr(timing, "MATRIX", 256)
+    monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
     assert timing.matrix_peak(torch.float32, CPU, calls=1) > 1e8
 
 
