@@ -1,4 +1,4 @@
-"""One device and all that is its own: its threads, its queue and who works on it, the models that are loaded there."""
+"""One device with its threads, its queue and the models that are loaded there."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from service.inference.estimate import Estimate, Estimator
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter, exhausted
 from service.models.spec import ModelSpec
-from service.serving.job import Free, Job, Needs
-from service.serving.job_queue import JobQueue
+from service.serving.job import FreeMemory, Job, Needs
+from service.serving.job_queue import JobQueue, JobThreads
 from service.serving.metrics import Metrics
-from service.serving.model_cache import Lease, ModelCache, too_large
+from service.serving.model_cache import Lease, ModelCache, too_large_message
 from service.serving.watchdog import Watchdog
-from service.serving.worker import Worker
 
-# Of weights on a CPU, until a model was loaded once: as in the file, prepared, and packed by an engine.
-COPIES = 3
-# Until it was loaded once.
+# A model on a CPU may have its weights as in the file, prepared, and packed by an engine.
+WEIGHT_COPIES = 3
+# For a model that was never loaded.
 ASSUMED_LOAD_SECONDS = 10.0
-# What is free may be this old.
-FRESH_SECONDS = 0.02
+# How old the answer may be that tells free memory.
+FREE_MEMORY_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +41,14 @@ LoadSegmenter = Callable[[ModelSpec, Settings], Segmenter]
 
 
 class DeviceWorker:
-    """Owns the threads of one device. `start` returns at once, models become ready one after the other.
+    """The owner of one device's threads. Models become ready one after the other after `start` returned.
 
-    name      of the station; None: the only one
-    settings  with `device.name` for this device
-    load      makes a segmenter of a model
-    metrics   where it counts
-    turn      held while a model is loaded; several stations share one
-    Raises ConfigError for a device that is not there.
+    name          None for the only device
+    settings      with `device.name` for this device
+    load          makes a segmenter of a model
+    loading_lock  held while a model is loaded; all devices share one
+    engines       how each model runs here that was loaded at some time, by its name
+    Raises ConfigError for a device that does not exist.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class DeviceWorker:
         settings: Settings,
         load: LoadSegmenter,
         metrics: Metrics,
-        turn: torch_compile.LoadingLock,
+        loading_lock: torch_compile.LoadingLock,
     ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
@@ -67,21 +66,23 @@ class DeviceWorker:
         self.name = name or str(torch_device)
         self._on_host = torch_device.type == "cpu"
         self._torch_device = torch_device
-        self._make = load
+        self._load_segmenter = load
         self._metrics = metrics
         self._specs: Mapping[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
-        # How models run here, those that were loaded at some time.
         self.engines: dict[str, str] = {}
         self._estimators: dict[str, Estimator] = {}
-        self.queue = JobQueue(limits.waiting, at_once, self._free, FRESH_SECONDS)
+        self.queue = JobQueue(limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS)
         self.model_cache: ModelCache[Segmenter] = ModelCache(
-            settings.models.memory_bytes, self._load, guess=self._guess, unloaded=self._unloaded, turn=turn
+            settings.models.memory_bytes,
+            self._load,
+            guess=self._guess_bytes,
+            unloaded=self._unloaded,
+            lock=loading_lock,
         )
         self._device = make_device(settings, on_host=self._on_host)
-        # With more, each of many requests would have threads of its own, which wait for their next work by turning in
-        # circles, on cores that the network needs.
-        self._worker = Worker("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
+        # One OpenMP thread each: those of many requests would spin while they wait, on cores that the network needs.
+        self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(
             lambda: self._device.pulse,
             lambda: self._device.alive,
@@ -91,29 +92,29 @@ class DeviceWorker:
         )
 
     def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
-        """Serve these models, of which the `first` are loaded at once, and in the meantime no request is worked on."""
+        """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
         self._specs = specs
         self._device.start()
         self.model_cache.start(first)
-        self._worker.start()
+        self._job_threads.start()
         self.watchdog.start()
 
     def cancel_requests(self) -> None:
-        """Accept nothing more, and end what waits or runs."""
+        """Accept no more requests, and cancel those that wait or run."""
         self.queue.close()
         self.queue.cancel_all()
 
     def stop(self, seconds: float) -> bool:
-        """End the threads, once given up; False if one has not ended after so many seconds and as many again."""
+        """End the threads after `cancel_requests`; return False if one still runs after up to four times `seconds`."""
         self.model_cache.close()
-        self._worker.join(seconds)
+        self._job_threads.join(seconds)
         self._device.close()
-        return self._device.join(seconds) and self._worker.join(seconds) and self.model_cache.join(seconds)
+        return self._device.join(seconds) and self._job_threads.join(seconds) and self.model_cache.join(seconds)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is worked on any more, and nothing ever will be."""
-        return not self._worker.alive
+        """Whether no request runs, and none ever will."""
+        return not self._job_threads.alive
 
     @property
     def problem(self) -> str | None:
@@ -123,31 +124,31 @@ class DeviceWorker:
         return self.watchdog.problem
 
     def routing_cost(self, model: str) -> tuple[bool, bool, float]:
-        """Less where a request for this model is answered sooner.
+        """Return a sort key, which is smaller for a device that answers a request for this model sooner.
 
-        Not at all where the device or the model has failed, later where no more may wait or the start is not over, else
-        after as many seconds as the work before it should take, and loading the model.
+        It has whether the device or the model has failed, whether the queue is full or models still load at start, and
+        the seconds that earlier requests and loading the model should take.
         """
         failed = self.problem is not None or model in self.model_cache.problems
-        there = self.model_cache.get(model) is not None or self.model_cache.is_awaited(model)
-        loading = 0.0 if there else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
-        return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected + loading
+        present = self.model_cache.get(model) is not None or self.model_cache.is_awaited(model)
+        loading = 0.0 if present else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
+        return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected_seconds + loading
 
     def estimator(self, spec: ModelSpec) -> Estimator:
-        """What can be said of requests to a model: as it runs here or last did, else as one does that nobody tuned."""
+        """Return the estimator of a model as it runs here or last did, or else as an untuned one does."""
         if spec.name in self._estimators:
             return self._estimators[spec.name]
-        here = self.settings, self._torch_device
-        batch_size, streams = engine_selector.batch_size(*here), engine_selector.streams(*here)
+        device = self.settings, self._torch_device
+        batch_size, streams = engine_selector.batch_size(*device), engine_selector.streams(*device)
         return Estimator(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory that the loaded models take."""
+        """Bytes of memory that the loaded models take."""
         return sum(loaded_model.nbytes for loaded_model in self.model_cache.loaded_models.values())
 
     def segment(self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
-        """The work of a job, in a worker's thread. Raises what `Segmenter.segment` raises."""
+        """Segment for a job, in a thread of the queue. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
 
         def count(share: Share) -> None:
@@ -172,38 +173,40 @@ class DeviceWorker:
             log.info("%s skipped %s", name, result.skipped)
         return result
 
-    def _free(self) -> Free:
+    def _free_memory(self) -> FreeMemory:
         device = None if self._on_host else hardware.free_bytes(self._torch_device)
-        return Free(hardware.available_memory(), device)
+        return FreeMemory(hardware.available_memory(), device)
 
-    def _guess(self, name: str) -> int:
+    def _guess_bytes(self, name: str) -> int:
         size = self._weights_size(name)
-        return size * COPIES if self._on_host else size
+        return size * WEIGHT_COPIES if self._on_host else size
 
     def _weights_size(self, name: str) -> int:
-        """Bytes of the file; 0 where it is gone, which loading it then says."""
+        """Return the bytes of the file; 0 if it is gone, which loading it then reports."""
         try:
             return self._specs[name].weights_path.stat().st_size
         except OSError:
             return 0
 
     def _load(self, name: str) -> Segmenter:
-        """A model that is ready to run.
+        """Load a model and make it ready to run.
 
-        What is tried at start is timed, and needs the device for itself. On demand a model is made ready beside the
-        batches of others, but on CUDA between them: recorded graphs belong to the thread that recorded them.
+        At start engines are timed, which needs the device alone. On demand a model is made ready beside the batches of
+        others, but on CUDA between them: recorded graphs belong to the thread that recorded them.
         """
         spec, starting = self._specs[name], name in self.model_cache.starting
         weights, limit = self._weights_size(name), self.settings.models.memory_bytes
         if weights > limit:
-            raise BrokenModel(too_large(name, weights, limit))
+            raise BrokenModel(too_large_message(name, weights, limit))
         began = time.monotonic()
         try:
-            segmenter = self._device.call(partial(self._made, spec)) if starting else self._made_on_demand(spec)
+            segmenter = (
+                self._device.call(partial(self._load_at_start, spec)) if starting else self._load_on_demand(spec)
+            )
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
-            needed = self._guess(name)
+            needed = self._guess_bytes(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
         self._load_seconds[name] = time.monotonic() - began
         self._estimators[name] = segmenter.estimator
@@ -215,13 +218,13 @@ class DeviceWorker:
         self._metrics.count_load(name)
         return segmenter
 
-    def _made(self, spec: ModelSpec) -> Segmenter:
-        segmenter = self._make(spec, self.settings)
+    def _load_at_start(self, spec: ModelSpec) -> Segmenter:
+        segmenter = self._load_segmenter(spec, self.settings)
         segmenter.warm_up()
         return segmenter
 
-    def _made_on_demand(self, spec: ModelSpec) -> Segmenter:
-        segmenter = self._make(spec, self.settings)
+    def _load_on_demand(self, spec: ModelSpec) -> Segmenter:
+        segmenter = self._load_segmenter(spec, self.settings)
         warm_up = partial(segmenter.warm_up, tune=False)
         if self._on_host:
             warm_up()
@@ -230,7 +233,7 @@ class DeviceWorker:
         return segmenter
 
     def _unloaded(self, name: str) -> None:
-        """Free what refers to itself, and what torch keeps for later."""
+        """Free cycles of objects, and memory that torch keeps for later."""
         self._metrics.count_unload(name)
         torch_compile.drop_generated_code()
         gc.collect()
@@ -238,7 +241,7 @@ class DeviceWorker:
 
 
 class Reservation:
-    """Where a request is worked on: at a station, where it uses a model from when that is loaded until it is over."""
+    """The device of a request, and its use of the model from when that is loaded until the request is over."""
 
     def __init__(self, worker: DeviceWorker, model: str) -> None:
         self.device_worker, self.model = worker, model
@@ -247,28 +250,28 @@ class Reservation:
 
     @property
     def loading(self) -> bool:
-        """Whether the model is waited for."""
+        """Whether the request waits for its model."""
         lease = self._lease
         return lease is not None and not lease.model.done()
 
     def take(self, job: Job[Any]) -> None:
-        """Ask for the model. The job, which is in the station's queue, may begin once it is there, or fails with it."""
+        """Ask for the model. The job is in the device's queue; it may begin once the model is loaded, or fails."""
         self._lease = self.device_worker.model_cache.lease(self.model)
-        job.when_over(self._leave)
-        # Not the job itself, which would then hold itself, and what it computes.
-        self._lease.model.add_done_callback(partial(self._seated, weakref.ref(job)))
+        job.add_done_callback(self._end_lease)
+        # A weak reference: the job would otherwise hold itself, and its result with it.
+        self._lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
     def needs(self, volume: Volume, options: Options) -> Needs:
-        """What the work will take; called when the model is there, and again whenever the job might begin."""
+        """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
         if self._needs is None:
             try:
                 self._needs = _needs(self._segmenter.estimate(volume, options))
             except StackSegError:
-                self._needs = Needs()  # and the work will raise the same
+                self._needs = Needs()  # the work raises the error again
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:
-        """The work itself; see `DeviceWorker.segment`."""
+        """Segment on the device. Raises what `Segmenter.segment` raises."""
         return self.device_worker.segment(job, self._segmenter, volume, options)
 
     @property
@@ -276,8 +279,8 @@ class Reservation:
         assert self._lease is not None  # noqa: S101 - the job has begun
         return self._lease.model.result(timeout=0)
 
-    def _seated(self, known: weakref.ref[Job[Any]], model: Future[Segmenter]) -> None:
-        job = known()
+    def _after_loading(self, reference: weakref.ref[Job[Any]], model: Future[Segmenter]) -> None:
+        job = reference()
         if job is None or model.cancelled():
             return
         error = model.exception()
@@ -286,25 +289,25 @@ class Reservation:
         else:
             job.refuse(error)
 
-    def _leave(self, _job: Job[Any]) -> None:
+    def _end_lease(self, _job: Job[Any]) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end()
 
 
 def device_worker_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
-    """Name and settings of each device's station; no name where there is but one. Raises ConfigError."""
+    """Return the name and the settings of each device; no name if there is only one. Raises ConfigError."""
     wanted = hardware.gpu_names() if settings.device.serve == "all" else settings.device.serve
     if not wanted:
         return [(None, settings)]
     shares = max(wanted.count("cpu"), 1)
     threads = settings.device.threads or max(hardware.usable_cores() // shares, 1)
-    found: list[tuple[str | None, Settings]] = []
+    workers: list[tuple[str | None, Settings]] = []
     for index, name in enumerate(wanted):
         before = wanted[:index].count(name)
         device = settings.device.model_copy(update={"name": name, "threads": threads})
-        found.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
-    return found
+        workers.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
+    return workers
 
 
 def _needs(needed: Estimate) -> Needs:

@@ -1,4 +1,4 @@
-"""One piece of work for a device, and its one result."""
+"""A piece of work for a device, its state and its result."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Progress(NamedTuple):
-    """How many steps of the work (windows) are done, of how many; 0 of 0 before that is known."""
+    """How many windows are done, of how many; 0 of 0 before that is known."""
 
     done: int = 0
     total: int = 0
 
 
 class Needs(NamedTuple):
-    """What a piece of work takes: bytes of memory at its peak, and windows at once, of whomever they are."""
+    """The resources of a job: peak bytes of host and device memory, and windows per batch."""
 
     host: int = 0
     device: int = 0
     batch: int = 1
 
 
-class Free(NamedTuple):
-    """Bytes of memory that can still be taken, None where nobody says."""
+class FreeMemory(NamedTuple):
+    """Free bytes of host and device memory; None if unknown."""
 
     host: int | None = None
     device: int | None = None
 
 
 class Job(Generic[T]):
-    """One piece of work for the device, and its one result.
+    """A piece of work for a device, and its one result.
 
-    Work, result and error hold volumes and labels. Nothing here refers back to itself, so that they leave memory with
-    the last one who knows the job: Python seldom looks for cycles among all the objects that torch brings along.
+    Work, result and error hold volumes and labels. A job does not refer to itself, so that they are freed with the last
+    reference to it: Python seldom searches the many objects of torch for cycles.
 
     name     of the model; jobs of one name are expected to take equally long per window
-    work     called with the job itself in the worker's thread: it asks `job.cancelled()` now and then, tells
-             `job.advance(done, total)`, and returns the result of `future` or raises what the future then raises
-    windows  how many there should be; 0: not known, the job counts as short
-    needs    called when the work could begin: what it will take
-    ready    whether the work can begin; if not, the job keeps its place until `JobQueue.release`
+    work     runs in a thread of the queue with the job as its argument. It asks `job.cancelled()` now and then, calls
+             `job.advance(done, total)`, and returns the result of `future` or raises its exception
+    windows  estimated number; 0 if unknown, which counts as short
+    needs    returns the resources, and is called when the work could begin
+    ready    whether the work can begin; a job that is not ready keeps its place until `JobQueue.release`
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Job(Generic[T]):
         self.windows = windows
         self.needs = needs
         self.ready = ready
-        # On the clock of `time.monotonic`; see `JobQueue`.
+        # When `JobQueue` should have run it, on the clock of `time.monotonic`.
         self.due = 0.0
-        # That the device was busy for it; 0 where nobody tells.
+        # How long the device was busy with it; 0 if unknown.
         self.device_seconds = 0.0
         self.on_advance: Callable[[], None] = lambda: None
         self.future: Future[T] = Future()
@@ -101,67 +101,68 @@ class Job(Generic[T]):
         return (self._ended if self._ended is not None else time.monotonic()) - self._started
 
     def cancel(self) -> None:
-        """Give the work up: at once while it waits, else as soon as it asks."""
+        """Cancel at once while the job waits, else as soon as its work asks."""
         self._cancel.set()
         if self.future.cancel():
-            self._let_go()
+            self._drop_work()
 
     def cancelled(self) -> bool:
+        """Return whether the job was cancelled; its work may still run."""
         return self._cancel.is_set()
 
     def advance(self, done: int, total: int) -> None:
+        """Record how many windows are done."""
         self.progress = Progress(done, total)
         self.on_advance()
 
     def run(self) -> None:
-        """Do the work, unless it was cancelled while it waited. What the work raises passes through: see `fail`."""
+        """Do the work, unless the job was cancelled while it waited. The caller passes exceptions on to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
         self._started = time.monotonic()
         try:
             result = self._work(self)
         finally:
-            self._let_go()
+            self._drop_work()
         self._ended = time.monotonic()
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, in the thread that called `run`."""
+        """End with an error, in the thread that called `run`."""
         self._ended = time.monotonic()
         if isinstance(error, StackSegError):
-            # Its words say it all; its traceback holds everything that was computed with.
-            _forget_traceback(error)
+            # The message says enough, and the traceback would keep volumes in memory.
+            _drop_tracebacks(error)
         self.future.set_exception(error)
 
     def refuse(self, error: BaseException) -> None:
-        """End with `error` before it was ever ready, unless it was cancelled."""
+        """End with an error before the job was ready, unless it was cancelled."""
         if self.future.set_running_or_notify_cancel():
-            self._let_go()
+            self._drop_work()
             self.fail(error)
 
-    def _let_go(self) -> None:
-        """Of what the work was to be done with."""
-        self._work, self.needs = _done, Needs
-
-    def when_over(self, call: Callable[[Job[T]], None]) -> None:
-        """Call with the job itself once it is over, in the thread that ended it; the job does not hold itself so."""
-        known = weakref.ref(self)
+    def add_done_callback(self, call: Callable[[Job[T]], None]) -> None:
+        """Call with the job once it is over, in the thread that ended it. A weak reference avoids a cycle."""
+        reference = weakref.ref(self)
 
         def over(_future: Future[T]) -> None:
-            job = known()
+            job = reference()
             if job is not None:
                 call(job)
 
         self.future.add_done_callback(over)
 
+    def _drop_work(self) -> None:
+        """Free all that the work holds."""
+        self._work, self.needs = _run_twice, Needs
 
-def _done(_job: Job[Any]) -> NoReturn:
-    """Stands for work that is over."""
+
+def _run_twice(_job: Job[Any]) -> NoReturn:
     raise AssertionError("a job runs once")
 
 
-def _forget_traceback(error: BaseException) -> None:
-    """Of the error and of those that it came from."""
+def _drop_tracebacks(error: BaseException) -> None:
+    """Drop the tracebacks of an error, its causes and contexts."""
     links: list[BaseException | None] = [error]
     while links:
         if (link := links.pop()) is not None and link.__traceback__ is not None:

@@ -1,7 +1,8 @@
-"""Job records, and the bounded queue in which they wait for their turn."""
+"""The bounded queue in which jobs wait for a device, and the threads in which they run."""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import threading
@@ -10,71 +11,77 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from service.core.errors import NotReady, QueueFull
-from service.serving.job import Free, Job, Needs
+from service.core.errors import NotReady, QueueFull, StackSegError
+from service.serving.job import FreeMemory, Job, Needs
 
-RECENT = 16
-LONGEST_RETRY_AFTER = 120
-# Only puts jobs in order until the first one of a model has been timed; never told to anybody.
+RECENT_JOBS = 16
+MAX_RETRY_AFTER = 120
+# Only orders jobs until the first one of a model has been timed; callers never see it.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
-# One batch is computed, the next is prepared already, and who knows whether those after it will be in time.
+# One batch is computed and the next is prepared; a third in case preparing takes longer than computing.
 BATCHES_AHEAD = 3
-# Work that is so much longer than another's can well wait until that one is done.
+# A job that runs is ahead of one that waits only if it has less work left than so many times the other's.
 LONGER = 2
+
+log = logging.getLogger(__name__)
 
 
 class JobQueue:
-    """Short work first, yet nothing waits for ever. At most `limit` offered jobs are here beyond one that runs.
+    """A queue in which short jobs come first, and no job waits for ever.
 
-    Every job is due at the moment it came plus the seconds that it should take by itself, and the one that is due first
-    is taken. So a small stack passes a huge one that has just come; and what may pass the huge one has to come within
-    the time that the huge one takes, which bounds its waiting however many small ones follow. This is earliest deadline
-    first (Liu and Layland 1973), the deadline being that of a device of one's own.
+    Every job is due when it came plus the seconds that it takes by itself, and the job that is due first is taken. So a
+    small stack passes a huge one that has just come, and only jobs that come within the time that the huge one takes
+    may pass it: this bounds its waiting, however many small ones follow. This is earliest deadline first (Liu and
+    Layland 1973) with the deadline that a job would meet on a device of its own.
 
-    Up to `at_once` jobs run, but no more than there is use for: one begins if those that run would let the device fall
-    idle soon, or if it will be done long before they are. What they need has to fit in the memory that is `free`,
-    unless nothing else runs; a job that has to wait for that is passed by those that fit in beside it. What is free may
-    be `fresh_seconds` old: every job asks several times, and what was given out since counts as held.
+    A job begins if those that run would let the device fall idle soon, or if it will be done long before them. Its
+    memory has to be free, unless nothing else runs; a job that waits for memory is passed by those that fit in.
+
+    limit          how many jobs may wait beyond one that runs
+    at_once        how many jobs may run
+    free           returns the memory that is free
+    fresh_seconds  how old that may be: every job asks several times, and memory given out since counts as used
     """
 
     def __init__(
-        self, limit: int, at_once: int = 16, free: Callable[[], Free] = Free, fresh_seconds: float = 0.0
+        self, limit: int, at_once: int = 16, free: Callable[[], FreeMemory] = FreeMemory, fresh_seconds: float = 0.0
     ) -> None:
         self._limit = limit
         self._at_once = at_once
-        self._ask, self._fresh_seconds = free, fresh_seconds
-        # What was free, and when that was.
-        self._found, self._looked = Free(), -math.inf
+        self._ask_free, self._fresh_seconds = free, fresh_seconds
+        self._free, self._free_asked = FreeMemory(), -math.inf
         self._waiting: list[Job[Any]] = []
         self._running: dict[Job[Any], Needs] = {}
         # What was free when nothing ran.
-        self._capacity = Free()
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._capacity = FreeMemory()
+        self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOBS)
         self._seconds_per_window: dict[str, float] = {}
         self._closed = False
         self._changed = threading.Condition()
-        # Whether somebody was woken who has not looked yet.
-        self._called = False
+        # Whether a thread was notified that has not looked for a job since.
+        self._notified = False
 
     @property
     def waiting(self) -> int:
+        """How many jobs wait."""
         return len(self._waiting)
 
     @property
     def running(self) -> tuple[Job[Any], ...]:
+        """The jobs that run."""
         with self._changed:
             return tuple(self._running)
 
     @property
     def full(self) -> bool:
-        """Whether no more may be offered."""
+        """Whether no more jobs may be offered."""
         return len(self._waiting) + len(self._running) > self._limit
 
     @property
-    def expected(self) -> float:
-        """Seconds of the device that those who wait and run should still take."""
+    def expected_seconds(self) -> float:
+        """Seconds of the device that the jobs that wait and run should still take."""
         with self._changed:
-            return sum(self._expected(job) for job in (*self._waiting, *self._running))
+            return sum(self._expected_seconds(job) for job in (*self._waiting, *self._running))
 
     def check(self) -> None:
         """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
@@ -86,82 +93,82 @@ class JobQueue:
                 raise QueueFull(message, self._retry_after())
 
     def offer(self, job: Job[Any]) -> None:
-        """Let the job wait for its turn. Raises QueueFull or NotReady, at once."""
+        """Add a job. Raises QueueFull or NotReady, at once."""
         with self._changed:
             self.check()
             self.put(job)
-        job.when_over(self._learn)
+        job.add_done_callback(self._record_duration)
 
     def put(self, job: Job[Any]) -> None:
-        """Let the job wait for its turn, however many wait: for jobs of an earlier process."""
+        """Add a job, however many wait: for jobs of an earlier process."""
         with self._changed:
-            job.due = job.created + self._expected(job)
-            job.on_advance = self._look
+            job.due = job.created + self._expected_seconds(job)
+            job.on_advance = self._on_advance
             self._waiting.append(job)
-            self._waiting.sort(key=lambda one: one.due)
-            self._wake()
-        job.when_over(self._forget)
+            self._waiting.sort(key=lambda other: other.due)
+            self._notify()
+        job.add_done_callback(self._remove)
 
     def release(self, job: Job[Any]) -> None:
-        """The job's work can begin now."""
+        """Let a job begin that was not ready."""
         with self._changed:
             job.ready = True
-            self._wake()
+            self._notify()
 
     def take(self) -> Job[Any] | None:
         """Wait for the next job that may begin; None once the queue is closed and empty."""
         with self._changed:
             while not (self._closed and not self._waiting):
-                self._called = False
+                self._notified = False
                 if (job := self._next()) is not None:
                     self._waiting.remove(job)
                     self._running[job] = job.needs()
-                    # For whoever waits here as well: another one may begin beside this one.
-                    self._wake()
+                    # Another job may begin beside this one, in another thread.
+                    self._notify()
                     return job
                 self._changed.wait()
             return None
 
     def revise(self, job: Job[Any], needs: Needs) -> None:
-        """What a job that runs needs after all; nothing where it does not run here."""
+        """Change the resources of a job that runs; do nothing for any other."""
         with self._changed:
             if job in self._running:
                 self._running[job] = needs
 
     def close(self) -> None:
-        """Accept no more jobs; those that wait still get their turn."""
+        """Accept no more jobs; those that wait still run."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def cancel_all(self) -> None:
-        """Give up every job that waits or runs."""
+        """Cancel every job that waits or runs."""
         with self._changed:
             jobs = [*self._waiting, *self._running]
         for job in jobs:
             job.cancel()
 
     def position(self, job: Job[Any]) -> int | None:
-        """1 for the job whose turn is next, and so on; None once it no longer waits."""
+        """Return 1 for the job whose turn is next, and so on; None for a job that does not wait."""
         with self._changed:
             return self._waiting.index(job) + 1 if job in self._waiting else None
 
     def seconds_left(self, job: Job[Any]) -> float | None:
-        """Seconds until the job should be done, those before it included; None where that cannot be told yet."""
+        """Estimate the seconds until the job is done, those before it included; None if unknown."""
         with self._changed:
             if job in self._running:
-                return self._left(job)
+                return self._seconds_left(job)
             if job not in self._waiting:
                 return None
-            before = [self._left(one) for one in self._waiting[: self._waiting.index(job) + 1]]
-            # Those that run share the device, and each tells how long that takes as things are.
-            beside = [self._left(one) for one in self._running]
+            before = [self._seconds_left(other) for other in self._waiting[: self._waiting.index(job) + 1]]
+            # Jobs that run share the device, so that they take as long as the longest of them.
+            beside = [self._seconds_left(other) for other in self._running]
         if None in before or None in beside:
             return None
         return sum(filter(None, before)) + max(filter(None, beside), default=0.0)
 
-    def _left(self, job: Job[Any]) -> float | None:
-        """Seconds until the work should be done, by its own pace or else by that of others with this model."""
+    def _seconds_left(self, job: Job[Any]) -> float | None:
+        """Estimate the seconds of one job, from its own progress or else from earlier jobs with its model."""
         done, total = job.progress
         if done > 0:
             return job.seconds_run * (total - done) / done
@@ -169,38 +176,39 @@ class JobQueue:
             return max(job.windows * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
         return None
 
-    def _expected(self, job: Job[Any]) -> float:
-        """Seconds of the device that are still to come."""
+    def _expected_seconds(self, job: Job[Any]) -> float:
+        """Estimate the seconds of the device that the job still takes."""
         done, total = job.progress
-        return (total - done if total else job.windows) * self._rate(job)
+        return (total - done if total else job.windows) * self._window_seconds(job)
 
-    def _rate(self, job: Job[Any]) -> float:
+    def _window_seconds(self, job: Job[Any]) -> float:
         return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
 
     def _next(self) -> Job[Any] | None:
+        """Return the job that begins next, if one may begin now."""
         if len(self._running) >= self._at_once:
             return None
         blocked: Needs | None = None
         for job in self._waiting:
-            if job.ready and self._useful(job, needs := job.needs()):
+            if job.ready and self._is_useful(job, needs := job.needs()):
                 if self._fits(needs, blocked):
                     return job
                 blocked = blocked or needs
         return None
 
-    def _useful(self, job: Job[Any], needs: Needs) -> bool:
-        """Whether it would get windows into one of the next batches, those of the running with less work first."""
-        longest, ahead = LONGER * self._expected(job), 0.0
-        # Without generators: this is asked for every job that waits, whenever one gets on.
+    def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
+        """Return whether the job's windows would be in one of the next batches, after running jobs with less work."""
+        longest, ahead = LONGER * self._expected_seconds(job), 0.0
+        # No generator expression: this runs for every waiting job whenever a job advances.
         for other in self._running:
-            if (left := self._expected(other)) < longest:
+            if (left := self._expected_seconds(other)) < longest:
                 ahead += left
         # Half a window less, so that rounding decides nothing.
-        return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * self._rate(job)
+        return ahead < (BATCHES_AHEAD * needs.batch - 0.5) * self._window_seconds(job)
 
     def _fits(self, needs: Needs, blocked: Needs | None) -> bool:
-        """Whether there is memory for it, and still will be for the blocked one once the largest is gone."""
-        free = self._free()
+        """Return whether memory holds the job now, and the blocked job as well once the largest one is over."""
+        free = self._free_memory()
         if not self._running:
             self._capacity = free
             return True
@@ -208,62 +216,113 @@ class JobQueue:
             if now is None or capacity is None:
                 continue
             need, held = needs[kind], [taken[kind] for taken in self._running.values()]
-            # What runs may not have taken all of it yet, and others than this process may have.
+            # Running jobs may not have taken all of their memory yet, and other processes may have taken some.
             if need > now or need + sum(held) > capacity:
                 return False
             if blocked is not None and need + blocked[kind] + sum(held) - max(held) > capacity:
                 return False
         return True
 
-    def _look(self) -> None:
-        """Somebody got on, so that another one may be of use now."""
+    def _free_memory(self) -> FreeMemory:
+        now = time.monotonic()
+        if now - self._free_asked > self._fresh_seconds:
+            self._free, self._free_asked = self._ask_free(), now
+        return self._free
+
+    def _on_advance(self) -> None:
+        """Notify: a job got further, so that another one may be useful now."""
         with self._changed:
-            self._wake()
+            self._notify()
 
-    def _wake(self) -> None:
-        """One who waits in `take`, if there is a job for it: threads that look in vain cost more than to look here.
+    def _notify(self) -> None:
+        """Wake one thread in `take` if there is a job for it: waking it in vain costs more than to look here.
 
-        Whoever was called before sees what has changed since, and wakes the next.
+        A thread that was notified before sees all changes since, and notifies the next one.
         """
-        if self._waiting and not self._called and self._next() is not None:
-            self._called = True
+        if self._waiting and not self._notified and self._next() is not None:
+            self._notified = True
             self._changed.notify()
 
-    def _free(self) -> Free:
-        now = time.monotonic()
-        if now - self._looked > self._fresh_seconds:
-            self._found, self._looked = self._ask(), now
-        return self._found
-
-    def _forget(self, job: Job[Any]) -> None:
+    def _remove(self, job: Job[Any]) -> None:
         with self._changed:
-            # What it held is free now.
-            self._looked = -math.inf
+            # The job's memory is free now.
+            self._free_asked = -math.inf
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
             if job.state == "done" and job.progress.total:
-                self._time(job)
-            # One is enough: who takes a job wakes the next. The end concerns all.
+                self._record_rate(job)
+            # A thread that takes a job notifies the next, but every thread has to see the end.
             if self._closed:
                 self._changed.notify_all()
             else:
-                self._wake()
+                self._notify()
 
-    def _time(self, job: Job[Any]) -> None:
+    def _record_rate(self, job: Job[Any]) -> None:
         measured = (job.device_seconds or job.seconds_run) / job.progress.total
         self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
 
-    def _learn(self, job: Job[Any]) -> None:
+    def _record_duration(self, job: Job[Any]) -> None:
         if job.state == "done":
-            self._recent.append(job.seconds_run)
+            self._recent_seconds.append(job.seconds_run)
 
     def _retry_after(self) -> int:
-        """Whole seconds until one that runs should end, by its own pace or else by the median of the recent ones."""
-        known = [left for job in self._running if (left := self._left(job)) is not None]
+        """Estimate the whole seconds until a job ends, from its progress or else from the median of recent jobs."""
+        known = [left for job in self._running if (left := self._seconds_left(job)) is not None]
         if known:
             left = min(known)
-        elif self._recent:
-            left = statistics.median(self._recent) - max((job.seconds_run for job in self._running), default=0.0)
+        elif self._recent_seconds:
+            longest = max((job.seconds_run for job in self._running), default=0.0)
+            left = statistics.median(self._recent_seconds) - longest
         else:
             return 5
-        return min(max(math.ceil(left), 1), LONGEST_RETRY_AFTER)
+        return min(max(math.ceil(left), 1), MAX_RETRY_AFTER)
+
+
+class JobThreads:
+    """Threads that run jobs, one after the other, until `take` returns None. A failed job ends no thread.
+
+    begin  runs first in each thread
+    """
+
+    def __init__(
+        self,
+        name: str,
+        take: Callable[[], Job[Any] | None],
+        threads: int = 1,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._take, self._begin = take, begin
+        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(threads)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether any thread runs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until every thread has ended; return False if one has not after `seconds`."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not self.alive
+
+    def _loop(self) -> None:
+        self._begin()
+        while (job := self._take()) is not None:
+            _run(job)
+            del job  # holds the volume and the labels, and the next job may be hours away
+
+
+def _run(job: Job[Any]) -> None:
+    try:
+        job.run()
+    except StackSegError as error:
+        job.fail(error)
+    except Exception as error:
+        log.exception("unexpected failure of a request")
+        job.fail(error)

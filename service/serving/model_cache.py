@@ -1,4 +1,4 @@
-"""The models that are loaded on one device, within a budget of memory: the least recently used make room for others."""
+"""The models that are loaded on one device, within a memory limit: the least recently used make room for others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class Loadable(Protocol):
-    """What is loaded."""
+    """A model that takes memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory that it takes."""
+        """Bytes of the device's memory."""
 
 
 T = TypeVar("T", bound=Loadable)
 
 
 class LoadedModel(NamedTuple):
-    """A model that is loaded: its bytes, how many requests use it or will, and when the last one began or ended.
+    """Memory and use of a loaded model.
 
-    `used` is on the clock of `time.time`.
+    users  how many requests use the model
+    used   when the last one began or ended, in seconds since 1970
     """
 
     nbytes: int
@@ -39,17 +40,17 @@ class LoadedModel(NamedTuple):
 
 
 @dataclass
-class _Resident(Generic[T]):
+class _Entry(Generic[T]):
     model: T
     nbytes: int
     used: float
     users: int = 0
-    # Has to go, and gets no more users: others would keep it here for ever.
+    # Has to make room, and gets no more users: they would keep it loaded for ever.
     leaving: bool = False
 
 
 class Lease(Generic[T]):
-    """The use of a model until `end`: `model` has it once it is loaded, or why it cannot be."""
+    """The use of a model until `end`. The future `model` has the loaded model, or the error of loading it."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self.model: Future[T] = Future()
@@ -57,7 +58,7 @@ class Lease(Generic[T]):
         self._ended = threading.Lock()
 
     def end(self) -> None:
-        """The model is not needed any more, or no longer waited for; may be called twice."""
+        """Let others unload the model, or stop waiting for it. May be called twice."""
         if not self._ended.acquire(blocking=False) or self.model.cancel():
             return
         if self.model.exception() is None:
@@ -65,16 +66,16 @@ class Lease(Generic[T]):
 
 
 class ModelCache(Generic[T]):
-    """Loads models by name on demand, one at a time, in a thread of its own, in the order in which they are asked for.
+    """A thread that loads models by name, one at a time, in the order of the requests for them.
 
-    A model is never unloaded while somebody uses it. One that has to make room and is in use gets no more users, so
-    that the one that waits for the room has its turn; who asks for it meanwhile waits until it is loaded again.
+    A model is never unloaded while a request uses it. A model that is in use and has to make room gets no more users,
+    so that requests for the other model have their turn; later requests wait until it is loaded again.
 
-    limit_bytes  that the loaded models may take together
-    load         makes a model ready to run; called in the thread, without a lock of this object
-    guess        bytes that a model may take, until it has been loaded once
-    unloaded     called likewise after a model was let go of, to free what it leaves behind
-    turn         held while a model is loaded; several devices share one
+    limit_bytes  of all loaded models together
+    load         makes a model ready to run; runs in the thread, without a lock of this object
+    guess        returns the bytes that a model may take, until it has been loaded once
+    unloaded     runs in the thread after a model was dropped, to free what it leaves behind
+    lock         held while a model is loaded; several devices share one
     """
 
     def __init__(  # noqa: PLR0913
@@ -84,14 +85,14 @@ class ModelCache(Generic[T]):
         *,
         guess: Callable[[str], int] = lambda _name: 0,
         unloaded: Callable[[str], None] = lambda _name: None,
-        turn: AbstractContextManager[object] | None = None,
+        lock: AbstractContextManager[object] | None = None,
         name: str = "load",
     ) -> None:
         self._limit, self._load, self._guess, self._unloaded = limit_bytes, load, guess, unloaded
-        self._turn = turn or threading.Lock()
-        self._model_cache: dict[str, _Resident[T]] = {}
+        self._load_lock = lock or threading.Lock()
+        self._entries: dict[str, _Entry[T]] = {}
         self._sizes: dict[str, int] = {}
-        # Who waits for which model, in the order of the first who asked for each.
+        # Leases that wait for a model, by its name, in the order of the first one for each.
         self._wanted: dict[str, list[Lease[T]]] = {}
         self._first: list[str] = []
         self._loading: str | None = None
@@ -101,28 +102,28 @@ class ModelCache(Generic[T]):
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
 
     def start(self, names: Iterable[str]) -> None:
-        """Load these first. Until that is over nobody gets a model: it is then that ways to run them are compared."""
+        """Load these first. No lease gets a model until then, because engines are timed meanwhile."""
         self._first = list(names)
         self._thread.start()
 
     def close(self) -> None:
-        """Load no more; whoever waits gets Cancelled."""
+        """Load no more; leases that wait get Cancelled."""
         with self._changed:
             self._closed = True
-            waiting = self._waiting(tuple(self._wanted))
+            waiting = self._pop_waiting(tuple(self._wanted))
             self._changed.notify_all()
         for lease in waiting:
             lease.model.set_exception(Cancelled("the service is stopping"))
 
     def join(self, seconds: float) -> bool:
-        """Wait until the thread has ended; False if it has not after `seconds`."""
+        """Wait until the thread has ended; return False if it has not after `seconds`."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """Of the models that are loaded first those that have yet to be."""
+        """The models to be loaded at start that are not loaded yet."""
         with self._changed:
             return tuple(self._first)
 
@@ -136,62 +137,62 @@ class ModelCache(Generic[T]):
     def loaded_models(self) -> dict[str, LoadedModel]:
         """The loaded models by name."""
         with self._changed:
-            return {name: LoadedModel(one.nbytes, one.users, one.used) for name, one in self._model_cache.items()}
+            return {name: LoadedModel(entry.nbytes, entry.users, entry.used) for name, entry in self._entries.items()}
 
     def get(self, name: str) -> T | None:
-        """The model if it is loaded, without using it."""
+        """Return the model if it is loaded, without a lease."""
         with self._changed:
-            resident = self._model_cache.get(name)
-            return None if resident is None else resident.model
+            entry = self._entries.get(name)
+            return None if entry is None else entry.model
 
     def is_awaited(self, name: str) -> bool:
-        """Whether the model is being loaded, or waits for that."""
+        """Return whether the model is being loaded, or waits for that."""
         with self._changed:
             return name == self._loading or name in self._wanted or name in self._first
 
     def lease(self, name: str) -> Lease[T]:
-        """Use the model, as soon as it is loaded; it stays loaded until the lease ends."""
-        lease: Lease[T] = Lease(lambda: self._return(name))
+        """Return a lease, which gets the model once it is loaded. The model stays loaded until the lease ends."""
+        lease: Lease[T] = Lease(lambda: self._end_use(name))
         with self._changed:
             if self._closed or name in self._problems:
                 error = BrokenModel(self._problems[name]) if name in self._problems else Cancelled("stopping")
                 lease.model.set_exception(error)
                 return lease
             self._wanted.setdefault(name, []).append(lease)
-            self._next_to_load()
-            granted = self._granted()
+            self._choose_next()
+            granted = self._grant()
             self._wake()
         _hand_out(granted)
         return lease
 
-    def _return(self, name: str) -> None:
+    def _end_use(self, name: str) -> None:
         with self._changed:
-            resident = self._model_cache[name]
-            resident.users -= 1
-            resident.used = time.time()
+            entry = self._entries[name]
+            entry.users -= 1
+            entry.used = time.time()
             self._wake()
 
     def _wake(self) -> None:
-        """The thread, if anybody waits for a model: otherwise there is nothing to load, or to make room for."""
+        """Wake the thread if a lease waits: otherwise there is nothing to load, or to make room for."""
         if self._wanted:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        while (step := self._next()) is not None:
-            for name in step.unloaded:
+        while (step := self._wait_for_step()) is not None:
+            for name in step.dropped:
                 log.info("%s was unloaded to make room", name)
                 self._unloaded(name)
             if step.name is not None:
-                self._bring(step.name)
+                self._load_model(step.name)
 
-    def _next(self) -> _Step | None:
-        """What to do next, as soon as there is something; None at the end."""
+    def _wait_for_step(self) -> _Step | None:
+        """Wait for the next step; None once closed."""
         while True:
             with self._changed:
                 if self._closed:
                     return None
                 step = self._step()
-                granted = self._granted()
+                granted = self._grant()
                 if step is None and not granted:
                     self._changed.wait()
             _hand_out(granted)
@@ -199,99 +200,98 @@ class ModelCache(Generic[T]):
                 return step
 
     def _step(self) -> _Step | None:
-        """Let go of what has to make room, and say which model is loaded then, if there is enough."""
-        name = self._next_to_load()
-        unloaded = [other for other, resident in self._model_cache.items() if resident.leaving and not resident.users]
-        for other in unloaded:
-            del self._model_cache[other]
-        if name is None or any(resident.leaving for resident in self._model_cache.values()):
-            return _Step(unloaded, None) if unloaded else None
+        """Drop models that have to make room and are not in use; return a model to load once there is room."""
+        name = self._choose_next()
+        dropped = [other for other, entry in self._entries.items() if entry.leaving and not entry.users]
+        for other in dropped:
+            del self._entries[other]
+        if name is None or any(entry.leaving for entry in self._entries.values()):
+            return _Step(dropped, None) if dropped else None
         self._loading = name
-        return _Step(unloaded, name)
+        return _Step(dropped, name)
 
-    def _next_to_load(self) -> str | None:
-        """Marks those that have to make room for it."""
+    def _choose_next(self) -> str | None:
+        """Return the model to load next, and mark those that have to make room for it."""
         for name in [name for name, leases in self._wanted.items() if all(lease.model.cancelled() for lease in leases)]:
             del self._wanted[name]
-        for resident in self._model_cache.values():
-            resident.leaving = False
-        absent = self._first or [name for name in self._wanted if name not in self._model_cache]
+        for entry in self._entries.values():
+            entry.leaving = False
+        absent = self._first or [name for name in self._wanted if name not in self._entries]
         if not absent:
             return None
-        excess = sum(one.nbytes for one in self._model_cache.values()) + self._size(absent[0]) - self._limit
-        for resident in sorted(self._model_cache.values(), key=lambda one: (one.users > 0, one.used)):
+        excess = sum(other.nbytes for other in self._entries.values()) + self._size(absent[0]) - self._limit
+        for entry in sorted(self._entries.values(), key=lambda other: (other.users > 0, other.used)):
             if excess > 0:
-                excess -= resident.nbytes
-                resident.leaving = True
+                excess -= entry.nbytes
+                entry.leaving = True
         return absent[0]
 
     def _size(self, name: str) -> int:
         return self._sizes.get(name) or self._guess(name)
 
-    def _granted(self) -> list[tuple[Lease[T], T]]:
-        """Those whose model is there, with it."""
+    def _grant(self) -> list[tuple[Lease[T], T]]:
+        """Return the waiting leases whose model is loaded, and the model, and count them as users."""
         if self._first:
             return []
-        there = {name: one for name, one in self._model_cache.items() if name in self._wanted and not one.leaving}
+        usable = {name: entry for name, entry in self._entries.items() if name in self._wanted and not entry.leaving}
         granted = []
-        for name, resident in there.items():
-            leases = self._waiting((name,))
-            resident.users += len(leases)
-            resident.used = time.time()
-            granted += [(lease, resident.model) for lease in leases]
+        for name, entry in usable.items():
+            leases = self._pop_waiting((name,))
+            entry.users += len(leases)
+            entry.used = time.time()
+            granted += [(lease, entry.model) for lease in leases]
         return granted
 
-    def _waiting(self, names: Iterable[str]) -> list[Lease[T]]:
-        """Those that wait for one of these and have not given up; they wait no longer."""
+    def _pop_waiting(self, names: Iterable[str]) -> list[Lease[T]]:
+        """Remove and return the leases that wait for one of these models and have not ended."""
         leases = [lease for name in names for lease in self._wanted.pop(name, ())]
         return [lease for lease in leases if lease.model.set_running_or_notify_cancel()]
 
-    def _bring(self, name: str) -> None:
-        """Load a model for which there is room, as far as is known."""
+    def _load_model(self, name: str) -> None:
+        """Load a model for which there is room, by the bytes that are known or guessed."""
         try:
-            with self._turn:
+            with self._load_lock:
                 model = self._load(name)
-        except Exception as error:  # noqa: BLE001 - raised again where the model is asked for
+        except Exception as error:  # noqa: BLE001 - the leases get it
             self._refuse(name, error)
             return
         nbytes = model.nbytes
         granted = None
         with self._changed:
             self._sizes[name] = nbytes
-            if nbytes + sum(one.nbytes for one in self._model_cache.values()) <= self._limit:
-                self._model_cache[name] = _Resident(model, nbytes, time.time())
-                self._over(name)
-                # Before it might have to make room for what others wait for.
-                granted = self._granted()
+            if nbytes + sum(other.nbytes for other in self._entries.values()) <= self._limit:
+                self._entries[name] = _Entry(model, nbytes, time.time())
+                self._end_loading(name)
+                # Before the model might have to make room for others.
+                granted = self._grant()
         if granted is not None:
             _hand_out(granted)
             return
         del model
         self._unloaded(name)
         if nbytes > self._limit:
-            self._refuse(name, BrokenModel(too_large(name, nbytes, self._limit)))
-        # Otherwise it is larger than was guessed, and is loaded again once there is room for what it takes.
+            self._refuse(name, BrokenModel(too_large_message(name, nbytes, self._limit)))
+        # Otherwise it is larger than the guess, and is loaded again once there is room.
 
     def _refuse(self, name: str, error: Exception) -> None:
         with self._changed:
-            self._over(name)
+            self._end_loading(name)
             if not isinstance(error, CapacityError | Cancelled):
-                self._problems[name] = str(error) if isinstance(error, StackSegError) else _named(error)
+                self._problems[name] = str(error) if isinstance(error, StackSegError) else _describe(error)
                 log.error("%s cannot be served: %s", name, self._problems[name])
-            waiting = self._waiting((name,))
+            waiting = self._pop_waiting((name,))
         for lease in waiting:
             lease.model.set_exception(error)
 
-    def _over(self, name: str) -> None:
-        """Loading this one has ended, one way or the other."""
+    def _end_loading(self, name: str) -> None:
         self._loading = None
         self._first = [other for other in self._first if other != name]
 
 
 class _Step(NamedTuple):
-    """Models that were let go of, and one to load next, if any."""
+    """Models that were dropped, and the model to load next, if any."""
 
-    unloaded: list[str]
+    dropped: list[str]
     name: str | None
 
 
@@ -300,12 +300,12 @@ def _hand_out(granted: list[tuple[Lease[T], T]]) -> None:
         lease.model.set_result(model)
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def too_large(name: str, nbytes: int, limit: int) -> str:
-    """What is wrong with a model that takes more than all may."""
+def too_large_message(name: str, nbytes: int, limit: int) -> str:
+    """Return the message for a model that exceeds the limit of all models."""
     return (
         f"The model {name} takes {nbytes / 2**20:.0f} MiB when loaded, and models.memory_bytes allows "
         f"{limit / 2**20:.0f} MiB for all; raise it."

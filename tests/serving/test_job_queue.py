@@ -9,7 +9,7 @@ import pytest
 from fakes import until
 
 from service.core.errors import BadFile, NotReady, QueueFull
-from service.serving.job import Free, Job, Needs, Progress
+from service.serving.job import FreeMemory, Job, Needs
 from service.serving.job_queue import BATCHES_AHEAD, JobQueue
 
 
@@ -27,53 +27,6 @@ def takes(queue: JobQueue, *jobs: Job[int]) -> bool:
         if queue._next() is not job or queue.take() is not job:
             return False
     return queue._next() is None
-
-
-def test_job_gives_its_result_and_its_times() -> None:
-    def work(job: Job[int]) -> int:
-        job.advance(1, 3)
-        time.sleep(0.02)
-        return 7
-
-    job = Job("answer", work)
-    assert (job.state, job.seconds_run) == ("waiting", 0.0)
-    job.run()
-    assert (job.state, job.future.result(), job.progress) == ("done", 7, Progress(1, 3))
-    assert job.seconds_run >= 0.02
-    ran, waited = job.seconds_run, job.seconds_waited
-    time.sleep(0.01)
-    assert (job.seconds_run, job.seconds_waited) == (ran, waited)
-
-
-def test_job_that_fails_raises_for_whoever_waits() -> None:
-    def work(_job: Job[int]) -> int:
-        raise BadFile("cut short")
-
-    job = Job("broken", work)
-    with pytest.raises(BadFile) as caught:
-        job.run()
-    job.fail(caught.value)
-    assert job.state == "failed"
-    with pytest.raises(BadFile, match="cut short"):
-        job.future.result()
-
-
-def test_job_cancelled_while_it_waits_never_runs() -> None:
-    ran = []
-    job = Job("late", ran.append)
-    job.cancel()
-    job.run()
-    assert (job.state, ran) == ("cancelled", [])
-
-
-def test_job_cancelled_while_it_runs_is_told() -> None:
-    def work(job: Job[bool]) -> bool:
-        job.cancel()
-        return job.cancelled()
-
-    job = Job("told", work)
-    job.run()
-    assert job.future.result() is True
 
 
 def test_queue_gives_jobs_in_order_and_counts_who_waits() -> None:
@@ -156,7 +109,7 @@ def test_no_more_jobs_run_than_may() -> None:
 
 def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_in_beside_it() -> None:
     free = [100]
-    queue = JobQueue(limit=30, free=lambda: Free(free[0]))
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
     large, next_large, small, beside = sized(1000, 60), sized(100, 90), sized(1, 15), sized(1, 5)
     queue.offer(large)
     assert takes(queue, large)
@@ -175,7 +128,7 @@ def test_job_that_does_not_fit_in_memory_waits_and_is_passed_by_those_that_fit_i
 
 def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
     free = [100]
-    queue = JobQueue(limit=30, free=lambda: Free(free[0]))
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]))
     for job in (first := sized(1, 10), second := sized(1, 20)):
         queue.offer(job)
     free[0] = 15
@@ -186,7 +139,7 @@ def test_memory_that_others_have_taken_meanwhile_is_not_there() -> None:
 
 def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
     free = [80]
-    queue = JobQueue(limit=30, free=lambda: Free(free[0]), fresh_seconds=60)
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(free[0]), fresh_seconds=60)
     large, first, second = sized(1, 60), sized(1, 30), sized(1, 30)
     queue.offer(large)
     assert takes(queue, large)
@@ -200,7 +153,7 @@ def test_memory_that_a_job_has_given_back_counts_at_once() -> None:
 
 
 def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
-    queue = JobQueue(limit=30, free=lambda: Free(10, 10))
+    queue = JobQueue(limit=30, free=lambda: FreeMemory(10, 10))
     impossible = sized(10, 1000)
     queue.offer(impossible)
     assert takes(queue, impossible)
@@ -210,7 +163,7 @@ def test_job_too_large_for_the_memory_begins_when_it_is_on_its_own() -> None:
 
 
 def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
-    queue = JobQueue(8, 4, lambda: Free(100, None))
+    queue = JobQueue(8, 4, lambda: FreeMemory(100, None))
     jobs = [Job("nuclei", lambda _job: None, windows=1, needs=lambda: Needs(40, 0, 8)) for _ in range(3)]
     for job in jobs:
         queue.offer(job)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -23,7 +21,6 @@ from service.core.errors import (
     ConfigError,
     DeviceLost,
     NotReady,
-    OutOfStorage,
     QueueFull,
     UnknownModel,
 )
@@ -35,7 +32,6 @@ from service.inference.windows.sliding_window import SlidingWindow
 from service.serving.device_worker import device_worker_settings
 from service.serving.job import Job
 from service.serving.runtime import Runtime
-from service.serving.scratch import MARKER, disk_full_as_out_of_storage, make_locked_folder, sweep
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -239,32 +235,6 @@ def test_stopping_leaves_nothing_on_disk(bands_repository: Path, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tmp_path: Path) -> None:
-    dead, living = (tmp_path / f"stackseg-{name}" for name in ("dead", "living"))
-    os.close(make_locked_folder(dead))
-    (dead / "requests" / "one").mkdir(parents=True)
-    (dead / "requests" / "one" / "upload.tif").touch()
-    hold = make_locked_folder(living)
-    sweep(tmp_path)
-    os.close(hold)
-    assert list(tmp_path.iterdir()) == [living]
-    sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_of_others_are_left_alone_whatever_their_name(tmp_path: Path) -> None:
-    mine, linked, other = (tmp_path / name for name in ("stackseg-results", "stackseg-linked", "other"))
-    os.close(make_locked_folder(other))
-    for folder in (mine, linked):
-        folder.mkdir()
-    (mine / "labels.tif").touch()
-    (linked / MARKER).symlink_to(other / MARKER)
-    (tmp_path / "stackseg-link").symlink_to(other)
-    sweep(tmp_path)
-    assert set(tmp_path.iterdir()) == {mine, linked, other, tmp_path / "stackseg-link"}
-    assert (mine / "labels.tif").exists()
-
-
 def test_two_services_share_a_scratch_folder(bands_repository: Path, tmp_path: Path) -> None:
     chosen = settings(bands_repository, tmp_path)
     with running(chosen) as one, running(chosen) as other:
@@ -280,17 +250,6 @@ def test_folder_or_device_that_is_not_there_is_refused_before_anything_starts(
         Runtime(settings(bands_repository, tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"device\.name"):
         Runtime(settings(bands_repository, tmp_path, device={"name": "cuda:99"}))
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_out_of_storage(number: int) -> None:
-    with pytest.raises(OutOfStorage), disk_full_as_out_of_storage():
-        raise OSError(number, "full")
-
-
-def test_other_errors_of_the_disk_stay_what_they_are() -> None:
-    with pytest.raises(PermissionError), disk_full_as_out_of_storage():
-        raise PermissionError(errno.EACCES, "denied")
 
 
 @pytest.fixture
@@ -448,7 +407,7 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
         assert [worker for worker in runtime.device_workers if worker.model_cache.get("beta")] == [holder]
 
 
-def test_threads_of_the_processor_are_shared_by_its_stations(bands_repository: Path, tmp_path: Path) -> None:
+def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Path, tmp_path: Path) -> None:
     chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
     found = device_worker_settings(chosen)
     assert [name for name, _ in found] == ["cpu", "cpu-2"]

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from service.core.errors import BadFile
-from service.serving.worker import Worker
+from service.serving.job_queue import JobThreads
 
 
 class Recorded:
@@ -30,17 +30,17 @@ class Recorded:
         self.over.set()
 
 
-def run(*tasks: Recorded) -> Worker:
+def run(*tasks: Recorded) -> JobThreads:
     pending: queue.Queue[Recorded | None] = queue.Queue()
     for task in (*tasks, None):
         pending.put(task)
-    worker = Worker("device", pending.get)
+    worker = JobThreads("device", pending.get)
     worker.start()
     assert worker.join(10)
     return worker
 
 
-def test_tasks_run_in_the_worker_s_own_thread_and_none_ends_it() -> None:
+def test_tasks_run_in_the_its_own_thread_and_none_ends_it() -> None:
     task = Recorded()
     worker = run(task)
     assert task.over.is_set()
@@ -66,7 +66,7 @@ def test_only_the_unforeseen_is_logged_with_its_traceback(caplog: pytest.LogCapt
 
 def test_finished_task_is_not_kept_alive() -> None:
     pending: queue.Queue[Recorded | None] = queue.Queue()
-    worker = Worker("device", pending.get)
+    worker = JobThreads("device", pending.get)
     worker.start()
     task = Recorded()
     over, known = task.over, weakref.ref(task)
@@ -82,13 +82,13 @@ def test_finished_task_is_not_kept_alive() -> None:
     assert worker.join(10)
 
 
-def test_worker_that_never_started_has_ended() -> None:
-    assert Worker("idle", lambda: None).join(0)
+def test_threads_that_never_started_has_ended() -> None:
+    assert JobThreads("idle", lambda: None).join(0)
 
 
 def test_each_thread_begins_before_it_takes_a_task() -> None:
     told = list[str]()
-    worker = Worker("request", lambda: told.append("take"), 3, lambda: told.append("begin"))
+    worker = JobThreads("request", lambda: told.append("take"), 3, lambda: told.append("begin"))
     worker.start()
     assert worker.join(10)
     assert told.count("begin") == told.count("take") == 3
