@@ -25,7 +25,7 @@ from paths import ROOT
 from paths import SHARED_DATA as DATA
 
 from service.api.api_keys import hash_of
-from service.api.uploads import BLOCK_BYTES, ROOM, ROOM_BYTES
+from service.api.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
 from service.core.config import Settings
 from service.core.volume import Segmentation
 from service.inference.label_agreement import share_differing
@@ -457,7 +457,7 @@ def test_many_stalled_uploads_go_to_disk_once_the_room_in_memory_is_taken(live: 
         for client in clients:
             client.sendall(head + body)
         # But for what is in the buffers of files.
-        least = number * (len(body) - 2**13) - ROOM_BYTES
+        least = number * (len(body) - 2**13) - UPLOAD_MEMORY_BYTES
         until(
             lambda: sum(path.stat().st_size for path in live.runtime.scratch.requests.rglob("upload.tif")) > least, 20
         )
@@ -465,8 +465,8 @@ def test_many_stalled_uploads_go_to_disk_once_the_room_in_memory_is_taken(live: 
         for client in clients:
             client.close()
     until(lambda: live.leftovers() == [], 20)
-    assert ROOM.take(ROOM_BYTES)
-    ROOM.give_back(ROOM_BYTES)
+    assert UPLOAD_MEMORY.reserve(UPLOAD_MEMORY_BYTES)
+    UPLOAD_MEMORY.release(UPLOAD_MEMORY_BYTES)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")

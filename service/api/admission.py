@@ -1,40 +1,43 @@
-"""What `/segment` and `/inspect` share: admission, a folder per request, time and the client's patience."""
+"""Admit a request with a stack before its body is received: check parameters, queue, model and host files.
+
+What is wrong already is answered at once, and the client need not upload a stack first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, Request
 from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
-from service.api.headers import stated
-from service.api.threads import NAMED_FILES, in_thread
+from service.api.dependencies import RuntimeDependency, get_caller
+from service.api.headers import get_header
+from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.uploads import is_multipart
 from service.core.errors import BadParameter
 from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec
-from service.serving.async_jobs import AsyncJobs
 from service.serving.parameters import Query, explain
 from service.serving.results import check_host_files
 from service.serving.runtime import Runtime
 
-T = TypeVar("T")
+# Query strings whose parsed parameters are kept.
+CACHED_QUERIES = 64
 
-# Of so many addresses the parameters are remembered.
-ADDRESSES = 64
+RESPOND_ASYNC = "respond-async"
 
 
-def _fields() -> dict[str, Any]:
-    """The parameters of a query as fields of a form, where none can be null."""
+def _document_form_fields() -> dict[str, Any]:
+    """Return the parameters as properties of a form's schema; a field of a form cannot be null."""
     properties = Query.model_json_schema()["properties"]
     return {name: {**it["anyOf"][0], "description": it["description"]} for name, it in properties.items()}
 
 
-def _parameters() -> list[dict[str, Any]]:
-    """The same as parameters of an address."""
+def _document_query_parameters() -> list[dict[str, Any]]:
+    """Return the parameters as OpenAPI documents them in a query string."""
     properties = Query.model_json_schema()["properties"]
     schemas = {name: {key: value for key, value in it.items() if key != "default"} for name, it in properties.items()}
     return [
@@ -43,10 +46,10 @@ def _parameters() -> list[dict[str, Any]]:
     ]
 
 
-# Of a request with a stack, in the OpenAPI document. The framework would document parameters of a model by itself, but
-# then also take each out of the address at every request, which takes it longer than all that follows until the body.
+# OpenAPI's description of a request with a stack. FastAPI would derive the parameters from a model, but would then also
+# parse them at every request, which takes longer than all other work before the body.
 REQUEST: dict[str, Any] = {
-    "parameters": _parameters(),
+    "parameters": _document_query_parameters(),
     "requestBody": {
         "description": "The stack, unless input names one on the service's host.",
         "required": False,
@@ -55,34 +58,13 @@ REQUEST: dict[str, Any] = {
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
-                    "properties": {"file": {"type": "string", "format": "binary"}, **_fields()},
+                    "properties": {"file": {"type": "string", "format": "binary"}, **_document_form_fields()},
                     "additionalProperties": False,
                 }
             },
         },
     },
 }
-
-
-async def runtime_of(request: Request) -> Runtime:
-    """What answers the request."""
-    runtime: Runtime = request.app.state.runtime
-    return runtime
-
-
-RuntimeDependency = Annotated[Runtime, Depends(runtime_of)]
-
-
-async def async_jobs_of(request: Request) -> AsyncJobs:
-    """What keeps the request's job."""
-    async_jobs: AsyncJobs = request.app.state.async_jobs
-    return async_jobs
-
-
-AsyncJobsDependency = Annotated[AsyncJobs, Depends(async_jobs_of)]
-
-RESPOND_ASYNC = "respond-async"
-
 PREFER = {
     "name": "prefer",
     "in": "header",
@@ -92,77 +74,66 @@ PREFER = {
 }
 
 
-def wants_a_job(request: Request) -> bool:
-    """Whether the client would rather come back for its answer."""
-    prefer = stated(request.scope, b"prefer")
-    return RESPOND_ASYNC in (wish.partition(";")[0].strip().lower() for wish in prefer.split(","))
-
-
-def caller_of(request: Request) -> str | None:
-    """Whose request this is, where callers are told apart; what is kept for one caller is hidden from others."""
-    caller: str | None = request.scope.get("state", {}).get("caller")
-    return caller
+def prefers_async(request: Request) -> bool:
+    """Return whether the client prefers a job to waiting for its answer (RFC 7240)."""
+    preferences = get_header(request.scope, b"prefer").split(",")
+    return RESPOND_ASYNC in (preference.partition(";")[0].strip().lower() for preference in preferences)
 
 
 class Admission(NamedTuple):
-    """Parameters, and the model, if it can give what they ask for; None while a form may bring more of them."""
+    """Parameters, and the model that they select; None where a form may still bring another name."""
 
     query: Query
     spec: ModelSpec | None
 
-    def model(self, runtime: Runtime, query: Query) -> ModelSpec:
-        """That of these parameters, all of which have come by now. Raises what `check_output` raises."""
-        return self.spec if self.spec is not None and query is self.query else check_output(runtime, query)
 
+async def admit(request: Request, runtime: Runtime) -> Admission:
+    """Check all that is known before the body of a request.
 
-async def admission(request: Request, runtime: Runtime) -> Admission:
-    """As `admitted`."""
-    query = _asked(request.scope["query_string"])
+    Raises BadParameter, UnknownModel, BrokenModel, NotReady, QueueFull and OutputExists.
+    """
+    query = _parse_query_string(request.scope["query_string"])
     runtime.check_admission()
     if is_multipart(request):
         return Admission(query, None)
-    spec = check_output(runtime, query)
-    await check_files(request, runtime, query)
+    spec = select_model(runtime, query)
+    await _check_host_files(request, runtime, query)
     return Admission(query, spec)
 
 
-async def admitted(request: Request, runtime: RuntimeDependency) -> Query:
-    """The parameters, if the request stands a chance: whatever is wrong already is said before the body is received."""
-    return (await admission(request, runtime)).query
+async def admit_query(request: Request, runtime: RuntimeDependency) -> Query:
+    """Return the parameters of a request that `admit` lets in."""
+    return (await admit(request, runtime)).query
 
 
-@lru_cache(maxsize=ADDRESSES)
-def _asked(address: bytes) -> Query:
-    """The parameters in the part of an address behind the question mark. Raises BadParameter."""
-    return validated(_once(QueryParams(address).multi_items()))
+AdmittedQuery = Annotated[Query, Depends(admit_query)]
 
 
-def _once(items: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Names and values of parameters. Raises BadParameter for one that is given twice."""
-    given: dict[str, str] = {}
-    for name, value in items:
-        if name in given:
-            raise BadParameter(f"The parameter {name} is given twice.")
-        given[name] = value
-    return given
+async def admit_form(request: Request, runtime: Runtime, query: Query, fields: Mapping[str, str]) -> Query:
+    """Return the parameters of the query string and of a form that was received; check the host files they name.
+
+    Raises BadParameter and OutputExists.
+    """
+    query = merge_fields(query, fields)
+    await _check_host_files(request, runtime, query)
+    return query
 
 
-def validated(given: Mapping[str, Any]) -> Query:
-    """Raises BadParameter."""
-    try:
-        return Query.model_validate(given)
-    except ValidationError as error:
-        raise BadParameter(explain(error.errors())) from error
+def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
+    """Return the parameters of the query string together with those of a form. Raises BadParameter."""
+    if not fields:
+        return query
+    given = query.model_dump(exclude_unset=True)
+    if twice := sorted(given.keys() & fields.keys()):
+        raise BadParameter(f"The parameter {twice[0]} is given twice, in the address and in the form.")
+    return _validate({**fields, **given})
 
 
-async def check_files(request: Request, runtime: Runtime, query: Query) -> None:
-    """In a thread: the folders may lie on a server that is slow to answer."""
-    if query.input is not None or query.output_to is not None or query.overwrite is not None:
-        await in_thread(partial(check_host_files, runtime.host_files, query, caller_of(request)), NAMED_FILES)
+def select_model(runtime: Runtime, query: Query) -> ModelSpec:
+    """Return the model, if it has the output that is asked for.
 
-
-def check_output(runtime: Runtime, query: Query) -> ModelSpec:
-    """The model, if it can give what is asked for. Raises UnknownModel, NotReady, BadParameter."""
+    Raises UnknownModel, BrokenModel, NotReady and BadParameter.
+    """
     spec = runtime.models.spec(query.model)
     kind = Estimator(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
@@ -170,4 +141,28 @@ def check_output(runtime: Runtime, query: Query) -> ModelSpec:
     return spec
 
 
-AdmittedQuery = Annotated[Query, Depends(admitted)]
+@lru_cache(maxsize=CACHED_QUERIES)
+def _parse_query_string(query_string: bytes) -> Query:
+    """Return the parameters of a query string. Raises BadParameter."""
+    given: dict[str, str] = {}
+    for name, value in QueryParams(query_string).multi_items():
+        if name in given:
+            raise BadParameter(f"The parameter {name} is given twice.")
+        given[name] = value
+    return _validate(given)
+
+
+def _validate(given: Mapping[str, Any]) -> Query:
+    """Return parameters by name as a `Query`. Raises BadParameter."""
+    try:
+        return Query.model_validate(given)
+    except ValidationError as error:
+        raise BadParameter(explain(error.errors())) from error
+
+
+async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
+    """Check the host files that a query names, in a thread: a folder may lie on a server that is slow to answer."""
+    if query.input is not None or query.output_to is not None or query.overwrite is not None:
+        await run_in_thread(
+            partial(check_host_files, runtime.host_files, query, get_caller(request)), HOST_FILE_THREADS
+        )

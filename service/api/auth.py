@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.api_keys import ANONYMOUS, Keys, RateLimit
-from service.api.headers import Raw, found, stated
+from service.api.headers import RawHeaders, find_header, get_header
 from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
 
@@ -42,7 +42,7 @@ class Hosts:
         if scope["type"] != "http" or not self._hosts or HEALTH.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
-        host = host_of(stated(scope, b"host"))
+        host = host_of(get_header(scope, b"host"))
         if any(matches(host, pattern) for pattern in self._hosts):
             await self._app(scope, receive, send)
             return
@@ -83,10 +83,10 @@ class Guard:
         rate_limit.spend()
 
 
-def shown_key(headers: Raw) -> str | None:
+def shown_key(headers: RawHeaders) -> str | None:
     """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`."""
-    scheme, _, key = found(headers, b"authorization").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else found(headers, b"x-api-key") or None
+    scheme, _, key = find_header(headers, b"authorization").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None
 
 
 def host_of(header: str) -> str:

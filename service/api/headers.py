@@ -1,4 +1,4 @@
-"""Headers of a request as the server hands them over: looked up where they are, without an object around them."""
+"""Headers of requests and answers, read from ASGI's list of byte pairs without building an object around it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
-# Names in lower case, as ASGI has them, and values.
-Raw = Iterable[tuple[bytes, bytes]]
+# Names, in lower case as ASGI requires, and values.
+RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
-def stated(scope: Scope, name: bytes) -> str:
-    """The first header of a request by this name, in lower case; "" without one."""
-    return found(scope["headers"], name)
+def get_header(scope: Scope, name: bytes) -> str:
+    """Return the first header of a request by this name, given in lower case; "" without one."""
+    return find_header(scope["headers"], name)
 
 
-def found(headers: Raw, name: bytes) -> str:
-    """The same among these."""
+def find_header(headers: RawHeaders, name: bytes) -> str:
+    """Return the first of these headers by this name, given in lower case; "" without one."""
     for known, value in headers:
         if known == name:
             return value.decode("latin-1")

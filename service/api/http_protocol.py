@@ -18,7 +18,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.headers import stated
+from service.api.headers import get_header
 from service.api.middleware import SAFE, number_of
 from service.api.problems import PROBLEM_TYPE, problem_members
 from service.core import logs
@@ -264,7 +264,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if scope is None:
             return number_of("")
         known: str | None = scope["state"].get("request_id")
-        return known or number_of(stated(scope, b"x-request-id"))
+        return known or number_of(get_header(scope, b"x-request-id"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody waits for an answer any more; uvicorn tells it the last request alone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.headers import Raw, found, stated
+from service.api.headers import RawHeaders, find_header, get_header
 from service.core import logs
 
 log = logging.getLogger("service.access")
@@ -54,7 +54,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number = number_of(stated(scope, b"x-request-id"))
+        number = number_of(get_header(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = number
         began, status = time.perf_counter(), 500
         told: list[tuple[bytes, bytes]] = []
@@ -82,13 +82,13 @@ def number_of(proposed: str) -> str:
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
-def _tell(scope: Scope, number: str, status: int, seconds: float, told: Raw) -> None:
+def _tell(scope: Scope, number: str, status: int, seconds: float, told: RawHeaders) -> None:
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     if "app" in scope and hasattr(scope["app"].state, "runtime"):
         scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
-    model, objects = found(told, b"x-stackseg-model") or None, found(told, b"x-stackseg-objects") or None
+    model, objects = find_header(told, b"x-stackseg-model") or None, find_header(told, b"x-stackseg-objects") or None
     path = UNPRINTABLE.sub("?", scope["path"])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
@@ -103,7 +103,7 @@ def _tell(scope: Scope, number: str, status: int, seconds: float, told: Raw) -> 
         "problem": problem,
         "model": model,
         "objects": int(objects) if objects else None,
-        "stages": stages_of(found(told, b"server-timing")),
+        "stages": stages_of(find_header(told, b"server-timing")),
     }
     said = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, number, extras)
@@ -131,7 +131,7 @@ class SafeHeaders:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
                 # The page of the documentation loads what is beside it; no other answer has anything to load.
-                page = found(headers, b"content-type").startswith("text/html")
+                page = find_header(headers, b"content-type").startswith("text/html")
                 said = {name for name, _ in headers}
                 more = _SAFE_FOR_PAGES if page else _SAFE
                 message["headers"] = [*headers, *(header for header in more if header[0] not in said)]
@@ -166,7 +166,7 @@ class DrainBody:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
-                if begun or not stated(scope, b"expect"):
+                if begun or not get_header(scope, b"expect"):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds):
                             while not complete:

@@ -1,4 +1,4 @@
-"""An answer with pixels: the document of it, its headers, and the response that lets go of what it held."""
+"""Answer with a result: its OpenAPI document, its headers, and a response that releases what the request held."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, BinaryIO, NamedTuple, Self
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from service.core.volume import VoxelSize
 from service.serving.job_record import AnswerMetadata
 from service.serving.results import Saved
 
-NOTE_LETTERS = 2000
+MAX_NOTE_LETTERS = 2000
 
-# Up to so many bytes an answer is in memory while it is sent.
+# The largest answer that is in memory while it is sent.
 SMALL_BYTES = 2**20
 
 ANSWER: dict[int | str, dict[str, Any]] = {
@@ -72,37 +71,37 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Found(NamedTuple):
-    """What was found of a file in a thread: its status, and its bytes where they are few; or the bytes of none."""
+class FileSnapshot(NamedTuple):
+    """A file as a thread found it: its status, None without a file, and its bytes, None where they are many."""
 
     status: os.stat_result | None
     content: bytes | None
 
     @classmethod
-    def at(cls, path: Path) -> Self:
-        """Raises OSError."""
+    def read(cls, path: Path) -> Self:
+        """Read the status of a file, and its content where it is small. Raises OSError."""
         status = path.stat()
         return cls(status, path.read_bytes() if status.st_size <= SMALL_BYTES else None)
 
 
-class LabelResponse(FileResponse):
-    """Streams the result and then, however that ended, lets go of everything the request held.
+class ResultResponse(FileResponse):
+    """A response that sends a result and then, however that ended, closes `resources`.
 
-    With its bytes at hand they are sent at once, which spares a small answer four ways to a thread and back. That is
-    for answers to POST, of which nobody can ask for a range.
+    Content that is at hand is sent at once, which saves a small answer four trips to a thread and back. Such an answer
+    ignores ranges: it is for POST, where no client can ask for one.
     """
 
     chunk_size = 2**20
 
-    def __init__(self, path: Path, found: Found | None = None, **options: Any) -> None:
-        super().__init__(path, stat_result=found and found.status, **options)
-        self._content = found and found.content
+    def __init__(self, path: Path, snapshot: FileSnapshot | None = None, **options: Any) -> None:
+        super().__init__(path, stat_result=snapshot and snapshot.status, **options)
+        self._content = snapshot and snapshot.content
         if self._content is not None:
             self.headers["content-length"] = str(len(self._content))
-        self.held = AsyncExitStack()
+        self.resources = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.held:
+        async with self.resources:
             if self._content is None:
                 await super().__call__(scope, receive, send)
                 return
@@ -110,48 +109,47 @@ class LabelResponse(FileResponse):
             await send({"type": "http.response.body", "body": self._content})
 
 
-def respond(path: Path, outcome: AnswerMetadata, found: Found | None = None, **headers: str) -> LabelResponse:
-    """The file with all that is told beside it; `found` for answers to POST."""
+def build_response(
+    path: Path, metadata: AnswerMetadata, snapshot: FileSnapshot | None = None, **headers: str
+) -> ResultResponse:
+    """Return the response with a file, its metadata and further headers; `snapshot` for answers to POST."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return LabelResponse(
-        path, found, media_type=outcome.media_type, headers=headers_of(outcome) | named, filename=outcome.file_name
+    return ResultResponse(
+        path,
+        snapshot,
+        media_type=metadata.media_type,
+        headers=build_headers(metadata) | named,
+        filename=metadata.file_name,
     )
 
 
-def opened(file: BinaryIO) -> Path:
-    """A path to an open file, which leads to it though its name may be gone by then."""
+def open_file_path(file: BinaryIO) -> Path:
+    """Return a path to an open file, which stays valid when the name of the file is deleted."""
     return Path(f"/proc/self/fd/{file.fileno()}")
 
 
-def headers_of(outcome: AnswerMetadata) -> dict[str, str]:
-    """What the answer says beside the pixels."""
+def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
+    """Return the headers with the metadata of a result."""
     headers = {
         "Cache-Control": "no-store",
-        "X-StackSeg-Model": outcome.model,
-        "Server-Timing": ", ".join(f"{name};dur={1000 * value:.1f}" for name, value in outcome.seconds.items()),
+        "X-StackSeg-Model": metadata.model,
+        "Server-Timing": ", ".join(f"{name};dur={1000 * value:.1f}" for name, value in metadata.seconds.items()),
     }
-    if outcome.objects is not None:
-        headers["X-StackSeg-Objects"] = str(outcome.objects)
-    if outcome.voxel_size is not None:
-        headers["X-StackSeg-Voxel-Size"] = written(outcome.voxel_size)
-    if outcome.diameter is not None:
-        headers["X-StackSeg-Diameter"] = outcome.diameter
-    if outcome.skipped is not None:
-        headers["X-StackSeg-Skipped"] = outcome.skipped
-    if outcome.notes:
-        headers["X-StackSeg-Note"] = in_ascii(" ".join(outcome.notes))[:NOTE_LETTERS]
+    if metadata.objects is not None:
+        headers["X-StackSeg-Objects"] = str(metadata.objects)
+    if metadata.voxel_size is not None:
+        # In the form of the parameter `voxel_size`.
+        headers["X-StackSeg-Voxel-Size"] = ",".join(f"{edge:.10g}" for edge in metadata.voxel_size)
+    if metadata.diameter is not None:
+        headers["X-StackSeg-Diameter"] = metadata.diameter
+    if metadata.skipped is not None:
+        headers["X-StackSeg-Skipped"] = metadata.skipped
+    if metadata.notes:
+        headers["X-StackSeg-Note"] = to_ascii(" ".join(metadata.notes))[:MAX_NOTE_LETTERS]
     return headers
 
 
-def written(size: VoxelSize) -> str:
-    """As the parameter `voxel_size` takes it."""
-    return ",".join(f"{edge:.10g}" for edge in size)
-
-
-def in_ascii(text: str) -> str:
-    """Without what a header cannot carry: control characters, and letters beyond ASCII."""
-    return (
-        "".join(letter if letter.isprintable() else " " for letter in text.replace("µ", "u"))
-        .encode("ascii", "replace")
-        .decode()
-    )
+def to_ascii(text: str) -> str:
+    """Replace what a header cannot carry: control characters, and letters beyond ASCII."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text.replace("µ", "u"))
+    return printable.encode("ascii", "replace").decode()

@@ -1,4 +1,4 @@
-"""Blocking work off the event loop, such that nothing it uses is taken away before it has ended."""
+"""Blocking work in threads, off the event loop, awaited to its end so that nothing it uses disappears meanwhile."""
 
 from __future__ import annotations
 
@@ -14,79 +14,82 @@ from service.core.errors import Cancelled
 
 T = TypeVar("T")
 
-# For what touches the service's own disk: writing uploads and results, deleting folders.
-FILES = ThreadPoolExecutor(8, "files")
+# For the service's own disk: writing uploads and results, deleting folders.
+FILE_THREADS = ThreadPoolExecutor(8, "files")
 
-# For files that requests name: their folders may lie on a server that does not answer, which must not stop the others.
-NAMED_FILES = ThreadPoolExecutor(4, "named")
+# For files that requests name. Their folders may lie on a server that does not answer, which must not block the others.
+HOST_FILE_THREADS = ThreadPoolExecutor(4, "named")
 
 
-async def in_thread(work: Callable[[], T], executor: Executor = FILES, gone: threading.Event | None = None) -> T:
-    """What `work` returns or raises.
+async def run_in_thread(
+    work: Callable[[], T], executor: Executor = FILE_THREADS, cancelled: threading.Event | None = None
+) -> T:
+    """Return what `work` returns in a thread, or raise what it raises.
 
-    When the caller is cancelled, work that has not begun never will; work that has begun is waited for, however often
-    the caller is cancelled, since it may still read or write the request's folder. It may look at `gone`, set then.
+    When the caller is cancelled, work that has not begun never begins. Work that has begun is awaited, however often
+    the caller is cancelled, since it may still use the request's folder; it can poll `cancelled`, which is set then.
     """
-    result: T = await followed(work, executor, gone)
+    result: T = await run_and_follow(work, executor, cancelled)
     return result
 
 
-async def followed(begin: Callable[[], Any], executor: Executor, gone: threading.Event | None = None) -> Any:
-    """The same, and where `begin` returns a future, what comes of that, which raises Cancelled where it was cancelled.
+async def run_and_follow(begin: Callable[[], Any], executor: Executor, cancelled: threading.Event | None = None) -> Any:
+    """Run `begin` like `run_in_thread`; where it returns a future, return the result of that instead.
 
-    The loop is woken once, at the end of it all. When the caller is cancelled, what was begun is not waited for.
+    The event loop is woken once, at the end. A cancelled caller awaits `begin`, but not the future that it returned.
+    Raises Cancelled where that future was cancelled.
     """
-    outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     beginning = executor.submit(begin)
-    beginning.add_done_callback(partial(_follow, outcome))
+    beginning.add_done_callback(partial(_follow, result))
     try:
-        return await outcome
+        return await result
     except asyncio.CancelledError:
-        _look_at(outcome)
-        if gone is not None:
-            gone.set()
+        _retrieve_error(result)
+        if cancelled is not None:
+            cancelled.set()
         if not beginning.cancel():
-            await _ended(beginning)
+            await _wait_until_done(beginning)
         raise
 
 
-def _follow(outcome: asyncio.Future[Any], beginning: Future[Any]) -> None:
-    """In the thread in which the beginning has ended."""
+def _follow(result: asyncio.Future[Any], beginning: Future[Any]) -> None:
+    """Copy the end of the beginning, or of the future that it returned; called in the thread where it ended."""
     if not beginning.cancelled() and beginning.exception() is None:
-        begun = beginning.result()
-        if isinstance(begun, Future):
-            begun.add_done_callback(partial(_tell, outcome))
+        returned = beginning.result()
+        if isinstance(returned, Future):
+            returned.add_done_callback(partial(_copy_from_thread, result))
             return
-    _tell(outcome, beginning)
+    _copy_from_thread(result, beginning)
 
 
-def _tell(outcome: asyncio.Future[Any], over: Future[Any]) -> None:
-    """In any thread: the loop learns what came of it, unless nobody waits any more."""
-    if not outcome.done():
-        outcome.get_loop().call_soon_threadsafe(_settle, outcome, over)
+def _copy_from_thread(result: asyncio.Future[Any], done: Future[Any]) -> None:
+    """Have the event loop copy the end of `done`, unless nobody waits for the result any more."""
+    if not result.done():
+        result.get_loop().call_soon_threadsafe(_copy, result, done)
 
 
-def _settle(outcome: asyncio.Future[Any], over: Future[Any]) -> None:
-    if outcome.done():
+def _copy(result: asyncio.Future[Any], done: Future[Any]) -> None:
+    if result.done():
         return
-    if over.cancelled():
-        outcome.set_exception(Cancelled("given up before it began"))
-    elif (error := over.exception()) is not None:
-        outcome.set_exception(error)
+    if done.cancelled():
+        result.set_exception(Cancelled("given up before it began"))
+    elif (error := done.exception()) is not None:
+        result.set_exception(error)
     else:
-        outcome.set_result(over.result())
+        result.set_result(done.result())
 
 
-async def _ended(work: Future[Any]) -> None:
-    """Until it has, however often the caller is cancelled: a client hangs up, and a time limit ends meanwhile."""
-    ended = asyncio.wrap_future(work)
-    while not ended.done():
+async def _wait_until_done(work: Future[Any]) -> None:
+    """Wait for work however often the caller is cancelled: a client hangs up, and a time limit ends meanwhile."""
+    done = asyncio.wrap_future(work)
+    while not done.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait([ended])
-    _look_at(ended)
+            await asyncio.wait([done])
+    _retrieve_error(done)
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Asyncio complains of errors that nobody has seen."""
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Mark the error of a future as seen: asyncio logs errors that nobody has retrieved."""
     if future.done() and not future.cancelled():
         future.exception()

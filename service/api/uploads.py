@@ -1,4 +1,4 @@
-"""Receive a posted file, counting bytes while they arrive; raw bodies and multipart forms alike."""
+"""Receive an uploaded file, a raw body or a part of a multipart form, and write it while it arrives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.api.headers import stated
-from service.api.multipart import FORM_BYTES, Form
-from service.api.threads import in_thread
+from service.api.headers import get_header
+from service.api.multipart import MAX_FORM_BYTES, FormParser
+from service.api.threads import run_in_thread
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 
 MULTIPART = "multipart/form-data"
@@ -33,57 +33,62 @@ RAW_TYPES = frozenset(
 )
 # Large enough that handing a block to a thread costs nothing, small enough that memory does not matter.
 BLOCK_BYTES = 2 * 2**20
+# Memory of this process for uploads that are not on disk.
+UPLOAD_MEMORY_BYTES = 64 * 2**20
 
 
-class Room:
-    """At most `nbytes` of memory for uploads, or parts of them, that lie nowhere else. Safe to use from threads."""
+class MemoryBudget:
+    """A number of bytes that uploads share. Safe to use from threads."""
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> bool:
-        """Whether there was so much; who has taken it gives it back."""
+    def reserve(self, nbytes: int) -> bool:
+        """Take bytes from the budget, to be released later; return False, and take none, if there are fewer."""
         with self._lock:
             if nbytes > self._free:
                 return False
             self._free -= nbytes
             return True
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
+        """Give reserved bytes back."""
         with self._lock:
             self._free += nbytes
 
 
-# Of this process.
-ROOM_BYTES = 64 * 2**20
-ROOM = Room(ROOM_BYTES)
+UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
 class Upload:
-    """A file on its way to disk, or into memory where it is small, with the name and the form fields that came along.
+    """A file on its way to disk, or into memory where it is small, with its name and the fields of its form.
 
-    path  where the file is, or will be once it has landed, if it is to lie on the disk
+    path  where the complete file lies, unless it is kept in memory
     """
 
-    def __init__(self, path: Path, limit_bytes: int, room: Room = ROOM) -> None:
+    def __init__(self, path: Path, limit_bytes: int, budget: MemoryBudget = UPLOAD_MEMORY) -> None:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
         self.received = 0
+        self.limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
-        self._room = room
-        # Of the room, for what is pending, and for a file that is kept in memory.
-        self._taken = 0
-        self._kept = False
+        self._budget = budget
+        # Bytes of the budget for pending blocks, and for a file that is kept in memory.
+        self._reserved = 0
+        self._in_memory = False
         self._content: bytearray | None = None
         self._hash = blake3()
-        self.limit_bytes = limit_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
         self._writing: asyncio.Task[None] | None = None
 
-    def take(self, data: bytes | memoryview) -> None:
+    def set_name(self, name: str) -> None:
+        """Set the name that the client gives the file."""
+        self.name = plain_name(name)
+
+    def add_data(self, data: bytes | memoryview) -> None:
         """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
         self.received += len(data)
         if self.received > self.limit_bytes:
@@ -92,78 +97,77 @@ class Upload:
         self._pending_bytes += len(data)
 
     async def flush(self, nbytes: int) -> None:
-        """Have what is pending written by a thread, now that the next `nbytes` of the body were taken.
+        """Have a thread write the pending bytes, after the next `nbytes` of the body were parsed.
 
-        While more arrives, if it is a block; before that, if there is no room for it.
+        A full block is written while more arrives. Where the budget is used up, all is written before this returns.
         """
-        room = self._room.take(nbytes)
-        self._taken += nbytes if room else 0
-        if self._pending_bytes < BLOCK_BYTES and (room or not self._pending):
+        fits = self._budget.reserve(nbytes)
+        self._reserved += nbytes if fits else 0
+        if self._pending_bytes < BLOCK_BYTES and (fits or not self._pending):
             return
-        # One at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
-        await self.written()
-        taken, self._taken = self._taken, 0
-        self._writing = asyncio.create_task(self._write_block(self._drain(), taken))
-        if not room:
-            await self.written()
+        # One write at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
+        await self.wait_written()
+        reserved, self._reserved = self._reserved, 0
+        self._writing = asyncio.create_task(self._write_block(self._take_pending(), reserved))
+        if not fits:
+            await self.wait_written()
 
-    async def _write_block(self, blocks: list[bytes | memoryview], taken: int) -> None:
+    async def _write_block(self, blocks: list[bytes | memoryview], reserved: int) -> None:
         try:
-            await in_thread(partial(self._write, blocks))
+            await run_in_thread(partial(self._write, blocks))
         finally:
-            self._room.give_back(taken)
+            self._budget.release(reserved)
 
-    async def written(self) -> None:
-        """Until no block is being written. Raises OSError where that failed."""
+    async def wait_written(self) -> None:
+        """Wait until no block is being written. Raises OSError where that failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
     def keep_in_memory(self) -> None:
-        """The file that has arrived never is on a disk; only where there was room, and no part of it is written."""
+        """Keep the received file in memory, if all of it is there: a part may have been written already."""
         if self._file is None:
-            self._kept = True
-            self._give_back(all_but=self.received)
+            self._in_memory = True
+            self._release(all_but=self.received)
 
-    def land(self) -> None:
-        """Write the rest, or put it together, in the thread of the caller: only then the file is there."""
-        blocks = self._drain()
-        if self._kept:
+    def complete(self) -> None:
+        """Write the rest, or join it in memory, in the calling thread: only then the file can be read."""
+        blocks = self._take_pending()
+        if self._in_memory:
             self._content = bytearray().join(blocks)
             self._hash.update(self._content)
         else:
             self._write(blocks).close()
-            self._give_back()
+            self._release()
 
     @property
     def source(self) -> Path | bytearray:
-        """The file, once it has landed: where it lies on the disk, or all that would be in it, until `let_go`."""
+        """The complete file: its content until `drop_content` if it is kept in memory, else its path."""
         return self.path if self._content is None else self._content
 
-    def let_go(self) -> None:
-        """Nothing more is written; of a file in memory there is left what is looked at."""
+    def drop_content(self) -> None:
+        """Forget the content of a file in memory, and write no more to one on disk."""
         self._content = None
         if self._file is not None:
             self._file.close()
 
     def close(self) -> None:
-        """The same, and its room in memory is for others: nobody looks at it any more."""
-        self.let_go()
-        self._drain()
-        self._give_back()
+        """Drop the content and all pending bytes, and give their memory back to the budget."""
+        self.drop_content()
+        self._take_pending()
+        self._release()
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of what was written: as hard to forge as SHA-256, in a quarter of the time."""
+        """BLAKE3 of the complete file: as hard to forge as SHA-256, in a quarter of the time."""
         return self._hash.hexdigest()
 
-    def _give_back(self, all_but: int = 0) -> None:
-        """Of the room, what was taken: of a form, its frame and fields as well."""
-        self._room.give_back(self._taken - all_but)
-        self._taken = all_but
+    def _release(self, all_but: int = 0) -> None:
+        """Give reserved bytes back; those of a form's frame and fields are among them."""
+        self._budget.release(self._reserved - all_but)
+        self._reserved = all_but
 
-    def _drain(self) -> list[bytes | memoryview]:
-        """What was pending."""
+    def _take_pending(self) -> list[bytes | memoryview]:
         blocks, self._pending, self._pending_bytes = self._pending, [], 0
         return blocks
 
@@ -177,91 +181,95 @@ class Upload:
         return self._file
 
 
-class Feed(Protocol):
-    """What the body goes through on its way into an `Upload`."""
+class BodyParser(Protocol):
+    """A parser that finds the file in the chunks of a body."""
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Parse the next bytes of the body."""
 
     def finish(self) -> None:
-        """The body has ended."""
+        """Check that the body is complete."""
 
 
-class Raw:
-    """A body that is the file."""
+class RawBody:
+    """Parser of a body that is the file itself."""
 
     def __init__(self, upload: Upload) -> None:
-        self.feed = upload.take
+        self.feed = upload.add_data
 
     def finish(self) -> None:
-        """Nothing follows the file."""
+        """Do nothing: every end of a raw body is right."""
 
 
 def is_multipart(request: Request) -> bool:
+    """Return whether the body is a multipart form."""
     return _media_type(request) == MULTIPART
 
 
 async def receive(request: Request, upload: Upload) -> None:
-    """Take the posted file; all but its end is written. An empty body makes an empty one.
+    """Receive the posted file and write all but its end. An empty body makes an empty file.
 
-    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client goes away before it
-    has sent everything.
+    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client disconnects before
+    it has sent everything.
     """
-    body = _feed_for(request, upload)
+    parser = _choose_parser(request, upload)
     _check_length(request, upload.limit_bytes)
     more = True
     try:
         while more:
-            # No name here may hold a piece while the next is waited for, as those of `request.stream` do.
-            nbytes, more = _fed(body, await request.receive())
+            # No local variable may refer to a chunk while the next one is awaited, as in `request.stream`: a stalled
+            # body would keep it in memory.
+            nbytes, more = _feed(parser, await request.receive())
             await upload.flush(nbytes)
     finally:
-        await upload.written()
-    body.finish()
+        await upload.wait_written()
+    parser.finish()
 
 
-def _fed(body: Feed, message: Message) -> tuple[int, bool]:
-    """Bytes of the body that came with the message, which were taken, and whether more will come. Raises Cancelled."""
+def _feed(parser: BodyParser, message: Message) -> tuple[int, bool]:
+    """Parse the chunk of a message; return its bytes and whether more will come. Raises Cancelled."""
     if message["type"] == "http.disconnect":
         raise Cancelled("The client went away while sending.")
     chunk = message.get("body", b"")
-    body.feed(chunk)
+    parser.feed(chunk)
     return len(chunk), message.get("more_body", False)
 
 
 def too_large(limit_bytes: int) -> TooLarge:
+    """Return the error for a file of more than `limit_bytes`."""
     return TooLarge(f"The upload exceeds the limit of {limit_bytes:,} bytes; crop it, or compress it as TIFF deflate.")
 
 
 def _media_type(request: Request) -> str:
-    return stated(request.scope, b"content-type").partition(";")[0].strip().lower()
+    return get_header(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
-def _feed_for(request: Request, upload: Upload) -> Feed:
-    encoding = stated(request.scope, b"content-encoding").lower() or "identity"
+def _choose_parser(request: Request, upload: Upload) -> BodyParser:
+    """Return the parser for the body's media type. Raises UnsupportedMedia, and BadParameter for a form's boundary."""
+    encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
     if encoding != "identity":
         raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send the TIFF itself, compressed or not.")
-    kind = _media_type(request)
-    if kind == MULTIPART:
+    media_type = _media_type(request)
+    if media_type == MULTIPART:
         _, options = parse_options_header(request.headers["content-type"])
-        form = Form(options.get(b"boundary", b""), upload.take, upload.fields)
-        form.named = lambda name: setattr(upload, "name", plain_name(name))
-        return form
-    if kind in RAW_TYPES:
-        upload.name = plain_name(stated(request.scope, b"x-filename"))
-        return Raw(upload)
-    raise UnsupportedMedia(f"A body of type {kind} is not read; send the TIFF itself with Content-Type: image/tiff.")
+        return FormParser(options.get(b"boundary", b""), upload.add_data, upload.set_name, upload.fields)
+    if media_type in RAW_TYPES:
+        upload.set_name(get_header(request.scope, b"x-filename"))
+        return RawBody(upload)
+    raise UnsupportedMedia(
+        f"A body of type {media_type} is not read; send the TIFF itself with Content-Type: image/tiff."
+    )
 
 
 def _check_length(request: Request, limit_bytes: int) -> None:
-    """Refuse before the body is read where its length is stated; a form is allowed its frame and its fields."""
-    length = stated(request.scope, b"content-length")
+    """Refuse a stated length before the body is read; a form may add its frame and fields. Raises TooLarge."""
+    length = get_header(request.scope, b"content-length")
     if not length.isdecimal() or int(length) <= limit_bytes:
         return
-    if not is_multipart(request) or int(length) > limit_bytes + FORM_BYTES:
+    if not is_multipart(request) or int(length) > limit_bytes + MAX_FORM_BYTES:
         raise too_large(limit_bytes)
 
 
 def plain_name(name: str) -> str:
-    """The last part of a file name that a client sent, for naming the answer; never opened."""
+    """Return the last part of a file name that a client sent, for naming the answer; it is never opened."""
     return "".join(c for c in PurePath(name.replace("\\", "/")).name if c.isprintable())[:200]

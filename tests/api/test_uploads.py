@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from service.api import uploads
-from service.api.multipart import FIELD_BYTES, FIELDS
-from service.api.uploads import BLOCK_BYTES, ROOM, Room, Upload, plain_name, receive
+from service.api.multipart import MAX_FIELD_BYTES, MAX_FIELDS
+from service.api.uploads import BLOCK_BYTES, UPLOAD_MEMORY, MemoryBudget, Upload, plain_name, receive
 from service.core.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
 
 TIFF = {"content-type": "image/tiff"}
@@ -29,7 +29,7 @@ def post(
     *,
     gone: bool = False,
     in_memory: bool = False,
-    room: Room = ROOM,
+    budget: MemoryBudget = UPLOAD_MEMORY,
 ) -> Upload:
     """What `receive` makes of a body that arrives in these chunks; `gone`: the client leaves before its end."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
@@ -41,7 +41,7 @@ def post(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
-    upload = Upload(folder / "request" / "upload.tif", limit, room)
+    upload = Upload(folder / "request" / "upload.tif", limit, budget)
     folder.mkdir(exist_ok=True)
     try:
         asyncio.run(receive(request, upload))
@@ -50,7 +50,7 @@ def post(
         raise
     if in_memory:
         upload.keep_in_memory()
-    upload.land()
+    upload.complete()
     return upload
 
 
@@ -74,51 +74,51 @@ def test_small_body_lies_in_memory_until_it_is_let_go_of(tmp_path: Path) -> None
     assert upload.source == b"II*\0rest"
     assert upload.digest == blake3(b"II*\0rest").hexdigest()
     assert list(tmp_path.iterdir()) == []
-    upload.let_go()
+    upload.drop_content()
     assert upload.source == upload.path
     upload.close()
 
 
 def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
-    room = Room(20)
-    made = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, room=room) for n in range(3)]
+    budget = MemoryBudget(20)
+    made = [post([b"II*\0rest"], TIFF, tmp_path / str(n), in_memory=True, budget=budget) for n in range(3)]
     assert [upload.source for upload in made] == [b"II*\0rest", b"II*\0rest", made[2].path]
     assert made[2].path.read_bytes() == b"II*\0rest"
     # What was read of it is still looked at.
-    made[0].let_go()
-    assert not room.take(8)
+    made[0].drop_content()
+    assert not budget.reserve(8)
     for _ in range(2):
         made[0].close()
-    assert room.take(12)
-    assert not room.take(1)
+    assert budget.reserve(12)
+    assert not budget.reserve(1)
     made[1].close()
 
 
 def test_what_has_arrived_of_stalled_bodies_takes_room_too(tmp_path: Path) -> None:
     """However many they are, and whether they are to lie in memory or not."""
-    room = Room(20)
-    made = [Upload(tmp_path / str(n) / "upload.tif", 100, room) for n in range(5)]
+    budget = MemoryBudget(20)
+    made = [Upload(tmp_path / str(n) / "upload.tif", 100, budget) for n in range(5)]
 
     async def arrive() -> None:
         for data in (b"II*\0", b"rest"):
             for upload in made:
-                upload.take(data)
+                upload.add_data(data)
                 await upload.flush(len(data))
 
     asyncio.run(arrive())
     on_disk = [upload for upload in made if upload.path.exists()]
     held = 8 * (len(made) - len(on_disk))
     assert 0 < held <= 20
-    assert room.take(20 - held)
-    assert not room.take(1)
+    assert budget.reserve(20 - held)
+    assert not budget.reserve(1)
     for upload in made:
         upload.keep_in_memory()
-        upload.land()
+        upload.complete()
         source = upload.source
         assert (source.read_bytes() if isinstance(source, Path) else source) == b"II*\0rest"
         assert (source == upload.path) == (upload in on_disk)
         upload.close()
-    assert room.take(held)
+    assert budget.reserve(held)
 
 
 def test_no_piece_of_a_stalled_body_stays_in_memory_once_it_is_written(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_no_piece_of_a_stalled_body_stays_in_memory_once_it_is_written(tmp_path:
             return message
 
         request = Request({"type": "http", "method": "POST", "headers": []}, next_message)
-        upload = Upload(tmp_path / "upload.tif", 2**20, Room(0))
+        upload = Upload(tmp_path / "upload.tif", 2**20, MemoryBudget(0))
         receiving = asyncio.ensure_future(receive(request, upload))
         async with asyncio.timeout(10):
             # The thread that has written it may be about to let go.
@@ -148,22 +148,22 @@ def test_no_piece_of_a_stalled_body_stays_in_memory_once_it_is_written(tmp_path:
 
 
 def test_room_is_for_others_once_a_body_is_written_or_its_client_has_gone(tmp_path: Path) -> None:
-    room = Room(4 * BLOCK_BYTES)
-    post([bytes(BLOCK_BYTES), b"rest"] * 2, TIFF, tmp_path, room=room)
+    budget = MemoryBudget(4 * BLOCK_BYTES)
+    post([bytes(BLOCK_BYTES), b"rest"] * 2, TIFF, tmp_path, budget=budget)
     with pytest.raises(Cancelled):
-        post([bytes(BLOCK_BYTES)], TIFF, tmp_path, gone=True, room=room)
-    assert room.take(4 * BLOCK_BYTES)
+        post([bytes(BLOCK_BYTES)], TIFF, tmp_path, gone=True, budget=budget)
+    assert budget.reserve(4 * BLOCK_BYTES)
 
 
 def test_form_leaves_the_room_of_its_frame_to_others(tmp_path: Path) -> None:
     body = form(part("file", b"II*\0", "a"), part("model", b"bands"))
-    room = Room(len(body))
-    upload = post([body], FORM, tmp_path, in_memory=True, room=room)
+    budget = MemoryBudget(len(body))
+    upload = post([body], FORM, tmp_path, in_memory=True, budget=budget)
     assert upload.source == b"II*\0"
-    assert room.take(len(body) - 4)
-    assert not room.take(1)
+    assert budget.reserve(len(body) - 4)
+    assert not budget.reserve(1)
     upload.close()
-    assert room.take(4)
+    assert budget.reserve(4)
 
 
 def test_empty_body_in_memory_makes_no_folder(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_form_is_understood_however_it_is_cut(tmp_path: Path, content: bytes, cu
         (form(part("file", b"a", "a"), part("file", b"b", "b")), FORM, BadParameter, "more than one"),
         (form(part("file", b"a", "a"), part("x", b"1"), part("x", b"2")), FORM, BadParameter, "twice"),
         (part("file", b"II*", "a"), FORM, BadParameter, "cut short"),
-        (form(part("image", b"I" * (FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
-        (form(*(part(str(n), b"1") for n in range(FIELDS + 1))), FORM, BadParameter, "fields"),
+        (form(part("image", b"I" * (MAX_FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
+        (form(*(part(str(n), b"1") for n in range(MAX_FIELDS + 1))), FORM, BadParameter, "fields"),
         (b"nonsense", FORM, BadParameter, "broken"),
         (b"--frontier\r\n" + b"a: b\r\n" * 5000, FORM, BadParameter, "broken"),
         (b"x", {"content-type": "multipart/form-data"}, BadParameter, "boundary"),

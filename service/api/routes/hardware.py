@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from service.api.admission import RuntimeDependency
+from service.api.dependencies import RuntimeDependency
 from service.api.schemas import DeviceReport, GpuReport
 from service.core import hardware
 from service.serving.metrics import CONTENT_TYPE

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 
-from service.api.admission import RuntimeDependency
+from service.api.dependencies import RuntimeDependency
 from service.api.schemas import Health, Liveness
 from service.core.errors import NotReady
 

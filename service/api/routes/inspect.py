@@ -1,13 +1,15 @@
-"""POST /inspect: what would be done with a file, without doing it."""
+"""POST /inspect: describe a file, and estimate what segmenting it would take."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from service.api.admission import REQUEST, AdmittedQuery, RuntimeDependency
-from service.api.request_body import posted, while_connected
+from service.api.admission import REQUEST, AdmittedQuery
+from service.api.cancellation import run_while_connected
+from service.api.dependencies import RuntimeDependency
+from service.api.request_body import receive_file
 from service.api.schemas import Inspection
-from service.api.threads import in_thread
+from service.api.threads import run_in_thread
 from service.core.errors import RequestError
 from service.core.timing import Stages
 from service.core.volume import Description
@@ -22,16 +24,16 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
     The same body and parameters as `/segment`; no pixel is decoded and the device is not used.
     """
-    async with posted(request, runtime, query, Stages()) as arrived:
-        query = arrived.query
+    async with receive_file(request, runtime, query, Stages()) as received:
+        query = received.query
         spec = runtime.models.spec(query.model)
 
-        def look() -> Description:
-            arrived.land()
-            caller = arrived.received.caller
-            return runtime.reader.inspect(arrived.source, query.selection, shared=arrived.shared, owner=caller)
+        def inspect_file() -> Description:
+            received.complete()
+            caller = received.received.caller
+            return runtime.reader.inspect(received.source, query.selection, shared=received.shared, owner=caller)
 
-        file = await while_connected(request, in_thread(look, runtime.inspect_threads))
+        file = await run_while_connected(request, run_in_thread(inspect_file, runtime.inspect_threads))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
         estimator = Estimator(spec, runtime.settings)

@@ -1,4 +1,4 @@
-"""Jobs: the work of `/segment` without waiting for its answer."""
+"""/jobs: segment a stack without waiting for the answer; follow, fetch and cancel such jobs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,25 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
-from service.api.admission import (
-    REQUEST,
-    AdmittedQuery,
-    AsyncJobsDependency,
-    RuntimeDependency,
-    caller_of,
-    check_output,
-)
-from service.api.request_body import incoming_folder, posted, while_connected
-from service.api.responses import ANSWER, LabelResponse, opened, respond
+from service.api.admission import REQUEST, AdmittedQuery, select_model
+from service.api.cancellation import run_while_connected
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller
+from service.api.request_body import incoming_folder, receive_file
+from service.api.responses import ANSWER, ResultResponse, build_response, open_file_path
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
-from service.api.threads import in_thread
+from service.api.threads import run_in_thread
 from service.core.errors import StackSegError, UnknownJob
 from service.core.timing import Stages
 from service.serving.async_jobs import AsyncJobs, JobView
+from service.serving.job_record import JobRecord
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["jobs"])
 
-EVENT_SECONDS = 0.5
-# So that proxies do not take a silent connection for a dead one.
-SILENT_SECONDS = 15.0
+POLL_SECONDS = 0.5
+# A comment after so much silence keeps proxies from taking the connection for a dead one.
+KEEPALIVE_SECONDS = 15.0
 
 JobId = Annotated[str, Path(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
 
@@ -67,7 +63,7 @@ async def submit(
 
     What can be known to be wrong without decoding a pixel is refused at once.
     """
-    return await accept(request, runtime, async_jobs, query)
+    return await accept_job(request, runtime, async_jobs, query)
 
 
 @router.get("/jobs")
@@ -77,14 +73,14 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000, description="How many jobs at most.")] = 100,
 ) -> JobList:
     """The caller's jobs, newest first."""
-    views = await in_thread(partial(async_jobs.newest, caller_of(request), limit))
-    return JobList(jobs=[report(async_jobs, view) for view in views])
+    views = await run_in_thread(partial(async_jobs.newest, get_caller(request), limit))
+    return JobList(jobs=[report_job(async_jobs, view) for view in views])
 
 
 @router.get("/jobs/{job}")
 async def show(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> JobReport:
     """State, position in the queue, progress in windows, seconds left, stage times, warnings."""
-    return report(async_jobs, await in_thread(partial(async_jobs.view, job, caller_of(request))))
+    return report_job(async_jobs, await run_in_thread(partial(async_jobs.view, job, get_caller(request))))
 
 
 @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
@@ -92,103 +88,117 @@ async def events(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> StreamingResponse:
     """The same as server-sent events, until the job is over."""
-    caller = caller_of(request)
-    first = await in_thread(partial(async_jobs.view, job, caller))
+    caller = get_caller(request)
+    view = await run_in_thread(partial(async_jobs.view, job, caller))
     return StreamingResponse(
-        _changes(runtime, async_jobs, first, caller),
+        _stream_events(runtime, async_jobs, view, caller),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=ANSWER)
-async def result(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> LabelResponse:
+async def result(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> ResultResponse:
     """What `/segment` would have answered: the labels with their headers, or the problem that the job failed with."""
-    file, outcome = await in_thread(partial(async_jobs.result, job, caller_of(request)))
-    # Open already, so that a result that has to make room meanwhile is still sent whole.
-    response = respond(opened(file), outcome)
-    response.held.callback(file.close)
+    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
+    # The file is open already, so that a result that has to make room meanwhile is still sent whole.
+    response = build_response(open_file_path(file), metadata)
+    response.resources.callback(file.close)
     return response
 
 
 @router.delete("/jobs/{job}", status_code=204)
 async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
     """Cancel a job that waits or runs: the device stops before its next batch of windows. Forget one that is over."""
-    await in_thread(partial(async_jobs.cancel, job, caller_of(request)))
+    await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
 
 
-async def accept(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
+async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
     """Receive the file into the jobs folder, and answer with the job."""
     stages = Stages()
-    async with posted(request, runtime, query, stages, incoming_folder(async_jobs)) as arrived:
-        check_output(runtime, arrived.query)
+    async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs)) as file:
+        select_model(runtime, file.query)
 
-        def enter() -> JobView:
+        def submit_job() -> JobView:
             with stages.measure("receive"):
-                arrived.land()
-            return async_jobs.submit(arrived.received, arrived.name, stages.seconds["receive"])
+                file.complete()
+            return async_jobs.submit(file.received, file.name, stages.seconds["receive"])
 
-        # Among what touches the disk: a large file takes a while until it is safe there.
-        view = await while_connected(request, in_thread(enter))
-    told = report(async_jobs, view)
-    return JSONResponse(told.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{told.id}"})
+        # A thread for disk work: syncing a large file to disk takes a while.
+        view = await run_while_connected(request, run_in_thread(submit_job))
+    report = report_job(async_jobs, view)
+    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{report.id}"})
 
 
-def report(async_jobs: AsyncJobs, view: JobView) -> JobReport:
-    """A job in the JSON that is spoken."""
-    record, outcome = view.record, view.record.answer
+def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
+    """Return a job as JSON shows it."""
+    record = view.record
     return JobReport(
         id=record.id,
         state="loading" if view.loading and record.state == "waiting" else record.state,
-        model=outcome.model if outcome else record.request.model,
         name=record.request.name,
         parameters=record.request.parameters,
-        created=_time(record.created),
-        started=_moment(record.started),
-        ended=_moment(record.ended),
-        expires=None if record.ended is None else _time(record.ended + async_jobs.keep_seconds),
+        created=_utc(record.created),
+        started=_utc_or_none(record.started),
+        ended=_utc_or_none(record.ended),
+        expires=None if record.ended is None else _utc(record.ended + async_jobs.keep_seconds),
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
-        warnings=list(outcome.notes) if outcome else [],
-        diameter=outcome.diameter if outcome else None,
-        skipped=outcome.skipped if outcome else None,
-        objects=outcome.objects if outcome else None,
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
-        problem=_problem(record.failure),
+        problem=_report_problem(record.failure),
+        **_report_result(record),
     )
 
 
-async def _changes(runtime: Runtime, async_jobs: AsyncJobs, view: JobView, caller: str | None) -> AsyncIterator[str]:
-    told, silent = "", 0.0
-    while True:
-        text = report(async_jobs, view).model_dump_json()
-        if text != told:
-            yield f"data: {text}\n\n"
-            told, silent = text, 0.0
-        elif silent > SILENT_SECONDS:
-            yield ": still the same\n\n"
-            silent = 0.0
-        if view.record.over or runtime.draining:
-            return
-        await asyncio.sleep(EVENT_SECONDS)
-        silent += EVENT_SECONDS
-        try:
-            view = await in_thread(partial(async_jobs.view, view.record.id, caller))
-        except UnknownJob:
-            return
+def _report_result(record: JobRecord) -> dict[str, Any]:
+    """Return the members of a `JobReport` that are known of a result; the model is named before there is one."""
+    metadata = record.answer
+    if metadata is None:
+        return {"model": record.request.model, "warnings": [], "diameter": None, "skipped": None, "objects": None}
+    return {
+        "model": metadata.model,
+        "warnings": list(metadata.notes),
+        "diameter": metadata.diameter,
+        "skipped": metadata.skipped,
+        "objects": metadata.objects,
+    }
 
 
-def _problem(failure: StackSegError | None) -> JobProblem | None:
+def _report_problem(failure: StackSegError | None) -> JobProblem | None:
     if failure is None:
         return None
     return JobProblem(type=f"urn:stackseg:problem:{failure.slug}", detail=str(failure))
 
 
-def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _time(seconds)
+async def _stream_events(
+    runtime: Runtime, async_jobs: AsyncJobs, view: JobView, caller: str | None
+) -> AsyncIterator[str]:
+    """Yield a server-sent event whenever the job's report changes, until the job is over or the service stops."""
+    sent, silent = "", 0.0
+    while True:
+        text = report_job(async_jobs, view).model_dump_json()
+        if text != sent:
+            yield f"data: {text}\n\n"
+            sent, silent = text, 0.0
+        elif silent > KEEPALIVE_SECONDS:
+            yield ": still the same\n\n"
+            silent = 0.0
+        if view.record.over or runtime.draining:
+            return
+        await asyncio.sleep(POLL_SECONDS)
+        silent += POLL_SECONDS
+        try:
+            view = await run_in_thread(partial(async_jobs.view, view.record.id, caller))
+        except UnknownJob:
+            return
 
 
-def _time(seconds: float) -> datetime:
+def _utc(seconds: float) -> datetime:
+    """Return seconds since 1970 as a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC)
+
+
+def _utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _utc(seconds)

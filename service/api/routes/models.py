@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter
 
-from service.api.admission import RuntimeDependency
+from service.api.dependencies import RuntimeDependency
 from service.api.schemas import Loaded, ModelInfo, ModelList
 from service.models.repository import default_name
 from service.serving.model_registry import ModelState

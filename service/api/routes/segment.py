@@ -13,12 +13,14 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admission, async_jobs_of, runtime_of, wants_a_job
-from service.api.direct_route import Direct
-from service.api.request_body import Posted, posted, while_connected
-from service.api.responses import ANSWER, Found, LabelResponse, opened, respond
-from service.api.routes.jobs import ACCEPTED, accept
-from service.api.threads import FILES, NAMED_FILES, followed, in_thread
+from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers_async, select_model
+from service.api.cancellation import run_while_connected
+from service.api.dependencies import get_async_jobs, get_runtime
+from service.api.direct_route import DirectRoute
+from service.api.request_body import ReceivedFile, receive_file
+from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_response, open_file_path
+from service.api.routes.jobs import ACCEPTED, accept_job
+from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
 from service.inference.result import Result
@@ -39,7 +41,7 @@ from service.serving.results import (
 )
 from service.serving.runtime import Runtime
 
-router = APIRouter(tags=["segmentation"], route_class=Direct)
+router = APIRouter(tags=["segmentation"], route_class=DirectRoute)
 
 log = logging.getLogger(__name__)
 
@@ -58,178 +60,184 @@ async def segment(request: Request) -> Response:
     what is ambiguous is refused rather than guessed.
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
-    runtime = await runtime_of(request)
-    admitted = await admission(request, runtime)
-    query = admitted.query
-    if wants_a_job(request):
-        response = await accept(request, runtime, await async_jobs_of(request), query)
+    runtime = await get_runtime(request)
+    query, spec = await admit(request, runtime)
+    if prefers_async(request):
+        response = await accept_job(request, runtime, await get_async_jobs(request), query)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     stages = Stages()
-    async with posted(request, runtime, query, stages) as arrived:
-        work = _Work(runtime, arrived, admitted.model(runtime, arrived.query), stages)
-        answer = await while_connected(request, work.answer())
-        answer.held.push_async_callback(arrived.keep().aclose)
+    async with receive_file(request, runtime, query, stages) as file:
+        work = _SegmentRequest(runtime, file, spec or select_model(runtime, file.query), stages)
+        answer = await run_while_connected(request, work.answer())
+        answer.resources.push_async_callback(file.detach().aclose)
         return answer
 
 
-class _Known(NamedTuple):
-    """The result of an earlier request for the same, under its key."""
+class _CacheHit(NamedTuple):
+    """The result of an earlier request for the same, under its cache key."""
 
     key: str
     result: CachedResult[tuple[AnswerMetadata, str]]
 
 
-class _Made(NamedTuple):
-    """A segmentation, and the answer that was made of it at once because it is small."""
+class _NewResult(NamedTuple):
+    """A segmentation, and the file to send where it is small enough to be made at once."""
 
     result: Result
     answer: Answer | None
 
 
-class _Work:
-    """Everything about one request after it has come: read, wait for the device, segment, write, keep.
+class _SegmentRequest:
+    """One request after its file was received: read it, wait for the device, segment, write, cache.
 
-    Each way to a thread and back takes a small request longer than most of what is done there. So one thread does all
-    until the device is waited for, and that in which the work on the device ends writes what is small.
+    A trip to a thread and back takes a small request longer than most of the work there. One thread therefore does all
+    work before the device's queue, and the thread in which the device's work ends writes a small result.
     """
 
-    def __init__(self, runtime: Runtime, posted: Posted, spec: ModelSpec, stages: Stages) -> None:
-        self._runtime, self._posted, self._spec, self._stages = runtime, posted, spec, stages
-        self._caller = posted.received.caller
+    def __init__(self, runtime: Runtime, file: ReceivedFile, spec: ModelSpec, stages: Stages) -> None:
+        self._runtime, self._file, self._spec, self._stages = runtime, file, spec, stages
+        self._caller = file.received.caller
         self._digest: str | None = None
         self._pixels: Pixels
         self._voxels = 0
-        self._job: Job[_Made] | None = None
+        self._job: Job[_NewResult] | None = None
         # Set when nobody waits for the answer any more.
-        self._gone = threading.Event()
+        self._cancelled = threading.Event()
 
-    async def answer(self) -> LabelResponse:
-        """The answer of this request, or of an earlier one for the same. The job is cancelled when the caller is."""
+    async def answer(self) -> ResultResponse:
+        """Return the answer, from the cache or newly computed. The job is cancelled when the caller is."""
         try:
-            outcome = await self._outcome()
-            return self._again(outcome) if isinstance(outcome, _Known) else await self._answer(outcome)
+            result = await self._find_or_compute()
+            return self._answer_cached(result) if isinstance(result, _CacheHit) else await self._answer_new(result)
         finally:
             if self._job is not None:
                 self._job.cancel()
 
-    async def _outcome(self) -> _Made | _Known:
-        """What is kept, or what the job makes. One thread sees to both, unless the one would wait for other files."""
-        readers, begin = self._runtime.read_threads, self._look_or_read
+    async def _find_or_compute(self) -> _NewResult | _CacheHit:
+        """Return the cached result, or that of a job.
+
+        One thread looks into the cache and reads the file, unless all reading threads are busy: a cached result need
+        not wait for the files of others.
+        """
+        readers, begin = self._runtime.read_threads, self._find_or_read
         if self._runtime.result_cache.enabled and readers.all_busy:
-            known = await in_thread(self._look, FILES, self._gone)
-            if known is not None:
-                return known
-            begin = self._read
+            cached = await run_in_thread(self._find_cached, FILE_THREADS, self._cancelled)
+            if cached is not None:
+                return cached
+            begin = self._read_and_submit
         try:
-            outcome: _Made | _Known = await followed(partial(begin, time.perf_counter()), readers, self._gone)
+            result: _NewResult | _CacheHit = await run_and_follow(
+                partial(begin, time.perf_counter()), readers, self._cancelled
+            )
         except Cancelled:
             raise NotReady("The service stopped before the request was finished; send it again.") from None
-        return outcome
+        return result
 
-    def _look_or_read(self, asked: float) -> Future[_Made] | _Known:
-        waited = time.perf_counter() - asked
-        return self._look() or self._read(time.perf_counter() - waited)
+    def _find_or_read(self, submitted: float) -> Future[_NewResult] | _CacheHit:
+        """Look into the cache, else read and submit, without counting the time of looking as reading."""
+        waited = time.perf_counter() - submitted
+        return self._find_cached() or self._read_and_submit(time.perf_counter() - waited)
 
-    def _look(self) -> _Known | None:
-        """In a thread: let the file land, and find the result that is kept for it."""
-        posted, runtime = self._posted, self._runtime
+    def _find_cached(self) -> _CacheHit | None:
+        """Complete the file and return the cached result for it. Blocks."""
+        file, runtime = self._file, self._runtime
         with self._stages.measure("receive"):
-            self._digest = posted.land()
-        if not runtime.result_cache.enabled or (key := self._key()) is None:
+            self._digest = file.complete()
+        if not runtime.result_cache.enabled or (key := self._cache_key()) is None:
             return None
-        kept = runtime.result_cache.get(key)
-        runtime.metrics.count_cache("miss" if kept is None else "hit")
-        if kept is None:
+        cached = runtime.result_cache.get(key)
+        runtime.metrics.count_cache("miss" if cached is None else "hit")
+        if cached is None:
             return None
-        posted.let_go()
-        return _Known(key, kept)
+        file.drop_content()
+        return _CacheHit(key, cached)
 
-    def _read(self, asked: float) -> Future[_Made]:
-        """In a thread, for which was `asked` on the clock `perf_counter`: read the file and wait for the device."""
-        posted, stages = self._posted, self._stages
-        stages.add("read", time.perf_counter() - asked)
-        received, query = posted.received, posted.query
-        self._check_wanted()
+    def _read_and_submit(self, submitted: float) -> Future[_NewResult]:
+        """Read the file and submit the job, in a thread that was asked for at `submitted` on `time.perf_counter`."""
+        file, stages = self._file, self._stages
+        stages.add("read", time.perf_counter() - submitted)
+        received, query = file.received, file.query
+        self._check_cancelled()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime.reader, query, posted.source, received.folder, self._caller)
-            posted.let_go()
+            self._pixels = read_pixels(self._runtime.reader, query, file.source, received.folder, self._caller)
+            file.drop_content()
         self._voxels = self._pixels.segmented.voxels
-        self._check_wanted()
-        # Which may be over at once.
+        self._check_cancelled()
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
         return self._job.future
 
-    def _check_wanted(self) -> None:
-        if self._gone.is_set():
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
             raise Cancelled("Nobody waits for the answer any more.")
 
-    def _finish(self, result: Result) -> _Made:
-        """In the thread that has segmented."""
-        answer = encode_small_answer(self._posted.received, result)
+    def _finish(self, result: Result) -> _NewResult:
+        """Encode a small result in the thread that has segmented it; this may be called before `submit` returns."""
+        answer = encode_small_answer(self._file.received, result)
         if answer is not None:
-            # Nobody looks at its pixels any more.
+            # Nothing needs the input's pixels any more.
             del self._pixels
-        return _Made(result, answer)
+        return _NewResult(result, answer)
 
-    def _again(self, known: _Known) -> LabelResponse:
-        outcome, suffix = known.result.metadata
+    def _answer_cached(self, cached: _CacheHit) -> ResultResponse:
+        metadata, suffix = cached.result.metadata
         seconds = {**self._stages.seconds, "total": self._stages.total}
-        outcome = replace(outcome, file_name=answer_name(self._posted.name, suffix), seconds=seconds)
-        response = respond(opened(known.result.file), outcome, ETag=etag(known.key), X_Cache="hit")
-        response.held.callback(known.result.file.close)
+        metadata = replace(metadata, file_name=answer_name(self._file.name, suffix), seconds=seconds)
+        file = cached.result.file
+        response = build_response(open_file_path(file), metadata, ETag=make_etag(cached.key), X_Cache="hit")
+        response.resources.callback(file.close)
         return response
 
-    async def _answer(self, made: _Made) -> LabelResponse:
-        runtime, stages, spec, result = self._runtime, self._stages, self._spec, made.result
-        assert self._job is not None  # noqa: S101 - it has made this
+    async def _answer_new(self, new: _NewResult) -> ResultResponse:
+        runtime, stages, spec, result = self._runtime, self._stages, self._spec, new.result
+        assert self._job is not None  # noqa: S101 - it has made the result
         stages.add("queue", self._job.seconds_waited)
         stages.update(result.seconds)
-        if made.answer is None:
-            answer, found = await in_thread(
-                partial(self._write, result), FILES if self._posted.query.output_to is None else NAMED_FILES
-            )
+        if new.answer is None:
+            threads = FILE_THREADS if self._file.query.output_to is None else HOST_FILE_THREADS
+            answer, snapshot = await run_in_thread(partial(self._write, result), threads)
         else:
-            answer, found = made.answer, Found(None, made.answer.content)
+            answer, snapshot = new.answer, FileSnapshot(None, new.answer.content)
         stages.update(answer.seconds)
         runtime.metrics.count_segmentation(spec.name, self._voxels, result.segmentation.count, stages.seconds)
         seconds = {**stages.seconds, "total": stages.total}
-        outcome = describe_answer(spec.identifier, self._posted.name, answer, result, seconds)
-        # Only once a model is loaded it is known how it runs.
-        if (key := self._key()) is None:
-            return respond(answer.path, outcome, found)
+        metadata = describe_answer(spec.identifier, self._file.name, answer, result, seconds)
+        # The key depends on how the model runs, which is known only once it is loaded.
+        if (key := self._cache_key()) is None:
+            return build_response(answer.path, metadata, snapshot)
         if not runtime.result_cache.enabled:
-            return respond(answer.path, outcome, found, ETag=etag(key))
-        await in_thread(partial(self._keep, key, answer, outcome))
-        return respond(answer.path, outcome, found, ETag=etag(key), X_Cache="miss")
+            return build_response(answer.path, metadata, snapshot, ETag=make_etag(key))
+        await run_in_thread(partial(self._cache, key, answer, metadata))
+        return build_response(answer.path, metadata, snapshot, ETag=make_etag(key), X_Cache="miss")
 
-    def _keep(self, key: str, answer: Answer, outcome: AnswerMetadata) -> None:
-        """In a thread, for who asks the same again; where the disk is full, this caller has an answer nevertheless."""
-        kept = answer.path if answer.content is None else answer.content
+    def _cache(self, key: str, answer: Answer, metadata: AnswerMetadata) -> None:
+        """Cache the answer; on a full disk this caller gets it nevertheless. Blocks."""
+        content = answer.path if answer.content is None else answer.content
         try:
-            self._runtime.result_cache.put(key, kept, (outcome, answer.suffix))
+            self._runtime.result_cache.put(key, content, (metadata, answer.suffix))
         except OSError as error:
             log.warning("A result is not kept: %s", error)
 
-    def _write(self, result: Result) -> tuple[Answer, Found]:
-        """In one go: a client that hangs up meanwhile leaves nothing beside what was written on the host."""
-        received = self._posted.received
-        written = write_answer(self._runtime.host_files, received, self._pixels.measured, result, self._spec.identifier)
-        settle(self._runtime.host_files, received)
-        return written, Found.at(written.path)
+    def _write(self, result: Result) -> tuple[Answer, FileSnapshot]:
+        """Write the answer and read it back if it is small. Blocks.
 
-    def _key(self) -> str | None:
-        """Of what decides about the answer; None where that is not known, or where there is none to keep."""
-        query = self._posted.query
+        One call does both, so that a client that disconnects meanwhile leaves nothing on the host but its result.
+        """
+        received = self._file.received
+        answer = write_answer(self._runtime.host_files, received, self._pixels.measured, result, self._spec.identifier)
+        settle(self._runtime.host_files, received)
+        return answer, FileSnapshot.read(answer.path)
+
+    def _cache_key(self) -> str | None:
+        """Return a key of all that decides about the answer; None for a file that others may read or change."""
+        query = self._file.query
         if self._digest is None or query.output_to is not None:
-            # A file that others may change does not tell whether it is still the same.
             return None
         model, runtime = self._spec.name, self._runtime
-        return fingerprint(
-            self._caller, self._digest, runtime.models.spec_json(model), query, runtime.execution_settings(model)
-        )
+        facts, settings = runtime.models.spec_json(model), runtime.execution_settings(model)
+        return fingerprint(self._caller, self._digest, facts, query, settings)
 
 
-def etag(key: str) -> str:
-    """A strong validator: the same key has the same labels, though not the same times beside them."""
+def make_etag(key: str) -> str:
+    """Return a strong validator: equal keys mean equal labels, though not equal times in the headers."""
     return f'"{key[:32]}"'

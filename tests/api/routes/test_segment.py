@@ -20,8 +20,8 @@ from live import as_tiff
 from starlette.testclient import TestClient
 
 from service.api.app import create_app
-from service.api.responses import NOTE_LETTERS, headers_of
-from service.api.threads import NAMED_FILES
+from service.api.responses import MAX_NOTE_LETTERS, build_headers
+from service.api.threads import HOST_FILE_THREADS
 from service.api.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.volume import VoxelSize
@@ -479,23 +479,23 @@ def outcome(**facts: Any) -> AnswerMetadata:
 
 def test_notes_reach_the_client_as_plain_text() -> None:
     notes = ("0.2 µm per voxel.", "Channel 'ß\r\nX-Evil: 1\x7f'.")
-    header = headers_of(outcome(notes=notes))["X-StackSeg-Note"]
+    header = build_headers(outcome(notes=notes))["X-StackSeg-Note"]
     assert header == "0.2 um per voxel. Channel '?  X-Evil: 1 '."
     assert header.isascii()
     assert header.isprintable()
-    assert len(headers_of(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == NOTE_LETTERS
+    assert len(build_headers(outcome(notes=("x" * 10_000,)))["X-StackSeg-Note"]) == MAX_NOTE_LETTERS
 
 
 def test_headers_say_only_what_is_known() -> None:
-    assert headers_of(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
-    known = headers_of(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
+    assert build_headers(outcome()).keys() == {"Cache-Control", "X-StackSeg-Model", "Server-Timing"}
+    known = build_headers(outcome(objects=3, voxel_size=VoxelSize(0.5, 0.1, 1e-5)))
     assert (known["X-StackSeg-Objects"], known["X-StackSeg-Voxel-Size"]) == ("3", "0.5,0.1,1e-05")
-    assert headers_of(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
-    assert headers_of(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
+    assert build_headers(outcome(diameter="15px; stated"))["X-StackSeg-Diameter"] == "15px; stated"
+    assert build_headers(outcome(skipped="3 of 9 windows; up to 7"))["X-StackSeg-Skipped"] == "3 of 9 windows; up to 7"
 
 
 def test_server_timing_is_in_milliseconds() -> None:
-    timing = headers_of(outcome(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
+    timing = build_headers(outcome(seconds={"windows": 1.2345, "total": 2}))["Server-Timing"]
     assert timing == "windows;dur=1234.5, total;dur=2000.0"
 
 
@@ -517,7 +517,7 @@ def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
 def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: TestClient) -> None:
     """Decoding waits for its turn, and so do folders on a server that does not answer."""
     gate, runtime = threading.Event(), runtime_of(client)
-    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.read_threads, NAMED_FILES) for _ in range(16)]
+    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.read_threads, HOST_FILE_THREADS) for _ in range(16)]
     try:
         inspected = client.post("/inspect", content=STACK, headers=TIFF)
         assert inspected.json()["file"]["shape"] == [1, 3, 8, 8]

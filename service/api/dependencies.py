@@ -1,0 +1,32 @@
+"""FastAPI dependencies: the objects that live as long as the application, and the caller of a request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from service.serving.async_jobs import AsyncJobs
+from service.serving.runtime import Runtime
+
+
+async def get_runtime(request: Request) -> Runtime:
+    """Return the runtime that answers the request."""
+    runtime: Runtime = request.app.state.runtime
+    return runtime
+
+
+async def get_async_jobs(request: Request) -> AsyncJobs:
+    """Return the owner of the jobs folder."""
+    async_jobs: AsyncJobs = request.app.state.async_jobs
+    return async_jobs
+
+
+RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
+AsyncJobsDependency = Annotated[AsyncJobs, Depends(get_async_jobs)]
+
+
+def get_caller(request: Request) -> str | None:
+    """Return the name of the caller, None where callers are not told apart. Jobs and files of others are hidden."""
+    caller: str | None = request.scope.get("state", {}).get("caller")
+    return caller
