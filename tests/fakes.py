@@ -12,11 +12,19 @@ import numpy as np
 from service.core.cpp_extension import CppExtension
 from service.core.errors import Cancelled
 from service.core.volume import Segmentation
-from service.inference.estimate import Estimate, Estimator, make_plan
+from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import EngineReport, Result
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100
+
+
+class FakeEstimator(Estimator):
+    """Says the same of every volume."""
+
+    def plan_request(self, volume: Any, options: Any) -> PlannedRequest:
+        plan = self.plan(options)
+        return PlannedRequest(plan, Estimate(WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0))
 
 
 class FakeSegmenter:
@@ -38,9 +46,6 @@ class FakeSegmenter:
         if self.error is not None:
             raise self.error
 
-    def output(self, options: Any) -> Any:
-        return make_plan(self.spec, self.settings, options).output
-
     def segment(
         self, volume: Any, options: Any, *, cancelled: Any, progress: Any, run: Any = None, **_more: Any
     ) -> Result:
@@ -51,17 +56,13 @@ class FakeSegmenter:
         if self.error is not None:
             raise self.error
         pixels = (volume.array()[0] > 100).astype(np.uint8)
-        kind = self.output(options)
+        kind = self.estimator.output(options)
         segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
         return Result(segmentation, {"windows": 0.5}, self.notes)
 
     @property
     def estimator(self) -> Estimator:
-        return Estimator(self.spec, self.settings)
-
-    def estimate(self, volume: Any, options: Any) -> Estimate:
-        plan = make_plan(self.spec, self.settings, options)
-        return Estimate(WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0)
+        return FakeEstimator(self.spec, self.settings)
 
     def report(self) -> EngineReport:
         return EngineReport(

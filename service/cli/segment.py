@@ -98,7 +98,7 @@ def _segment(  # noqa: PLR0913, PLR0917
             volume = tiff_reader.read(options.input, query.selection, settings.limits.decoded_bytes, scratch)
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
-            if options.measurements is not None and (kind := segmenter.output(query.options)) != "labels":
+            if options.measurements is not None and (kind := segmenter.estimator.output(query.options)) != "labels":
                 raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
             device.call(segmenter.warm_up)
         result = segmenter.segment(volume, query.options, run=device.run)

@@ -58,7 +58,7 @@ FITTING, ALIKE = 1.2, 1.15
 FARTHEST = 4.0
 
 # Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
-MOST_STRETCH = 6.0
+MOST_ANISOTROPY = 6.0
 
 # Of so many stacks what was found out is remembered.
 REMEMBERED = 1024
@@ -117,10 +117,10 @@ class DiameterEstimator:
     look   is asked for the scores of a few windows at a time, with zeros where the image ends
     """
 
-    def __init__(self, image: Image, base: Factors, spec: ModelSpec, look: ScoreWindows) -> None:
+    def __init__(self, image: Image, base: Factors, spec: ModelSpec, score_windows: ScoreWindows) -> None:
         assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
-        self._image, self._base, self._spec, self._look = image, base, spec, look
+        self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._decoding, self._wanted = spec.decoding, spec.input.diameter
         depth, height, width = image.shape[2:]
         self._size: Size = (depth, height, width)
@@ -180,7 +180,7 @@ class DiameterEstimator:
         inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
         for window, part in zip(windows, _cut(self._image, boxes), strict=True):
             window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
-        scores = self._look(windows)[(slice(None), slice(None), *inside)]
+        scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
         objects = np.concatenate([self._objects(window[None]) for window in scores])
         return self._summary(factors, objects, len(boxes))
 
@@ -240,7 +240,7 @@ class DiameterEstimator:
         return allowed[0], allowed[1], allowed[2]
 
 
-class Memory:
+class DiameterCache:
     """What was found out of earlier stacks by one network. Safe to use from several threads.
 
     People come back with the same stack for another output or for measurements, and a stack of a single window takes
@@ -251,21 +251,21 @@ class Memory:
         self._known: OrderedDict[bytes, Sizing] = OrderedDict()
         self._lock = threading.Lock()
 
-    def recall(self, volume: Volume, find_out: Callable[[], Sizing]) -> Sizing:
+    def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
         """What was found out of the same pixels and voxel size, or what `find_out` finds now."""
         if volume.nbytes > LARGE_BYTES:
-            return find_out()
+            return estimate()
         key = _digest(volume)
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        found = find_out()
+        sizing = estimate()
         with self._lock:
-            self._known[key] = found
+            self._known[key] = sizing
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return found
+        return sizing
 
 
 def _digest(volume: Volume) -> bytes:
@@ -277,7 +277,7 @@ def _digest(volume: Volume) -> bytes:
     return digest.digest()
 
 
-class Collector:
+class ScoreCollector:
     """Takes scores in like a decoder, and keeps them as they are."""
 
     def __init__(self) -> None:
@@ -292,23 +292,23 @@ class Collector:
         return torch.cat(self._slabs, 2).float()
 
 
-def in_a_stack(look: ScoreWindows) -> ScoreWindows:
+def score_as_stack(score_stack: ScoreWindows) -> ScoreWindows:
     """Looks at windows through what takes one stack of them, [1, C, N * z, y, x], and gives [1, K, N * z, y, x]."""
 
-    def every(windows: Tensor) -> Tensor:
+    def score_windows(windows: Tensor) -> Tensor:
         count, channels, depth, height, width = windows.shape
-        scores = look(windows.transpose(0, 1).reshape(1, channels, count * depth, height, width))
+        scores = score_stack(windows.transpose(0, 1).reshape(1, channels, count * depth, height, width))
         return scores[0].reshape(-1, count, depth, height, width).transpose(0, 1)
 
-    return every
+    return score_windows
 
 
-def stretch_of(volume: Extent, base: Factors) -> float:
-    """Spacing of planes over that of pixels on the `base` grid, from 1 to `MOST_STRETCH`; 1 where it is not known."""
+def estimate_anisotropy(volume: Extent, base: Factors) -> float:
+    """Return the spacing of planes over that of pixels on the `base` grid, at most `MOST_ANISOTROPY`; 1: not known."""
     if volume.voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(volume.voxel_size, base, strict=True))
-    return min(max(z / math.sqrt(y * x), 1.0), MOST_STRETCH)
+    return min(max(z / math.sqrt(y * x), 1.0), MOST_ANISOTROPY)
 
 
 def signals(image: Image, edges: Size) -> list[Size]:

@@ -19,13 +19,13 @@ from service.engine import autotune, backends, plans, precision, tf32
 from service.engine.plans import EngineConfig, EnginePlan
 from service.engine.prepare import prepare
 from service.inference.label_agreement import OVERLAP, LabelAgreement
-from service.inference.throughput import Crews, Throughput
+from service.inference.throughput import StreamThreads, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network, weight_bytes
 from service.models.spec import ModelSpec
 
-# Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest choice on a CPU,
+# Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest on a CPU,
 # where ATen has a slow path for small batches; a GPU needs several to be busy at all.
 CPU_BATCH, CUDA_BATCH = 2, 8
 # Batches at the same time, likewise: on a CPU two teams of half the cores each wait less than one of all.
@@ -56,10 +56,11 @@ log = logging.getLogger(__name__)
 class ReadyEngine:
     """A network that has run.
 
-    window       calls it; `choice` is how
+    window       calls it
     module       what it was made from, to be run eagerly with other batch sizes
+    config       how it runs
     seconds      until it ran, whatever was tried before included
-    plan         what was tried, None where the engine is fixed
+    plan         every trial, None where the engine is fixed
     cached       whether an earlier start made the plan
     nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
     score_bytes  of one window, as in `backends.BuiltNetwork`
@@ -67,7 +68,7 @@ class ReadyEngine:
 
     window: SlidingWindow
     module: nn.Module
-    choice: EngineConfig
+    config: EngineConfig
     seconds: float
     warnings: tuple[str, ...] = ()
     plan: EnginePlan | None = None
@@ -77,7 +78,7 @@ class ReadyEngine:
 
 
 class EngineSelector:
-    """Builds any choice for one model on one device, and finds the one to use.
+    """Builds any config for one model on one device, and finds the one to use.
 
     network       as loaded, float32 on the CPU
     window_bytes  float32 that its layers take for one window
@@ -112,44 +113,44 @@ class EngineSelector:
         last replaced by the eager one, with a warning; an error of that one passes through.
         """
         if self._settings.engine.kind != "auto":
-            return self._fixed()
+            return self._build_fixed()
         folder = plans.choose_folder(self._settings.engine.cache_folder)
         circumstances = self.circumstances()
         plan = plans.find(folder, self._spec.name, circumstances)
         if plan is not None:
             try:
-                warm = self.build(plan.choice)
-                return replace(warm, plan=plan, cached=True, warnings=(*warm.warnings, *_failures(plan)))
+                ready = self.build(plan.choice)
+                return replace(ready, plan=plan, cached=True, warnings=(*ready.warnings, *_failures(plan)))
             except FAILURES as error:
                 reason = backends.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
         if not tune:
-            return self._at_once()
-        warm = self._tuned(circumstances)
-        if warm.plan is not None:
-            _keep(folder, warm.plan)
-        return warm
+            return self._quick()
+        ready = self._tune(circumstances)
+        if ready.plan is not None:
+            _keep(folder, ready.plan)
+        return ready
 
     @property
     def weight_bytes(self) -> int:
         """Of the network as it was loaded."""
         return weight_bytes(self._network)
 
-    def build(self, choice: EngineConfig) -> ReadyEngine:
-        """Make a choice run. Raises RuntimeError, OSError or ImportError where it does not."""
-        module = self.module(choice)
-        window = self.sliding_window(module, choice, choice.sw_batch_size)
-        built = backends.build(module, window.batch, choice, self._settings.engine)
-        caution = backends.BACKENDS[choice.engine].caution
+    def build(self, config: EngineConfig) -> ReadyEngine:
+        """Make a config run. Raises RuntimeError, OSError or ImportError where it does not."""
+        module = self.module(config)
+        window = self.sliding_window(module, config, config.sw_batch_size)
+        built = backends.build(module, window.batch, config, self._settings.engine)
+        caution = backends.BACKENDS[config.engine].caution
         warnings = (caution,) if caution else ()
         network = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
-        warm = ReadyEngine(network, module, choice, built.seconds, warnings)
-        return replace(warm, nbytes=built.nbytes, score_bytes=built.score_bytes)
+        ready = ReadyEngine(network, module, config, built.seconds, warnings)
+        return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
-    def module(self, choice: EngineConfig) -> nn.Module:
-        """The prepared module that a choice is built from."""
-        memory_format = backends.MEMORY_FORMATS[choice.memory_format]
-        return prepare(self._network, self._device, backends.batch_dtype(choice), memory_format)
+    def module(self, config: EngineConfig) -> nn.Module:
+        """The prepared module that a config is built from."""
+        memory_format = backends.MEMORY_FORMATS[config.memory_format]
+        return prepare(self._network, self._device, backends.batch_dtype(config), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
         """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
@@ -158,8 +159,8 @@ class EngineSelector:
             network = tf32.without_tf32(network)
         return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
-    def sliding_window(self, network: Network, choice: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Windows through `network` in the layout and dtype of `choice`, and in its streams unless memory was short."""
+    def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
+        """Windows through `network` in the layout and dtype of `config`, and in its streams unless memory was short."""
         windows = self._settings.windows
         return SlidingWindow(
             network,
@@ -168,9 +169,9 @@ class EngineSelector:
             batch_size,
             blending=Blending(windows.blending, windows.sigma),
             device=self._device,
-            dtype=backends.batch_dtype(choice),
-            memory_format=backends.MEMORY_FORMATS[choice.memory_format],
-            streams=choice.streams if batch_size >= choice.sw_batch_size else 1,
+            dtype=backends.batch_dtype(config),
+            memory_format=backends.MEMORY_FORMATS[config.memory_format],
+            streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
 
     def circumstances(self) -> dict[str, str]:
@@ -194,62 +195,62 @@ class EngineSelector:
             facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         return {name: str(fact) for name, fact in facts.items()}
 
-    def _fixed(self) -> ReadyEngine:
+    def _build_fixed(self) -> ReadyEngine:
         settings = self._settings.engine
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
         backend = backends.BACKENDS[settings.kind]
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
-        choices = [self._own(name) for name in names if unfit[name] is None]
-        if not choices:
+        configs = [self._requested(name) for name in names if unfit[name] is None]
+        if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
-            choices = [self._eager(name) for name in names]
-        for choice in choices:
+            configs = [self._eager(name) for name in names]
+        for config in configs:
             try:
-                return self._warned(choice, *warnings)
+                return self._build_warned(config, *warnings)
             except FAILURES as error:
-                if choice == self._eager(self._sure):
+                if config == self._eager(self._safe_precision):
                     raise
-                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, error)
-                instead = "in another precision" if choice is not choices[-1] else "eagerly"
+                log.warning("%s does not run in %s: %s", self._spec.identifier, config, error)
+                instead = "in another precision" if config is not configs[-1] else "eagerly"
                 reason = backends.first_line(error)
-                warnings.append(f"The {choice.engine} engine failed, so the model runs {instead}: {reason}")
-        return self._warned(self._eager(self._sure), *warnings)
+                warnings.append(f"The {config.engine} engine failed, so the model runs {instead}: {reason}")
+        return self._build_warned(self._eager(self._safe_precision), *warnings)
 
-    def _own(self, name: str) -> EngineConfig:
+    def _requested(self, name: str) -> EngineConfig:
         """The engine that was asked for, in the precision of that name."""
         settings = self._settings.engine
         backend = backends.BACKENDS[settings.kind]
         memory_format = backend.allowed_formats(settings, self._device)[0]
         mode = backend.compile_modes(settings, self._device)[0]
-        choice = EngineConfig(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
-        return replace(choice, streams=1) if backends.needs_single_stream(choice, settings) else choice
+        config = EngineConfig(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
+        return replace(config, streams=1) if backends.needs_single_stream(config, settings) else config
 
     @property
-    def _sure(self) -> str:
+    def _safe_precision(self) -> str:
         """The precision that needs no comparison: what was asked for, else that of the network as it was loaded."""
         wanted = self._settings.engine.precision
         return "fp32" if wanted == "auto" else wanted
 
-    def _at_once(self) -> ReadyEngine:
+    def _quick(self) -> ReadyEngine:
         """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
-        parity = self._parity()
-        for choice in self._candidates(self._streams):
-            quick = choice.engine != "eager" and backends.slow_build_seconds(choice) <= QUICK_BUILD
-            if not quick or self._fits(choice) is not None:
+        agreement = self._agreement()
+        for config in self._candidates(self._streams):
+            quick = config.engine != "eager" and backends.slow_build_seconds(config) <= QUICK_BUILD
+            if not quick or self._obstacle(config) is not None:
                 continue
             try:
-                warm = self.build(choice)
-                right = parity.difference(warm.window) <= self._tolerance
+                ready = self.build(config)
+                right = agreement.difference(ready.window) <= self._tolerance
             except FAILURES as error:
-                log.warning("%s does not run in %s: %s", self._spec.identifier, choice, backends.first_line(error))
+                log.warning("%s does not run in %s: %s", self._spec.identifier, config, backends.first_line(error))
                 continue
             if right:
-                return replace(warm, warnings=(*warm.warnings, UNTUNED))
-        return self._warned(self._eager(self._sure), UNTUNED)
+                return replace(ready, warnings=(*ready.warnings, UNTUNED))
+        return self._build_warned(self._eager(self._safe_precision), UNTUNED)
 
-    def _parity(self) -> LabelAgreement:
+    def _agreement(self) -> LabelAgreement:
         return LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
 
     @property
@@ -263,61 +264,61 @@ class EngineSelector:
         settings = self._settings.engine
         names = precision.list_precisions(settings.precision, self._native)
         return [
-            replace(choice, streams=1 if backends.needs_single_stream(choice, settings) else streams)
-            for choice in backends.list_configs(settings, self._device, names, self._batch_size)
+            replace(config, streams=1 if backends.needs_single_stream(config, settings) else streams)
+            for config in backends.list_configs(settings, self._device, names, self._batch_size)
         ]
 
-    def _tuned(self, circumstances: dict[str, str]) -> ReadyEngine:
+    def _tune(self, circumstances: dict[str, str]) -> ReadyEngine:
         settings = self._settings.engine
-        parity = self._parity()
+        agreement = self._agreement()
         rules = autotune.Rules(settings.tune_seconds, self._tolerance)
 
         # Those in the race are held by it, and what has left it gives its memory back.
         alone: WeakValueDictionary[EngineConfig, ReadyEngine] = WeakValueDictionary()
-        crews = Crews()
+        threads = StreamThreads()
 
-        def enter(choice: EngineConfig) -> autotune.Candidate[ReadyEngine]:
-            found = alone.get(replace(choice, streams=1))
-            if found is None or backends.BACKENDS[choice.engine].divides_cores:
-                warm = alone[choice] = self.build(choice)
+        def enter(config: EngineConfig) -> autotune.Candidate[ReadyEngine]:
+            first = alone.get(replace(config, streams=1))
+            if first is None or backends.BACKENDS[config.engine].divides_cores:
+                ready = alone[config] = self.build(config)
             else:
-                window = found.window.with_streams(choice.streams)
+                window = first.window.with_streams(config.streams)
                 # With fewer cores for each call other algorithms may be chosen.
                 any_batch_size = window.any_batch_size and backends.takes_any_batch_size(
-                    window.network, window.batch, choice.streams
+                    window.network, window.batch, config.streams
                 )
                 window = window.with_network(
                     window.network, any_batch_size=any_batch_size, owns_scores=window.owns_scores
                 )
-                warm = replace(found, choice=choice, window=window)
-            pace = Throughput(warm.window, parity.row, OVERLAP, parity.decoder, crews)
-            return autotune.Candidate(pace, pace.windows, lambda: parity.difference(warm.window), warm)
+                ready = replace(first, config=config, window=window)
+            throughput = Throughput(ready.window, agreement.row, OVERLAP, agreement.decoder, threads)
+            return autotune.Candidate(throughput, throughput.windows, lambda: agreement.difference(ready.window), ready)
 
-        tuner = autotune.Tuner(enter, rules, explain_skip=self._fits)
+        tuner = autotune.Tuner(enter, rules, explain_skip=self._obstacle)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
             candidates = self._candidates(1 if self._more_streams else self._streams)
             won = tuner.run(candidates, self._batch_sizes, self._more_streams)
         except autotune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)
-            return self._warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
+            return self._build_warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
         finally:
-            crews.close()
-        plan = EnginePlan(self._spec.name, won.result.choice, won.trials, tuner.seconds, circumstances)
+            threads.close()
+        plan = EnginePlan(self._spec.name, won.result.config, won.trials, tuner.seconds, circumstances)
         warnings = (*won.result.warnings, *_failures(plan))
         return replace(won.result, plan=plan, seconds=tuner.seconds, warnings=warnings)
 
-    def _fits(self, choice: EngineConfig) -> str | None:
-        """Why a choice must not be tried, None if it may."""
-        backend = backends.BACKENDS[choice.engine]
+    def _obstacle(self, config: EngineConfig) -> str | None:
+        """Why a config must not be tried, None if it may."""
+        backend = backends.BACKENDS[config.engine]
         if (missing := backend.explain_missing()) is not None:
             return missing
-        if (unfit := backend.explain_unfit(choice.precision, self._device, self._network)) is not None:
+        if (unfit := backend.explain_unfit(config.precision, self._device, self._network)) is not None:
             return f"it {unfit}"
-        if choice.streams > 1 and backends.needs_single_stream(choice, self._settings.engine):
+        if config.streams > 1 and backends.needs_single_stream(config, self._settings.engine):
             return "a graph that is not frozen is made for one number of threads"
-        windows = choice.sw_batch_size * choice.streams
-        needed = self._window_bytes * backends.batch_dtype(choice).itemsize // 4 * windows
+        windows = config.sw_batch_size * config.streams
+        needed = self._window_bytes * backends.batch_dtype(config).itemsize // 4 * windows
         free = hardware.free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
@@ -351,9 +352,9 @@ class EngineSelector:
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
-    def _warned(self, choice: EngineConfig, *warnings: str) -> ReadyEngine:
-        warm = self.build(choice)
-        return replace(warm, warnings=(*warm.warnings, *warnings))
+    def _build_warned(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
+        ready = self.build(config)
+        return replace(ready, warnings=(*ready.warnings, *warnings))
 
 
 def batch_size(settings: Settings, device: torch.device) -> int:

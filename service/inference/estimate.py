@@ -1,12 +1,10 @@
-"""What a request will take before anything runs: its options after the operator's choices, its windows, its memory."""
+"""Plan a request before anything runs: its options after the operator's choices, its windows, its memory."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,17 +12,7 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import (
-    Description,
-    Diameter,
-    DiameterSetting,
-    Extent,
-    Options,
-    OutputKind,
-    Size,
-    Volume,
-    VoxelSize,
-)
+from service.core.volume import Description, Diameter, DiameterSetting, Extent, Options, OutputKind, Size, Volume
 from service.inference.decoding.decoders import decoding_bytes
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.resample import working_size
@@ -36,17 +24,6 @@ from service.models.spec import Instances, ModelSpec
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
-
-
-# So many estimates are remembered for a model.
-ESTIMATES = 64
-
-
-class _Extent(NamedTuple):
-    """All that an estimate looks at of a volume."""
-
-    shape: tuple[int, int, int, int]
-    voxel_size: VoxelSize | None
 
 
 class Plan(NamedTuple):
@@ -67,9 +44,9 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a request will take. Bytes are the peak beyond the loaded model; on the CPU all of them are host bytes.
+    """Windows and memory of a request. Bytes are the peak beyond the loaded model; on the CPU all are host bytes.
 
-    Pages of the stack, which is read from a mapped file, are not among them: the system takes them back at need.
+    Pages of the stack are not counted: it is read from a mapped file, and the system takes its pages back at need.
     """
 
     windows: int
@@ -80,8 +57,15 @@ class Estimate:
     device_bytes: int
 
 
+class PlannedRequest(NamedTuple):
+    """A request as it is handed down: what is done, and what that takes."""
+
+    plan: Plan
+    estimate: Estimate
+
+
 def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
-    """`tuned` is the batch size where the operator leaves it open.
+    """Apply the operator's defaults and limits; `tuned` is the batch size where the operator leaves it open.
 
     Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, and for a
     diameter that it cannot estimate.
@@ -94,10 +78,31 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
     if not 0 <= overlap <= limits.overlap:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
-    diameter = None if isinstance(options.diameter, str) else options.diameter
     below = windows.skip_below if options.skip_below is None else options.skip_below
-    skip_below = None if below == "none" else below
-    return Plan(_output(spec, options.output), batch_size, overlap, diameter, _estimated(spec, options), skip_below)
+    return Plan(
+        output=_choose_output(spec, options.output),
+        sw_batch_size=batch_size,
+        overlap=overlap,
+        diameter=None if isinstance(options.diameter, str) else options.diameter,
+        estimated=_needs_diameter(spec, options),
+        skip_below=None if below == "none" else below,
+    )
+
+
+def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
+    instances = spec.decoding.kind == "instances"
+    if wanted == "labels" and not instances:
+        raise BadParameter(
+            f"{spec.name} tells classes apart, not objects; ask for output=classes or output=probabilities."
+        )
+    return wanted or ("labels" if instances else "classes")
+
+
+def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
+    """Return whether the diameter of the objects has to be estimated from the stack."""
+    if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
+        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
+    return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 
 
 def estimate(  # noqa: PLR0913
@@ -110,12 +115,12 @@ def estimate(  # noqa: PLR0913
     streams: int = 1,
     kernel: Stitching = stitching,
 ) -> Estimate:
-    """What a volume of this shape and voxel size will take.
+    """Estimate windows and memory for a volume of this shape and voxel size.
 
-    window_bytes  what the network's layers take for one window
+    window_bytes  activations of the network for one window
     streams       batches that are computed at the same time, if there are so many
-    on_host       the device's memory is the host's
-    kernel        what blends, where it suits
+    on_host       whether the device's memory is the host's
+    kernel        blends windows, where it suits
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -123,23 +128,13 @@ def estimate(  # noqa: PLR0913
     resampled = size != tuple(volume.shape[1:])
     stored = math.prod(volume.shape[1:]) if resampled else 0
     image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
-    # What blending keeps, and the slabs that leave it: one is decoded while those of the next batches wait.
-    (depth, height, _), (_, _, along) = grid.roi, grid.padded
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    slabs = 2 + -(-at_once // len(grid.starts[2]))
-    if plan.skip_below is not None:
-        # Before each window that is computed, and behind the last.
-        skipped = grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size)
-        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
-    # Of the rows of slabs only the last leaves as a whole.
-    step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
-    rows = height if grid.count == 1 else height + (slabs - 1) * step
-    outputs = len(spec.outputs)
-    kept = kept_floats(grid, outputs, by_kernel=on_host and kernel.suits(CPU))
-    running = 4 * (kept + outputs * depth * along * rows) + at_once * window_bytes
+    kept = kept_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.suits(CPU))
+    running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
-    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * min(depth, volume.shape[1]) if decoding.disk else 0
+    depth = min(grid.roi[0], volume.shape[1])
+    planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0
     return Estimate(
         windows=grid.count,
         sw_batch_size=plan.sw_batch_size,
@@ -150,15 +145,30 @@ def estimate(  # noqa: PLR0913
     )
 
 
+def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
+    """Return the float32 numbers in slabs of finished scores that exist at a time, with `at_once` windows computed."""
+    # One slab is decoded while those of the next batches wait.
+    slabs = 2 + -(-at_once // len(grid.starts[2]))
+    if plan.skip_below is not None:
+        # Skipped rows finish before each window that is computed, and behind the last.
+        skipped = grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size)
+        slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
+    # Of the rows of slabs only the last leaves as a whole.
+    (depth, height, _), (_, _, width) = grid.roi, grid.padded
+    step = max((after - start for start, after in itertools.pairwise(grid.starts[1])), default=height)
+    rows = height if grid.count == 1 else height + (slabs - 1) * step
+    return len(spec.outputs) * depth * width * rows
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """What can be said of requests to a model before it is loaded, or with what is known once it is.
+    """Plans requests to one model, before it is loaded or with what is known once it is.
 
     sw_batch_size  windows per call where the operator leaves that open
-    window_bytes   that the network's layers take for one window; None: as usual
-    score_bytes    that it takes for one instead where windows come `sw_batch_size` at a time; None: the same
-    on_host        the device's memory is the host's
-    streams        batches of so many windows that are computed at the same time
+    window_bytes   activations of the network for one window; None: those of a typical network
+    score_bytes    bytes per window instead, where windows come `sw_batch_size` at a time; None: `window_bytes`
+    on_host        whether the device's memory is the host's
+    streams        batches of `sw_batch_size` windows that are computed at the same time
     """
 
     spec: ModelSpec
@@ -170,57 +180,43 @@ class Estimator:
     score_bytes: int | None = None
 
     def plan(self, options: Options) -> Plan:
-        """See `make_plan`."""
-        return self._planned(options)
-
-    @cached_property
-    def _planned(self) -> Callable[[Options], Plan]:
-        """Of the last few options; see `_needed`."""
-        spec, settings, tuned = self.spec, self.settings, self.sw_batch_size
-        return lru_cache(maxsize=ESTIMATES)(lambda options: make_plan(spec, settings, options, tuned))
+        """Plan without a volume. Raises what `make_plan` raises."""
+        return make_plan(self.spec, self.settings, options, self.sw_batch_size)
 
     def output(self, options: Options) -> OutputKind:
-        """What would come back. Raises BadParameter for options that do not fit."""
+        """Return the kind of the result. Raises BadParameter for options that do not fit."""
         return self.plan(options).output
 
     def object_size(self, options: Options) -> DiameterSetting:
-        """What would be done about the width of objects. Raises BadParameter for options that do not fit."""
+        """Return how the diameter of objects is handled. Raises BadParameter for options that do not fit."""
         plan = self.plan(options)
         return "auto" if plan.estimated else plan.diameter or "none"
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
-        """What segmenting a volume of this shape and voxel size would take.
+        """Return the estimate alone. Raises what `plan_request` raises."""
+        return self.plan_request(volume, options).estimate
+
+    def plan_request(self, volume: Extent, options: Options) -> PlannedRequest:
+        """Plan segmenting a volume of this shape and voxel size.
 
         Raises BadParameter for options or channels that do not fit, and TooLarge for more windows than may be.
         """
         plan = self.plan(options)
         self._check_channels(volume)
-        needed = self._needed(_Extent(volume.shape, volume.voxel_size), plan)
+        window_bytes, streams = self.window_bytes, self.streams
+        if window_bytes is None:
+            window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
+        if plan.sw_batch_size < self.sw_batch_size:
+            streams = 1
+        elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
+            window_bytes = self.score_bytes
+        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host, streams=streams)
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
                 " volume. Crop it, or ask for less overlap or a larger diameter."
             )
-        return needed
-
-    @cached_property
-    def _needed(self) -> Callable[[_Extent, Plan], Estimate]:
-        """What stacks take: of the last few, as it is asked several times for each, and clients send such of one kind.
-
-        Nothing of it refers back to this object, which would then outlive a model that is unloaded.
-        """
-        spec, on_host, most, together = self.spec, self.on_host, self.streams, self.sw_batch_size
-        shape = (1, spec.input.channels, *spec.input.roi_size)
-        window_bytes = usual_bytes(shape) if self.window_bytes is None else self.window_bytes
-        usually = window_bytes if self.score_bytes is None else self.score_bytes
-
-        @lru_cache(maxsize=ESTIMATES)
-        def needed(volume: _Extent, plan: Plan) -> Estimate:
-            streams = most if plan.sw_batch_size >= together else 1
-            nbytes = usually if plan.sw_batch_size == together else window_bytes
-            return estimate(spec, volume, plan, nbytes, on_host=on_host, streams=streams)
-
-        return needed
+        return PlannedRequest(plan, needed)
 
     def _check_channels(self, volume: Extent) -> None:
         have, want = volume.shape[0], self.spec.input.channels
@@ -237,13 +233,16 @@ class Estimator:
 
 
 def activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Bytes of float32 that layers take for one input of `shape`: about five of the largest outputs live at once."""
+    """Measure the bytes of float32 activations for one input of `shape`; see `measure_activations`."""
     with torch.inference_mode():
-        return watched(network, torch.zeros(shape))[1]
+        return measure_activations(network, torch.zeros(shape))[1]
 
 
-def watched(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The scores of `network` for `x`, and what `activation_bytes` says of that."""
+def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the scores of `network` for `x`, and the bytes of its activations: the sum of its five largest.
+
+    About five of the largest outputs of layers live at once.
+    """
     sizes: list[int] = []
 
     def note(_module: nn.Module, _inputs: object, output: object) -> None:
@@ -257,25 +256,9 @@ def watched(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     finally:
         for hook in hooks:
             hook.remove()
-    return scores, sum(sorted(sizes)[-5:]) if leaves else usual_bytes(tuple(x.shape))
+    return scores, sum(sorted(sizes)[-5:]) if leaves else typical_activation_bytes(tuple(x.shape))
 
 
-def usual_bytes(shape: tuple[int, ...]) -> int:
-    """The same where nothing can be watched; 32 channels at full resolution are usual."""
+def typical_activation_bytes(shape: tuple[int, ...]) -> int:
+    """Return what `activation_bytes` gives for a typical network, with 32 channels at full resolution."""
     return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))
-
-
-def _estimated(spec: ModelSpec, options: Options) -> bool:
-    """Whether the width of the objects is to be estimated."""
-    if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
-        raise BadParameter(f"{spec.name} does not say how wide it wants objects to be; leave diameter out.")
-    return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
-
-
-def _output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
-    instances = spec.decoding.kind == "instances"
-    if wanted == "labels" and not instances:
-        raise BadParameter(
-            f"{spec.name} tells classes apart, not objects; ask for output=classes or output=probabilities."
-        )
-    return wanted or ("labels" if instances else "classes")

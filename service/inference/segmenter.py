@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +15,29 @@ from service.core import hardware
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.cpp_extension import extension_cache
-from service.core.errors import DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.errors import OutOfMemory, TooLarge
 from service.core.timing import Stages
-from service.core.volume import Diameter, Extent, Options, OutputKind, Size, Volume
+from service.core.volume import Diameter, Options, Size, Volume
 from service.engine import backends, plans, torch_compile
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.watershed_kernel import ascent
-from service.inference.diameter import Collector, DiameterEstimator, Memory, in_a_stack, stretch_of
+from service.inference.diameter import (
+    DiameterCache,
+    DiameterEstimator,
+    ScoreCollector,
+    ScoreWindows,
+    estimate_anisotropy,
+    score_as_stack,
+)
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
-from service.inference.estimate import Estimate, Estimator, Plan, watched
+from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
+from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import Image as Normalised
 from service.inference.normalize import normalised
 from service.inference.resample import on_grid, resample, working_size
 from service.inference.result import EngineReport, Result
-from service.inference.windows.blending import Slab
+from service.inference.scores import Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import stitching
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -42,45 +47,12 @@ from service.models.spec import Instances, ModelSpec
 log = logging.getLogger(__name__)
 
 
-class Taker(Protocol):
-    """What takes slabs of scores in: every decoder does."""
-
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        """As `Decoder.add`."""
-
-
-D = TypeVar("D", bound=Taker)
-
-Slabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
-Cancelled = Callable[[], bool]
-Progress = Callable[[int, int], None]
-
-
-class Run(Protocol):
-    """How windows are computed: `SlidingWindow.run`, or what computes them together with those of others."""
-
-    def __call__(
-        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
-    ) -> Iterator[Slab]:
-        """Scores of `image`, and what is raised, as `SlidingWindow.run` gives them."""
-
-
 class _Sized(NamedTuple):
-    """What is done about the width of objects once it was estimated, None: it was not found out; see `Result`."""
+    """A request planned anew with the estimated diameter of its objects; None: it could not be estimated."""
 
-    plan: Plan
-    needed: Estimate
+    request: PlannedRequest
     diameter: Diameter | None
-    notes: tuple[str, ...]
-
-
-class _Made(NamedTuple, Generic[D]):
-    """A decoder that has taken in every score, and what happened on the way."""
-
-    decoder: D
-    fallbacks: list[str]
-    remarks: list[str]
-    recomputed: bool
+    note: str
 
 
 class Segmenter:
@@ -102,14 +74,18 @@ class Segmenter:
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         extension_cache.set_folder(plans.choose_folder(settings.engine.cache_folder).with_name("kernels"))
-        network = load_network(spec, self._watched)
-        self._warm_up = EngineSelector(spec, settings, self._device, network, self._window_bytes)
-        self._choice = self._warm_up.preliminary()
-        self._warm: ReadyEngine | None = None
-        self.estimator = self._looked_ahead()
-        self._lock = threading.Lock()
-        self._sizes = Memory()
-        self._others: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        network = load_network(spec, self._run_first)
+        self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes)
+        self._ready: ReadyEngine | None = None
+        self._config = self._selector.preliminary()
+        self._scores = ScoreComputer(self._selector, self._config)
+        self.estimator = self._make_estimator()
+        self._diameters = DiameterCache()
+
+    def _run_first(self, network: nn.Module, window: Tensor) -> Tensor:
+        """Run the network for the first time, which takes long, and measure its activations with that one forward."""
+        scores, self._window_bytes = measure_activations(network, window)
+        return scores
 
     def warm_up(self, *, tune: bool = True) -> None:
         """Settle how the network runs, and run it with its one batch shape, until it runs as it always will.
@@ -120,275 +96,179 @@ class Segmenter:
             stitching.prepare()
             if isinstance(self.spec.decoding, Instances):
                 ascent.prepare()
-        warm = self._warm_up.run(tune=tune)
-        self._warm, self._choice, self._module = warm, warm.choice, warm.module
-        self.estimator = self._looked_ahead()
+        self._use(self._selector.run(tune=tune))
+        self.estimator = self._make_estimator()
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
-    def _watched(self, network: nn.Module, window: Tensor) -> Tensor:
-        """The network's first forward, which takes long: it tells at once what a window takes."""
-        scores, self._window_bytes = watched(network, window)
-        return scores
+    def _use(self, ready: ReadyEngine) -> None:
+        self._ready, self._config = ready, ready.config
+        self._scores = ScoreComputer(self._selector, ready.config, ready)
 
-    @cached_property
-    def _module(self) -> nn.Module:
-        """What runs eagerly where the warm network does not fit; that of `preliminary` until `warm_up` sets another."""
-        return self._warm_up.module(self._choice)
+    def _make_estimator(self) -> Estimator:
+        """Make an estimator of what is known of the model by now."""
+        config, on_host = self._config, self._device.type == "cpu"
+        window_bytes = self._window_bytes * backends.batch_dtype(config).itemsize // 4
+        score_bytes = None if self._ready is None else self._ready.score_bytes
+        return Estimator(
+            self.spec, self._settings, config.sw_batch_size, window_bytes, on_host, config.streams, score_bytes
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's memory for weights in every form, and for what is kept for batches of windows."""
-        if self._warm is None:
+        ready = self._ready
+        if ready is None:
             return 0
-        batches = sum(batch.untyped_storage().nbytes() for batch in self._warm.window.batches)
-        # As they were loaded they stay on the host, for whenever scores have to be computed in float32.
-        loaded = self._warm_up.weight_bytes if self._device.type == "cpu" else 0
-        return loaded + weight_bytes(self._module) + self._warm.nbytes + batches
+        batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
+        # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
+        loaded = self._selector.weight_bytes if self._device.type == "cpu" else 0
+        return loaded + weight_bytes(ready.module) + ready.nbytes + batches
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
-        if self._warm is not None:
-            window = self._warm.window
+        if self._ready is not None:
+            window = self._ready.window
             wrapped = window.with_network(
                 wrap(window.network), any_batch_size=window.any_batch_size, owns_scores=window.owns_scores
             )
-            self._warm = replace(self._warm, window=wrapped)
+            self._use(replace(self._ready, window=wrapped))
 
     def segment(  # noqa: PLR0913
         self,
         volume: Volume,
         options: Options,
         *,
+        request: PlannedRequest | None = None,
         cancelled: Cancelled = lambda: False,
         progress: Progress = lambda _done, _total: None,
-        run: Run = SlidingWindow.run,
-        revised: Callable[[Estimate], None] = lambda _needed: None,
+        run: RunWindows = SlidingWindow.run,
+        revised: Callable[[Estimate], None] = lambda _estimate: None,
     ) -> Result:
-        """Segment one volume on its own grid. `progress(done, total)` counts windows, from 0 on; `run` computes them.
+        """Segment one volume [C, Z, Y, X] on its own grid.
 
-        `revised` is told what the volume takes after all, where the width of its objects is estimated.
+        request   what `estimator` has planned for the volume and the options; None: it is planned now
+        progress  called with the windows that are done, from 0 on, and their total
+        run       computes the windows
+        revised   called with a new estimate, where the diameter of the objects is estimated
 
-        Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator
-        allows, Cancelled once `cancelled()` is true between two
-        batches, OutOfMemory, NonFiniteScores where even float32 gives NaN or infinity, and DeviceLost.
+        Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator allows,
+        Cancelled once `cancelled()` is true between two batches, OutOfMemory, NonFiniteScores where even float32 gives
+        NaN or infinity, and DeviceLost.
         """
-        plan, needed = self.estimator.plan(options), self.estimate(volume, options)
-        check_memory(needed, hardware.available_memory())
-        stages = Stages()
-        with torch.inference_mode(), translated(needed, self._device):
+        plan, estimate = request or self.estimator.plan_request(volume, options)
+        check_memory(estimate, hardware.available_memory())
+        stages, diameter, compute = Stages(), plan.diameter, partial(run, cancelled=cancelled, progress=_ignore)
+        with torch.inference_mode(), translate_errors(estimate, self._device):
             with stages.measure("prepare"):
                 source, notes = normalised(volume, self.spec)
-            diameter, quiet = plan.diameter, partial(run, cancelled=cancelled, progress=_nothing)
             if plan.estimated:
                 with stages.measure("size"):
-                    plan, needed, diameter, more = self._sized(source, volume, options, needed, quiet)
-                revised(needed)
-                notes += more
+                    (plan, estimate), diameter, note = self._plan_by_diameter(
+                        source, volume, options, PlannedRequest(plan, estimate), compute
+                    )
+                revised(estimate)
+                notes += (note,)
             with stages.measure("prepare"):
-                image, more = resample(source, volume, self.spec, plan.diameter)
+                image, resampling_notes = resample(source, volume, self.spec, plan.diameter)
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
-            shown = self._sparse(image, volume, plan, stages, quiet)
-            skipped, more = shown.skipped, more + shown.notes
-            progress(0, needed.windows)
-            slabs = partial(run, cancelled=cancelled, progress=progress)
+            skipping = self._filter_empty_windows(image, volume, plan, stages, compute)
+            progress(0, estimate.windows)
             decoder = partial(make_decoder, self.spec, _size(image), plan.output, volume.voxel_size, self._allocate)
-            made = self._scores(shown.image, plan, decoder, stages, slabs)
-            del image, shown, source
+            compute = partial(run, cancelled=cancelled, progress=progress)
+            scored = self._scores.compute(skipping.image, plan, decoder, stages, compute)
+            skipped, skipping_notes = skipping.skipped, skipping.notes
+            # Decoding needs their memory.
+            del image, skipping, source
             with stages.measure("decode"):
-                segmentation = on_grid(made.decoder.finish(), volume.shape[1:])
-        remarks = (*notes, *more, *made.fallbacks, *made.remarks)
+                segmentation = on_grid(scored.consumer.finish(), volume.shape[1:])
         return Result(
             segmentation,
             stages.seconds,
-            remarks,
-            len(made.fallbacks),
-            made.recomputed,
+            (*notes, *resampling_notes, *skipping_notes, *scored.notes),
+            scored.fallbacks,
+            scored.recomputed,
             diameter,
             estimated=plan.estimated and diameter is not None,
             skipped=skipped,
         )
 
-    def report(self) -> EngineReport:
-        """The engine in use; before `warm_up` the one that would run without it."""
-        warm, choice, windows = self._warm, self._choice, self._settings.windows
-        # Untuned: nobody tried yet what is fastest, and the warnings say how to change that.
-        planned = "fixed" if warm is None or self._settings.engine.kind != "auto" else "untuned"
-        if warm is not None and warm.plan is not None:
-            planned = "cached" if warm.cached else "tuned"
-        return EngineReport(
-            device=str(self._device),
-            device_name=hardware.device_name(self._device),
-            engine=choice.engine if warm else "starting",
-            precision=choice.precision,
-            memory_format=choice.memory_format,
-            compile_mode=choice.compile_mode,
-            roi_size=self.spec.input.roi_size,
-            sw_batch_size=choice.sw_batch_size,
-            overlap=windows.overlap,
-            blending=windows.blending,
-            warm_up_seconds=warm.seconds if warm else 0.0,
-            warnings=warm.warnings if warm else (),
-            streams=choice.streams,
-            planned=planned,
-            trials=warm.plan.trials if warm and warm.plan else (),
-        )
-
-    def estimate(self, volume: Extent, options: Options) -> Estimate:
-        """What segmenting a volume of this shape and voxel size would take. Raises BadParameter and TooLarge."""
-        return self.estimator.estimate(volume, options)
-
-    def output(self, options: Options) -> OutputKind:
-        """What would come back. Raises BadParameter for options that do not fit."""
-        return self.estimator.output(options)
-
-    def _looked_ahead(self) -> Estimator:
-        """What can be said of requests, with what is known of the model by now."""
-        window_bytes = self._window_bytes * backends.batch_dtype(self._choice).itemsize // 4
-        on_host = self._device.type == "cpu"
-        choice = self._choice
-        scores = None if self._warm is None else self._warm.score_bytes
-        return Estimator(self.spec, self._settings, choice.sw_batch_size, window_bytes, on_host, choice.streams, scores)
-
-    def _sized(self, image: Normalised, volume: Volume, options: Options, needed: Estimate, run: Slabs) -> _Sized:
-        """Estimate the width of the objects, and plan anew with it where that brings something."""
-        plan = self.estimator.plan(options)
-
+    def _plan_by_diameter(
+        self, image: Normalised, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
+    ) -> _Sized:
+        """Estimate the diameter of the objects, and plan anew with it where resampling by it brings something."""
         base = _ratios(working_size(volume, self.spec), volume)
-        sizer = DiameterEstimator(image, base, self.spec, self._look(plan, run))
-        found = self._sizes.recall(volume, lambda: sizer.estimate(stretch_of(volume, base)))
-        if found.diameter is None or found.fits:
-            return _Sized(plan, needed, found.diameter, (found.note,))
-        sized = replace(options, diameter=found.diameter)
+        estimator = DiameterEstimator(image, base, self.spec, self._score_windows(request.plan, compute))
+        sizing = self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, base)))
+        if sizing.diameter is None or sizing.fits:
+            return _Sized(request, sizing.diameter, sizing.note)
         try:
-            more = self.estimator.estimate(volume, sized)
-            check_memory(more, hardware.available_memory())
+            estimate = self.estimator.estimate(volume, replace(options, diameter=sizing.diameter))
+            check_memory(estimate, hardware.available_memory())
         except (TooLarge, OutOfMemory) as error:
-            note = f"Objects seem to be {found.diameter} wide, yet the stack is used as it is sampled: {error}"
-            return _Sized(plan, needed, found.diameter, (note,))
-        return _Sized(plan._replace(diameter=found.diameter), more, found.diameter, (found.note,))
+            note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
+            return _Sized(request, sizing.diameter, note)
+        plan = request.plan._replace(diameter=sizing.diameter)
+        return _Sized(PlannedRequest(plan, estimate), sizing.diameter, sizing.note)
 
-    def _sparse(self, image: Image, volume: Volume, plan: Plan, stages: Stages, run: Slabs) -> Skipping:
+    def _filter_empty_windows(
+        self, image: Image, volume: Volume, plan: Plan, stages: Stages, compute: ComputeSlabs
+    ) -> Skipping:
         """Leave out windows without anything in them, where the plan says so."""
         if plan.skip_below is None:
             return Skipping(image, None)
         with stages.measure("skip"):
             grid = Grid.cover(_size(image), self.spec.input.roi_size, plan.overlap)
-            skipper = EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, self._look(plan, run))
-            return skipper.skip(volume, plan.skip_below)
+            score_windows = self._score_windows(plan, compute)
+            return EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, score_windows).skip(
+                volume, plan.skip_below
+            )
 
-    def _look(self, plan: Plan, run: Slabs) -> Callable[[Tensor], Tensor]:
-        """Scores [N, K, *roi] of a few windows [N, C, *roi], whichever way they have to be computed."""
+    def _score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
+        """Return what computes scores [N, K, *roi] of a few windows [N, C, *roi], with all fallbacks."""
+        plan = plan._replace(overlap=0.0)
+        return score_as_stack(
+            lambda stack: self._scores.compute(stack, plan, ScoreCollector, Stages(), compute).consumer.scores()
+        )
 
-        def look(stack: Tensor) -> Tensor:
-            return self._scores(stack, plan._replace(overlap=0.0), Collector, Stages(), run).decoder.scores()
-
-        return in_a_stack(look)
-
-    def _scores(self, image: Image, plan: Plan, make: Callable[[], D], stages: Stages, run: Slabs) -> _Made[D]:
-        """Where memory runs out, half as many windows are tried; where scores are not finite, the FP32 network."""
-        batch_size, fallbacks, spoilt = plan.sw_batch_size, list[str](), list[str]()
-        while True:
-            decoder = make()
-            window = self._warm_up.reference(batch_size) if spoilt else self._window(batch_size)
-            try:
-                feed(decoder, run(window, image, plan.overlap), stages)
-            except (RuntimeError, MemoryError) as error:
-                if not exhausted(error) or batch_size == 1:
-                    raise
-                fallbacks.append(f"Memory did not hold {batch_size} windows at once; fewer were taken.")
-                batch_size //= 2
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()
-            except NonFiniteScores:
-                if spoilt or self._is_reference:
-                    raise
-                how = f"{self._choice.engine}, {self._choice.precision}"
-                spoilt.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
-            else:
-                remarks = spoilt or self._remarks(window)
-                return _Made(decoder, fallbacks, remarks, recomputed=bool(spoilt))
-
-    @property
-    def _is_reference(self) -> bool:
-        """Whether computing again in eager float32 would change nothing."""
-        return self._choice.engine == "eager" and self._choice.precision == "fp32"
-
-    def _window(self, batch_size: int) -> SlidingWindow:
-        """The warm one, or an eager one for another batch size: compiling that would take longer than it saves."""
-        if self._warm is not None and self._choice.sw_batch_size == batch_size:
-            return self._warm.window
-        # Requests that ask for the same at the same time share batches of it.
-        with self._lock:
-            window = self._others.get(batch_size)
-            if window is None:
-                window = self._warm_up.sliding_window(self._module, self._choice, batch_size)
-                self._others[batch_size] = window
-            return window
-
-    def _remarks(self, used: SlidingWindow) -> list[str]:
-        warm = self._warm
-        if warm is None or self._choice.engine == "eager" or used is warm.window:
-            return []
-        return [f"Ran eagerly: only sw_batch_size {self._choice.sw_batch_size} is compiled."]
+    def report(self) -> EngineReport:
+        """Report the engine in use; before `warm_up` the one that would run without it."""
+        ready, config, windows = self._ready, self._config, self._settings.windows
+        # Untuned: nobody tried yet what is fastest, and the warnings say how to change that.
+        planned = "fixed" if ready is None or self._settings.engine.kind != "auto" else "untuned"
+        if ready is not None and ready.plan is not None:
+            planned = "cached" if ready.cached else "tuned"
+        return EngineReport(
+            device=str(self._device),
+            device_name=hardware.device_name(self._device),
+            engine=config.engine if ready else "starting",
+            precision=config.precision,
+            memory_format=config.memory_format,
+            compile_mode=config.compile_mode,
+            roi_size=self.spec.input.roi_size,
+            sw_batch_size=config.sw_batch_size,
+            overlap=windows.overlap,
+            blending=windows.blending,
+            warm_up_seconds=ready.seconds if ready else 0.0,
+            warnings=ready.warnings if ready else (),
+            streams=config.streams,
+            planned=planned,
+            trials=ready.plan.trials if ready and ready.plan else (),
+        )
 
 
 def _size(image: Image) -> Size:
-    """(Z, Y, X)."""
+    """Return (Z, Y, X)."""
     z, y, x = image.shape[2:]
     return z, y, x
 
 
 def _ratios(size: Size, volume: Volume) -> tuple[float, float, float]:
-    """Voxels of a grid of `size` per voxel of the volume, along (z, y, x)."""
+    """Return the voxels of a grid of `size` per voxel of the volume, along (z, y, x)."""
     z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
     return z, y, x
 
 
-def _nothing(_done: int, _total: int) -> None:
-    """Nobody counts the windows by which objects are measured."""
-
-
-def feed(decoder: Taker, slabs: Iterator[Slab], stages: Stages) -> None:
-    """Hand every slab to the decoder; the time that it takes counts as stage decode, the rest as windows."""
-    while True:
-        with stages.measure("windows"):
-            slab = next(slabs, None)
-        if slab is None:
-            return
-        with stages.measure("decode"):
-            decoder.add(slab.z0, slab.y0, slab.scores)
-
-
-def check_memory(needed: Estimate, available: int | None) -> None:
-    """Raises OutOfMemory where fewer host bytes are available than needed; None: not known."""
-    if available is not None and needed.host_bytes > available:
-        raise OutOfMemory(
-            f"This volume needs about {needed.host_bytes / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are "
-            "free; send a smaller part of it, or try again when less is running.",
-            needed.host_bytes,
-        )
-
-
-def exhausted(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-@contextmanager
-def translated(needed: Estimate, device: torch.device) -> Iterator[None]:
-    """Foreign signs of exhausted memory -> OutOfMemory, and of a device that is gone -> DeviceLost."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not exhausted(error):
-            if device.type != "cpu" and not hardware.is_working(device):
-                raise DeviceLost(f"{device} has failed and must be started anew with the service.") from error
-            raise
-        most = max(needed.host_bytes, needed.device_bytes)
-        raise OutOfMemory(
-            f"There was not enough memory, even for one window at a time; about {most / 2**30:.1f} GiB are needed. "
-            "Send a smaller part of the volume, or try again when less is running.",
-            most,
-        ) from error
+def _ignore(_done: int, _total: int) -> None:
+    """Ignore windows by which objects are measured: progress counts those of the volume."""

@@ -1,4 +1,4 @@
-"""The pace of a request's windows: cut, computed and blended in every stream, while others are decoded beside them."""
+"""Throughput of requests: windows are cut, computed and blended in every stream, while others are decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Decoder(Protocol):
         """Once every plane was added."""
 
 
-class Crews:
+class StreamThreads:
     """Threads that compute and decode as those of a device and of requests do."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Crews:
 
     def close(self) -> None:
         """End them."""
-        for crew in (self.decoding, *self._streams.values()):
-            crew.shutdown()
+        for pool in (self.decoding, *self._streams.values()):
+            pool.shutdown()
 
 
 class Throughput:
@@ -68,10 +68,10 @@ class Throughput:
         row: Callable[[int], Tensor],
         overlap: float,
         decoder: Callable[[Tensor], Decoder],
-        crews: Crews,
+        threads: StreamThreads,
     ) -> None:
         length = max(window.capacity, LEAST_WINDOWS)
-        self._window, self._overlap, self._crews = window, overlap, crews
+        self._window, self._overlap, self._threads = window, overlap, threads
         self._image = row(length)
         self._decoder = partial(decoder, self._image)
         self.windows = length * window.streams
@@ -82,7 +82,7 @@ class Throughput:
 
         Scores that are not finite end a row; it is for others to say so.
         """
-        decoding = self._crews.decoding.submit(self._decode, self._rows)
+        decoding = self._threads.decoding.submit(self._decode, self._rows)
         self._rows = self._computed()
         decoding.result()
 
@@ -91,7 +91,7 @@ class Throughput:
         if streams == 1:
             # Here: graphs that were recorded on CUDA belong to the thread that recorded them.
             return [self._through(0)]
-        return list(self._crews.streams(streams).map(self._through, range(streams)))
+        return list(self._threads.streams(streams).map(self._through, range(streams)))
 
     @torch.inference_mode()
     def _through(self, stream: int) -> list[Slab]:

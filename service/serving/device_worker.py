@@ -18,9 +18,10 @@ from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
 from service.inference.batcher import Share, make_device
-from service.inference.estimate import Estimate, Estimator
+from service.inference.estimate import Estimate, Estimator, PlannedRequest
+from service.inference.memory import is_out_of_memory
 from service.inference.result import Result
-from service.inference.segmenter import Segmenter, exhausted
+from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
 from service.serving.job import FreeMemory, Job, Needs
 from service.serving.job_queue import JobQueue, JobThreads
@@ -147,7 +148,9 @@ class DeviceWorker:
         """Bytes of memory that the loaded models take."""
         return sum(loaded_model.nbytes for loaded_model in self.model_cache.loaded_models.values())
 
-    def segment(self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options) -> Result:
+    def segment(
+        self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options, request: PlannedRequest | None
+    ) -> Result:
         """Segment for a job, in a thread of the queue. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
 
@@ -161,7 +164,13 @@ class DeviceWorker:
         run = partial(self._device.run, due=job.due, share=count)
         try:
             result = segmenter.segment(
-                volume, options, cancelled=job.cancelled, progress=job.advance, run=run, revised=revise
+                volume,
+                options,
+                request=request,
+                cancelled=job.cancelled,
+                progress=job.advance,
+                run=run,
+                revised=revise,
             )
         except DeviceLost as error:
             self.watchdog.give_up(str(error))
@@ -204,7 +213,7 @@ class DeviceWorker:
                 self._device.call(partial(self._load_at_start, spec)) if starting else self._load_on_demand(spec)
             )
         except (RuntimeError, MemoryError) as error:
-            if not exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             needed = self._guess_bytes(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
@@ -246,6 +255,8 @@ class Reservation:
     def __init__(self, worker: DeviceWorker, model: str) -> None:
         self.device_worker, self.model = worker, model
         self._lease: Lease[Segmenter] | None = None
+        # Set once the model is there; None where planning fails, and the work raises the error again.
+        self._request: PlannedRequest | None = None
         self._needs: Needs | None = None
 
     @property
@@ -265,14 +276,15 @@ class Reservation:
         """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
         if self._needs is None:
             try:
-                self._needs = _needs(self._segmenter.estimate(volume, options))
+                self._request = self._segmenter.estimator.plan_request(volume, options)
+                self._needs = _needs(self._request.estimate)
             except StackSegError:
                 self._needs = Needs()  # the work raises the error again
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:
         """Segment on the device. Raises what `Segmenter.segment` raises."""
-        return self.device_worker.segment(job, self._segmenter, volume, options)
+        return self.device_worker.segment(job, self._segmenter, volume, options, self._request)
 
     @property
     def _segmenter(self) -> Segmenter:

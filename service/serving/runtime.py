@@ -193,7 +193,8 @@ class Runtime:
 
         Raises BadParameter and TooLarge.
         """
-        estimator = self.models.loaded(spec.name) or self.device_workers[0].estimator(spec)
+        loaded = self.models.loaded(spec.name)
+        estimator = loaded.estimator if loaded else self.device_workers[0].estimator(spec)
         return estimator.estimate(volume, options)
 
     def execution_settings(self, model: str) -> dict[str, Any]:

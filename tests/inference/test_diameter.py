@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Volume, VoxelSize
-from service.inference.diameter import ROUND, Collector, DiameterEstimator, Sizing, in_a_stack, signals, stretch_of
+from service.inference.diameter import (
+    ROUND,
+    DiameterEstimator,
+    ScoreCollector,
+    Sizing,
+    estimate_anisotropy,
+    score_as_stack,
+    signals,
+)
 from service.inference.normalize import Image, Scaling
 from service.models.spec import Instances, ModelSpec
 
@@ -134,19 +142,19 @@ def test_a_pile_of_windows_passes_as_a_stack() -> None:
 
     def as_stack(stack: Tensor) -> Tensor:
         collected.append(tuple(stack.shape))
-        taker = Collector()
+        taker = ScoreCollector()
         for z in range(0, stack.shape[2], 4):
             taker.add(z, 0, stack[:, :, z : z + 4])
         return taker.scores()
 
-    assert torch.equal(in_a_stack(as_stack)(windows), windows)
+    assert torch.equal(score_as_stack(as_stack)(windows), windows)
     assert collected == [(1, 2, 12, 5, 6)]
 
 
 def test_planes_are_apart_as_the_voxel_size_says_within_reason() -> None:
     def of(*voxel_size: float, base: tuple[float, float, float] = (1, 1, 1)) -> float:
         size = VoxelSize(*voxel_size) if voxel_size else None
-        return stretch_of(Volume.from_array(np.zeros((1, 1, 1, 1)), size), base)
+        return estimate_anisotropy(Volume.from_array(np.zeros((1, 1, 1, 1)), size), base)
 
     assert of() == 1
     assert of(1.2, 0.4, 0.4) == pytest.approx(3)

@@ -248,7 +248,7 @@ def test_a_sparse_stack_is_segmented_alike_with_less_work(
         assert np.abs(one - other).mean() < 0.01
     assert whole.skipped is None
     assert result.skipped is not None
-    total = segmenter.estimate(scattered, Options()).windows
+    total = segmenter.estimator.estimate(scattered, Options()).windows
     assert result.skipped.total == total
     assert result.skipped.windows > total / 2
     # Batches of two, and one more for the brightest of those that are skipped.

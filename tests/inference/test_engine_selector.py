@@ -69,8 +69,8 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
 
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     warm = warm_up(bands, settings(kind="eager")).run()
-    assert warm.choice == EngineConfig(
-        "eager", warm.choice.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
+    assert warm.config == EngineConfig(
+        "eager", warm.config.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
     )
     assert warm.plan is None
     assert not (tmp_path / "cache").exists()
@@ -98,7 +98,7 @@ def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
     # A name that the settings allow for an engine of the test's own.
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
     warm = warm_up(bands, chosen).run()
-    assert warm.choice.engine == engine
+    assert warm.config.engine == engine
     assert warm.warnings == (() if warning is None else (warning,))
 
 
@@ -108,14 +108,14 @@ def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, setti
     first = warm_up(bands, settings(precision="fp32")).run()
     assert not first.cached
     assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
-    assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.choice]
+    assert [trial.choice for trial in first.plan.trials if trial.verdict == "chosen"] == [first.config]
     compared = [trial for trial in first.plan.trials if trial.difference is not None]
     assert compared
     assert max(trial.difference for trial in compared) == 0
     tries = len(built)
     second = warm_up(bands, settings(precision="fp32")).run()
     assert second.cached
-    assert second.choice == first.choice
+    assert second.config == first.config
     assert second.plan == first.plan
     assert len(built) <= tries + 1
     again = [second, *(warm_up(bands, settings(precision="fp32")).run() for _ in range(2))]
@@ -137,23 +137,23 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
     only(eager=FakeBackend(lambda module: built.append(module) or Slow(module)))
     two, fp32 = {"sw_batch_size": 2}, "fp32"
     warm = warm_up(bands, settings(two, precision=fp32)).run()
-    assert warm.choice.streams == 2, "who sleeps needs no core"
+    assert warm.config.streams == 2, "who sleeps needs no core"
     assert warm.window.streams == 2
     assert {trial.choice.streams for trial in warm.plan.trials} == {1, 2}
     assert len(built) == 1
     again = warm_up(bands, settings(two, precision=fp32)).run()
     assert again.cached
     assert again.window.streams == 2
-    assert warm_up(bands, settings(two, precision=fp32, streams=1)).run().choice.streams == 1
+    assert warm_up(bands, settings(two, precision=fp32, streams=1)).run().config.streams == 1
     three = warm_up(bands, settings(two, precision=fp32, streams=3)).run()
-    assert three.choice.streams == 3, "what is set is not tried otherwise"
+    assert three.config.streams == 3, "what is set is not tried otherwise"
     assert {trial.choice.streams for trial in three.plan.trials} == {3}
 
 
 def test_a_graph_that_is_not_frozen_has_one_stream(bands, settings, only):
     only("eager", compiled=FakeBackend(lambda module: module, compile_modes=lambda *_: ("default",)))
-    assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().choice.streams == 1
-    assert warm_up(bands, settings(kind="compiled", streams=2)).run().choice.streams == 2
+    assert warm_up(bands, settings(kind="compiled", freeze=False, streams=2)).run().config.streams == 1
+    assert warm_up(bands, settings(kind="compiled", streams=2)).run().config.streams == 2
     plan = warm_up(bands, settings(freeze=False, streams=2)).run().plan
     assert {(trial.choice.engine, trial.choice.streams) for trial in plan.trials} == {("compiled", 1), ("eager", 2)}
 
@@ -186,14 +186,14 @@ def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settin
 def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
     warm = warm_up(bands, settings()).run()
-    assert warm.choice.engine == "eager"
+    assert warm.config.engine == "eager"
     assert any(t.verdict.startswith("wrong") for t in warm.plan.trials if t.choice.engine == "other")
 
 
 def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
     warm = warm_up(bands, settings(precision="fp32")).run()
-    assert warm.choice.engine == "other"
+    assert warm.config.engine == "other"
     (trial,) = (trial for trial in warm.plan.trials if trial.verdict == "chosen")
     assert trial.difference > 0.1
 
@@ -206,7 +206,7 @@ def test_an_engine_that_fails_is_warned_about_at_every_start(bands, settings, on
     for cached in (False, True):
         warm = warm_up(bands, settings(precision="fp32")).run()
         assert warm.cached == cached
-        assert warm.choice.engine == "eager"
+        assert warm.config.engine == "eager"
         assert warm.warnings == ("The other engine failed: no compiler",)
 
 
@@ -220,11 +220,11 @@ def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
 
     eager = backends.BACKENDS["eager"]
     only(other=FakeBackend(moody), eager=change(eager, precisions=()))
-    assert warm_up(bands, settings()).run().choice.engine == "other"
+    assert warm_up(bands, settings()).run().config.engine == "other"
     runs = False
     backends.BACKENDS["eager"] = eager
     warm = warm_up(bands, settings()).run()
-    assert warm.choice.engine == "eager"
+    assert warm.config.engine == "eager"
     assert not warm.cached
 
 
@@ -242,7 +242,7 @@ def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings,
     eager = backends.BACKENDS["eager"]
     only("eager", other=backends.BACKENDS["other"], eager=change(eager, precisions=()))
     warm = warming.run()
-    assert (warm.choice.engine, warm.choice.precision) == ("eager", "fp32")
+    assert (warm.config.engine, warm.config.precision) == ("eager", "fp32")
     assert "runs eagerly in fp32" in warm.warnings[0]
 
 
@@ -265,7 +265,7 @@ def test_on_demand_nothing_is_compared_but_what_is_quick_and_right_is_taken(
 ):
     only("eager", other=FakeBackend(make, slow_build_seconds=seconds))
     warm = warm_up(bands, settings()).run(tune=False)
-    assert warm.choice.engine == engine
+    assert warm.config.engine == engine
     assert warm.plan is None
     assert "on demand" in warm.warnings[-1]
     assert not (tmp_path / "cache").exists()
@@ -280,7 +280,7 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 def test_a_plan_for_want_of_time_says_so(bands, settings, only):
     only("eager", other=change(backends.BACKENDS["eager"], slow_build_seconds=60.0))
     warm = warm_up(bands, settings(tune_seconds=1.0)).run()
-    assert warm.choice.engine == "eager"
+    assert warm.config.engine == "eager"
     assert "engine.tune_seconds" in warm.warnings[-1]
 
 
@@ -312,7 +312,7 @@ torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))
 settings = Settings.model_validate({"engine": {"kind": "compiled"}})
 warm = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
-assert warm.choice.engine == "eager", warm
+assert warm.config.engine == "eager", warm
 assert "compiled engine failed" in warm.warnings[0], warm
 """
 
@@ -364,14 +364,14 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     chosen = settings()
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
     warm = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
-    assert (warm.choice.engine, warm.choice.precision) == (engine, "fp32")
+    assert (warm.config.engine, warm.config.precision) == (engine, "fp32")
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
 def test_on_demand_what_was_never_compared_runs_in_float32(bands, settings, only, precision, expected):
     only("eager")
     warm = EngineSelector(bands, settings(precision=precision), CPU, load_network(bands), 1000, BOTH).run(tune=False)
-    assert (warm.choice.engine, warm.choice.precision) == ("eager", expected)
+    assert (warm.config.engine, warm.config.precision) == ("eager", expected)
 
 
 def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, settings, only, use_two_threads):
@@ -389,7 +389,7 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
     assert warming.build(alone).window.any_batch_size
     assert not warming.build(replace(alone, streams=2)).window.any_batch_size
     tuned = warming.run()
-    assert tuned.choice.streams == 2, "who sleeps needs no core"
+    assert tuned.config.streams == 2, "who sleeps needs no core"
     assert not tuned.window.any_batch_size
 
 

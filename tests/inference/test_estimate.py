@@ -46,7 +46,7 @@ wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in (z, y, x))
 volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])
 # Code that is loaded when it is first called is not what is told.
 segmenter.segment(Volume.from_array(volume.read(0, 8)[:, :, :32, :32]), Options())
-told = segmenter.estimate(volume, Options()).host_bytes
+told = segmenter.estimator.estimate(volume, Options()).host_bytes
 Path("/proc/self/clear_refs").write_text("5")
 before = field("VmRSS")
 segmenter.segment(volume, Options())

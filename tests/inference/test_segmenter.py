@@ -10,12 +10,12 @@ from fakes import until
 from torch import Tensor
 
 from service.core.config import Device, Engine, Limits, Settings, Windows
-from service.core.errors import BadParameter, Cancelled, ConfigError, DeviceLost, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.errors import BadParameter, Cancelled, ConfigError, NonFiniteScores, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.torch_compile import count_graphs
 from service.inference import batcher as device_module
-from service.inference.estimate import Estimate, Estimator
-from service.inference.segmenter import Segmenter, check_memory, exhausted, translated
+from service.inference.estimate import Estimator
+from service.inference.segmenter import Segmenter
 from service.models.spec import Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
@@ -38,7 +38,7 @@ def started(spec, settings) -> Segmenter:
 def with_network(spec, network, settings=None) -> Segmenter:
     """A segmenter whose windows run through `network` instead of the model's."""
     segmenter = Segmenter(spec, settings or settings_of())
-    segmenter._module.network.forward = network
+    segmenter._scores.module.network.forward = network
     return segmenter
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_compiled_once_warm_whatever_the_volume(compiled, volume):
 
 def test_a_graph_that_is_compiled_is_counted(bands, volume):
     segmenter = Segmenter(bands, settings_of())
-    segmenter._module = torch.compile(segmenter._module, backend="eager")
+    segmenter._scores.module = torch.compile(segmenter._scores.module, backend="eager")
     before = count_graphs()
     segmenter.segment(volume, Options())
     assert count_graphs() > before
@@ -123,8 +123,8 @@ def test_overlap_and_blending_are_used(eager, volume):
     eager.segment(volume, Options(overlap=0.0), progress=lambda done, total: steps.append((done, total)))
     assert steps[0] == (0, 18)
     assert steps[-1] == (18, 18)
-    assert eager.estimate(volume, Options(overlap=0.0)).windows == 18
-    assert eager.estimate(volume, Options(overlap=0.5)).windows > 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.0)).windows == 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.5)).windows > 18
 
 
 def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
@@ -147,7 +147,7 @@ def test_a_resampled_volume_comes_back_on_its_own_grid(bands, phantom, eager, vo
     assert result.segmentation.pixels.shape == doubled.shape
     assert result.segmentation.voxel_size == fine.voxel_size
     assert "Resampled from 24 x 140 x 160 to 24 x 70 x 80" in result.notes[0]
-    assert segmenter.estimate(fine, Options()).working_size == (24, 70, 80)
+    assert segmenter.estimator.estimate(fine, Options()).working_size == (24, 70, 80)
     expected = eager.segment(volume, Options()).segmentation.pixels.repeat(2, axis=1).repeat(2, axis=2)
     assert np.mean(result.segmentation.pixels != expected) < 0.001
 
@@ -156,9 +156,9 @@ def test_more_windows_than_the_operator_allows_are_refused(bands):
     settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
     segmenter = started(bands, settings)
     edge = bands.input.roi_size[0]
-    segmenter.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
+    segmenter.estimator.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
     large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
-    for ask in (segmenter.estimate, segmenter.segment):
+    for ask in (segmenter.estimator.estimate, segmenter.segment):
         with pytest.raises(TooLarge, match="windows, and this service computes up to 4"):
             ask(large, Options())
 
@@ -183,16 +183,16 @@ def test_nan_pixels_are_noted(eager):
 
 def test_options_that_do_not_fit_are_refused_before_work_starts(eager, volume):
     for options in (Options(sw_batch_size=33), Options(overlap=0.9), Options(output="labels")):
-        for call in (eager.segment, eager.estimate):
+        for call in (eager.segment, eager.estimator.estimate):
             with pytest.raises(BadParameter):
                 call(volume, options)
-    assert eager.output(Options()) == "classes"
-    assert eager.output(Options(output="probabilities")) == "probabilities"
+    assert eager.estimator.output(Options()) == "classes"
+    assert eager.estimator.output(Options(output="probabilities")) == "probabilities"
 
 
 def test_a_volume_with_other_channels_is_refused_by_their_names(eager):
     volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
-    for call in (eager.segment, eager.estimate):
+    for call in (eager.segment, eager.estimator.estimate):
         with pytest.raises(
             BadParameter, match=r"takes 1 channel, the volume has 2: 0 \(DAPI\), 1; choose with channel="
         ):
@@ -209,7 +209,7 @@ def test_cancelling(eager, volume):
     "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
 )
 def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
-    forward = eager._module.network.forward
+    forward = eager._scores.module.network.forward
 
     def network(x: Tensor) -> Tensor:
         if len(x) > 1:
@@ -229,7 +229,7 @@ def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
     segmenter = with_network(bands, network)
     with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
         segmenter.segment(volume, Options())
-    assert caught.value.needed_bytes == segmenter.estimate(volume, Options()).host_bytes
+    assert caught.value.needed_bytes == segmenter.estimator.estimate(volume, Options()).host_bytes
 
 
 def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
@@ -238,18 +238,6 @@ def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
 
     with pytest.raises(RuntimeError, match="misallocated"):
         with_network(bands, network).segment(volume, Options())
-    assert not exhausted(RuntimeError("allocation"))
-
-
-def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
-    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
-    gone = torch.device("meta")  # holds no numbers, so that nothing computed on it can be read
-    with pytest.raises(DeviceLost, match="meta has failed"), translated(needed, gone):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-    with pytest.raises(RuntimeError, match="triggered"), translated(needed, torch.device("cpu")):
-        raise RuntimeError("triggered")
-    with pytest.raises(OutOfMemory), translated(needed, gone):
-        raise torch.OutOfMemoryError("no")
 
 
 def test_scores_that_are_not_finite(bands, volume):
@@ -259,7 +247,7 @@ def test_scores_that_are_not_finite(bands, volume):
 
 def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
     segmenter = Segmenter(bands, settings_of(precision="bf16"))
-    segmenter._module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    segmenter._scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
     result = segmenter.segment(volume, Options())
     assert result.recomputed
     (note,) = result.notes
@@ -324,7 +312,7 @@ def test_the_width_of_objects_is_estimated_where_nobody_says_it(measuring, cones
     assert (told.width, told.seconds.keys()) == (f"{auto.diameter}; stated", {"prepare", "windows", "decode"})
     assert np.array_equal(told.segmentation.pixels, auto.segmentation.pixels)
     assert [needed.windows for needed in revised] == [
-        segmenter.estimate(cones, Options(diameter=auto.diameter)).windows
+        segmenter.estimator.estimate(cones, Options(diameter=auto.diameter)).windows
     ]
     total = revised[0].windows
     assert (counted[0], counted[-1]) == ((0, total), (total, total))
@@ -351,16 +339,22 @@ def test_a_width_is_estimated_once_for_a_stack(measuring, cones):
         calls.append(len(windows))
         return see(windows)
 
-    segmenter._module.network.forward = counted
+    segmenter._scores.module.network.forward = counted
     first = segmenter.segment(cones, Options())
     before = len(calls)
     again = segmenter.segment(Volume.from_array(cones.array().copy()), Options(output="classes"))
     assert (again.width, again.notes) == (first.width, first.notes)
     # Batches of two for the windows of the stack itself, and none beside them.
-    assert len(calls) - before == -(-segmenter.estimate(cones, Options(diameter=first.diameter)).windows // 2) < before
+    assert (
+        len(calls) - before
+        == -(-segmenter.estimator.estimate(cones, Options(diameter=first.diameter)).windows // 2)
+        < before
+    )
     for other in (Volume.from_array(cones.array()[..., 1:]), Volume.from_array(cones.array(), VoxelSize(3, 1, 1))):
         before = len(calls)
-        needed = segmenter.estimate(other, Options(diameter=segmenter.segment(other, Options()).diameter)).windows
+        needed = segmenter.estimator.estimate(
+            other, Options(diameter=segmenter.segment(other, Options()).diameter)
+        ).windows
         assert len(calls) - before > -(-needed // 2)
 
 
@@ -419,7 +413,7 @@ def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, c
 
     expected = measuring().segment(cones, Options()).segmentation.pixels
     segmenter = measuring()
-    segmenter._module.network.forward = crowded
+    segmenter._scores.module.network.forward = crowded
     result = segmenter.segment(cones, Options())
     assert result.fallbacks == 1
     assert np.array_equal(result.segmentation.pixels, expected)
@@ -428,16 +422,7 @@ def test_measuring_can_be_cancelled_and_falls_back_like_any_windows(measuring, c
 def test_only_models_of_objects_estimate_how_wide_these_are(bands, random_nuclei):
     for spec in (bands, random_nuclei):
         with pytest.raises(BadParameter, match="does not say how wide"):
-            Segmenter(spec, settings_of()).output(Options(diameter="auto"))
-
-
-def test_a_volume_that_cannot_fit_is_refused_at_once():
-    needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=3 * 2**30, device_bytes=0)
-    check_memory(needed, None)
-    check_memory(needed, 3 * 2**30)
-    with pytest.raises(OutOfMemory, match=r"about 3.0 GiB of memory, 2.0 GiB are free") as caught:
-        check_memory(needed, 2 * 2**30)
-    assert caught.value.needed_bytes == needed.host_bytes
+            Segmenter(spec, settings_of()).estimator.output(Options(diameter="auto"))
 
 
 def test_an_absurd_volume_is_refused_before_its_pixels_are_read(eager):

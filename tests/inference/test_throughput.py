@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from service.inference.throughput import Crews, Throughput
+from service.inference.throughput import StreamThreads, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 
@@ -26,7 +26,7 @@ class Decoder:
 
 @pytest.fixture
 def crews():
-    found = Crews()
+    found = StreamThreads()
     yield found
     found.close()
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.errors import BrokenModel
-from service.inference.estimate import activation_bytes, watched
+from service.inference.estimate import activation_bytes, measure_activations
 from service.models import monai_architectures
 from service.models.architectures import ARCHITECTURES, ShuffleUNet, build_network, depth_to_space, space_to_depth
 from service.models.loader import compute_scores, load_network
@@ -177,7 +177,7 @@ def test_the_one_window_that_is_computed_while_loading_can_be_watched(random_nuc
 
     def first(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
         seen.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
-        scores, nbytes = watched(network, x)
+        scores, nbytes = measure_activations(network, x)
         assert nbytes == seen[-1][1]
         assert torch.equal(scores, compute_scores(network, x))
         return scores

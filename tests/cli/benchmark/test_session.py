@@ -92,11 +92,11 @@ def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands,
     with device_of(settings) as device:
         segmenter, calls = Segmenter(bands, settings), []
         device.call(segmenter.warm_up)
-        window = segmenter._warm.window
+        window = segmenter._ready.window
         counted = window.with_network(
             lambda batch: calls.append(len(batch)) or window.network(batch), any_batch_size=True
         )
-        segmenter._warm = replace(segmenter._warm, window=counted)
+        segmenter._use(replace(segmenter._ready, window=counted))
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
         runner = requests.RequestRunner(segmenter, tmp_path / "stack.tif", tmp_path, device, 1)
         runner.once()

@@ -1,0 +1,145 @@
+"""Scores of an image, with two fallbacks: fewer windows at once where memory runs out, FP32 for non-finite scores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from service.core.errors import NonFiniteScores
+from service.core.timing import Stages
+from service.engine.plans import EngineConfig
+from service.inference.engine_selector import EngineSelector, ReadyEngine
+from service.inference.estimate import Plan
+from service.inference.memory import is_out_of_memory
+from service.inference.windows.blending import Slab
+from service.inference.windows.sliding_window import Image, SlidingWindow
+
+
+class ScoreConsumer(Protocol):
+    """Takes slabs of scores in; every decoder does."""
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
+
+
+C = TypeVar("C", bound=ScoreConsumer)
+
+Cancelled = Callable[[], bool]
+Progress = Callable[[int, int], None]
+
+# (windows, image, overlap) -> the scores of the image.
+ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
+
+
+class RunWindows(Protocol):
+    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
+
+    def __call__(
+        self, window: SlidingWindow, image: Image, overlap: float, /, *, cancelled: Cancelled, progress: Progress
+    ) -> Iterator[Slab]:
+        """Yield the scores of `image`. Raises what `SlidingWindow.run` raises."""
+
+
+class Scored(NamedTuple, Generic[C]):
+    """A consumer that has taken in every score, and how they were computed.
+
+    notes       facts about that a user should know
+    fallbacks   how often memory did not hold the batch, and a smaller one was taken
+    recomputed  whether scores were not finite, and computed again in float32
+    """
+
+    consumer: C
+    notes: tuple[str, ...]
+    fallbacks: int
+    recomputed: bool
+
+
+class ScoreComputer:
+    """Computes scores with the network of one model. Safe to use from several threads.
+
+    selector  builds the networks to fall back on
+    config    of the network
+    ready     the network that was warmed up; None: until then it runs eagerly
+    """
+
+    def __init__(self, selector: EngineSelector, config: EngineConfig, ready: ReadyEngine | None = None) -> None:
+        self._selector, self._config, self._ready = selector, config, ready
+        self._eager_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The prepared module, which runs eagerly where the warm network does not fit."""
+        return self._selector.module(self._config) if self._ready is None else self._ready.module
+
+    def compute(
+        self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
+    ) -> Scored[C]:
+        """Hand the scores of `image` to a new consumer, with half as many windows at once until memory holds them.
+
+        Where scores are not finite, the FP32 network computes all of them again. Raises NonFiniteScores where these
+        are not finite either, and what the network raises.
+        """
+        batch_size, notes, fallbacks, recomputed = plan.sw_batch_size, list[str](), 0, False
+        while True:
+            consumer = make_consumer()
+            window = self._selector.reference(batch_size) if recomputed else self._window(batch_size)
+            try:
+                feed(consumer, run(window, image, plan.overlap), stages)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or batch_size == 1:
+                    raise
+                # Ahead of the note on recomputing, in whichever order the two happen.
+                notes.insert(fallbacks, f"Memory did not hold {batch_size} windows at once; fewer were taken.")
+                fallbacks, batch_size = fallbacks + 1, batch_size // 2
+                if window.batch.is_cuda:
+                    torch.cuda.empty_cache()
+            except NonFiniteScores:
+                if recomputed or self._is_reference:
+                    raise
+                how = f"{self._config.engine}, {self._config.precision}"
+                notes.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
+                recomputed = True
+            else:
+                if not recomputed:
+                    notes += self._notes(window)
+                return Scored(consumer, tuple(notes), fallbacks, recomputed)
+
+    @property
+    def _is_reference(self) -> bool:
+        """Whether computing again in eager float32 would change nothing."""
+        return self._config.engine == "eager" and self._config.precision == "fp32"
+
+    def _window(self, batch_size: int) -> SlidingWindow:
+        """Return the warm window, or an eager one for another batch size: compiling takes longer than it saves."""
+        if self._ready is not None and self._config.sw_batch_size == batch_size:
+            return self._ready.window
+        # Requests that ask for the same at the same time share batches of it.
+        with self._lock:
+            window = self._eager_windows.get(batch_size)
+            if window is None:
+                window = self._selector.sliding_window(self.module, self._config, batch_size)
+                self._eager_windows[batch_size] = window
+            return window
+
+    def _notes(self, used: SlidingWindow) -> list[str]:
+        if self._ready is None or self._config.engine == "eager" or used is self._ready.window:
+            return []
+        return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
+
+
+def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
+    """Hand every slab to the consumer; the time that it takes counts as stage decode, the rest as windows."""
+    while True:
+        with stages.measure("windows"):
+            slab = next(slabs, None)
+        if slab is None:
+            return
+        with stages.measure("decode"):
+            consumer.add(slab.z0, slab.y0, slab.scores)
