@@ -82,7 +82,7 @@ class DeviceWorker:
             lock=loading_lock,
         )
         self._device = make_device(settings, on_host=self._on_host)
-        # One OpenMP thread each: those of many requests would spin while they wait, on cores that the network needs.
+        # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
         self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(
             lambda: self._device.pulse,
@@ -173,7 +173,7 @@ class DeviceWorker:
                 revised=revise,
             )
         except DeviceLost as error:
-            self.watchdog.give_up(str(error))
+            self.watchdog.report_lost(str(error))
             raise
         self._metrics.count_fallbacks(name, result.fallbacks)
         self._metrics.count_recomputed(name, int(result.recomputed))

@@ -1,7 +1,7 @@
-"""Files of this host that requests name instead of sending and receiving them: `NAME/way/to/file.tif`.
+"""Files of this host that requests name instead of sending and receiving them: `NAME/path/to/file.tif`.
 
-NAME is a folder that the operator has listed. The way is walked from there, folder by folder, each opened from the one
-before without following links: what was looked at is what is used, whoever renames or links meanwhile.
+NAME is a folder that the operator has listed. The path is opened from there folder by folder, without following links:
+the file that was checked is the one that is used, whoever renames or links meanwhile.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from service.core.errors import BadParameter, ConfigError, OutputExists
 from service.formats.sandbox import held
 
 COPY_BYTES = 2**26
-# A folder that is opened for nothing but finding what is in it.
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# File systems without hard links say one of these.
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+# Opens a folder to look names up in it.
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Errors of file systems without hard links.
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
 class Source(NamedTuple):
-    """An open file. `path` leads to it, whatever becomes of its name, in this process and its children; `name`."""
+    """An open file and its name. `path` is valid in this process and its children, also if the file is renamed."""
 
     path: Path
     name: str
 
 
 class HostFiles:
-    """What may be named, by whom. Folders are looked at once here; raises ConfigError for those that cannot be used.
+    """The listed folders and their callers. Raises ConfigError for a folder that cannot be used.
 
-    Methods take places as they stand in requests, and the caller's name. They raise BadParameter for what is not
-    there or not for this caller, and name no path but the caller's own.
+    Methods take places as requests write them, and the caller's name. They raise BadParameter for a place that does not
+    exist or is not for this caller, with a message that has no path but the caller's own.
     """
 
     def __init__(self, settings: config.References) -> None:
@@ -46,7 +46,7 @@ class HostFiles:
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
     def check(self, place: str | None, output: str | None, caller: str | None, *, overwrite: bool = False) -> None:
-        """Whether a request can begin. Raises OutputExists for a file that is there already."""
+        """Check that a request can begin. Raises BadParameter, and OutputExists for an output that exists."""
         if place is not None:
             with self.open_input(place, caller):
                 pass
@@ -59,43 +59,43 @@ class HostFiles:
 
     @contextmanager
     def open_input(self, place: str, caller: str | None) -> Iterator[Source]:
-        """The regular file at `place`, open for reading until the end of the block."""
-        root, way = _allowed("input", place, self._inputs, caller)
-        with _walked("input", root, way, place) as folder:
-            # Looked at before it is opened: opening a pipe or a device does things.
-            with _explained("input", place):
-                found = os.open(way[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        """Open the regular file at `place` for reading until the end of the block."""
+        root, parts = _parse_place("input", place, self._inputs, caller)
+        with _open_parent("input", root, parts, place) as folder:
+            # O_PATH first: opening a pipe or a device for reading has side effects.
+            with _os_errors_as_bad_parameter("input", place):
+                handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
-                if not stat.S_ISREG(os.fstat(found).st_mode):
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
                     raise BadParameter(f"input: {place} is a folder, a link or a device, not a file.")
-                with _explained("input", place):
-                    file = os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+                with _os_errors_as_bad_parameter("input", place):
+                    file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
-                os.close(found)
+                os.close(handle)
         try:
-            yield Source(held(file), way[-1])
+            yield Source(held(file), parts[-1])
         finally:
             os.close(file)
 
     def put(self, file: Path, place: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
-        """Copy a finished file to `place`, where it appears at once and whole, after it is on disk.
+        """Copy a finished file to `place`, where it appears whole and after it is on disk.
 
-        Called again with the same `ticket`, as after a crash, it knows what it has put there itself, until `settle`.
-        Raises OutputExists for a file that is there already, unless it may be overwritten, and OSError.
+        A second call with the same `ticket`, as after a crash, recognises its own file until `settle`. Raises OSError,
+        and OutputExists for a file of others unless `overwrite`.
         """
         with self._output_folder(place, caller) as (folder, name):
-            partial = _partial(ticket)
-            if _same(folder, partial, name):
+            partial = _partial_name(ticket)
+            if _is_same_file(folder, partial, name):
                 return
             with suppress(FileNotFoundError):
                 os.unlink(partial, dir_fd=folder)
             try:
-                with _explained("output_to", place):
+                with _os_errors_as_bad_parameter("output_to", place):
                     _copy(file, partial, folder)
                 if overwrite:
                     os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
                 else:
-                    _link(folder, partial, name, place)
+                    _rename_new(folder, partial, name, place)
                 os.fsync(folder)
             except BaseException:
                 with suppress(FileNotFoundError):
@@ -103,18 +103,18 @@ class HostFiles:
                 raise
 
     def settle(self, place: str, caller: str | None, ticket: str) -> None:
-        """The result at `place` is on record: forget whose it is."""
+        """Forget the ticket of a result that is on record."""
         with self._output_folder(place, caller) as (folder, _), suppress(FileNotFoundError):
-            os.unlink(_partial(ticket), dir_fd=folder)
+            os.unlink(_partial_name(ticket), dir_fd=folder)
 
     @contextmanager
     def _output_folder(self, place: str, caller: str | None) -> Iterator[tuple[int, str]]:
-        root, way = _allowed("output_to", place, self._outputs, caller)
-        with _walked("output_to", root, way, place) as folder:
-            yield folder, way[-1]
+        root, parts = _parse_place("output_to", place, self._outputs, caller)
+        with _open_parent("output_to", root, parts, place) as folder:
+            yield folder, parts[-1]
 
 
-def _partial(ticket: str) -> str:
+def _partial_name(ticket: str) -> str:
     return f".stackseg-{ticket}.part"
 
 
@@ -125,40 +125,40 @@ def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
             raise ConfigError(f"references.{kind}: {name}: {root.folder} is not a folder that this process may {may}.")
 
 
-def _allowed(parameter: str, place: str, roots: Mapping[str, Root], caller: str | None) -> tuple[Root, list[str]]:
-    """The root of a place, and the names from there to the file."""
-    mine = {name: root for name, root in roots.items() if not root.keys or caller in root.keys}
-    if not mine:
+def _parse_place(parameter: str, place: str, roots: Mapping[str, Root], caller: str | None) -> tuple[Root, list[str]]:
+    """Return the root of a place, and the names from there to the file. Raises BadParameter."""
+    allowed = {name: root for name, root in roots.items() if not root.keys or caller in root.keys}
+    if not allowed:
         instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
         raise BadParameter(f"{parameter}: no folders of this service's host may be named; {instead}.")
-    name, *way = place.split("/")
-    if name not in mine or not way:
+    name, *parts = place.split("/")
+    if name not in allowed or not parts:
         raise BadParameter(
-            f"{parameter}: a place begins with one of {', '.join(mine)}, as in {next(iter(mine))}/2026/stack.tif."
+            f"{parameter}: a place begins with one of {', '.join(allowed)}, as in {next(iter(allowed))}/2026/stack.tif."
         )
-    if not all(_plain(part) for part in way):
+    if not all(_is_file_name(part) for part in parts):
         raise BadParameter(
             f"{parameter}: the way from {name} to the file must be names with single slashes in between."
         )
-    return mine[name], way
+    return allowed[name], parts
 
 
-def _plain(part: str) -> bool:
-    """Whether a part of a way is the name of a file or a folder."""
-    written = part.encode(errors="replace")
-    return part not in {"", ".", ".."} and "\0" not in part and len(written) <= 255 and written.decode() == part
+def _is_file_name(part: str) -> bool:
+    """Return whether a part of a place is the name of a file or a folder."""
+    encoded = part.encode(errors="replace")
+    return part not in {"", ".", ".."} and "\0" not in part and len(encoded) <= 255 and encoded.decode() == part
 
 
 @contextmanager
-def _walked(parameter: str, root: Root, way: list[str], place: str) -> Iterator[int]:
-    """The folder that holds the last of the names, open."""
-    with _explained(parameter, place):
-        # The root itself is the operator's, who may well use a link.
-        folder = os.open(root.folder, _FOLDER & ~os.O_NOFOLLOW)
+def _open_parent(parameter: str, root: Root, parts: list[str], place: str) -> Iterator[int]:
+    """Open the folder that has the last of the names."""
+    with _os_errors_as_bad_parameter(parameter, place):
+        # The operator may have listed a link.
+        folder = os.open(root.folder, _OPEN_FOLDER & ~os.O_NOFOLLOW)
     try:
-        for part in way[:-1]:
-            with _explained(parameter, place):
-                inner = os.open(part, _FOLDER, dir_fd=folder)
+        for part in parts[:-1]:
+            with _os_errors_as_bad_parameter(parameter, place):
+                inner = os.open(part, _OPEN_FOLDER, dir_fd=folder)
             os.close(folder)
             folder = inner
         yield folder
@@ -167,8 +167,8 @@ def _walked(parameter: str, root: Root, way: list[str], place: str) -> Iterator[
 
 
 @contextmanager
-def _explained(parameter: str, place: str) -> Iterator[None]:
-    """OSError -> BadParameter; what the system says may tell of paths, and is left out."""
+def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
+    """Raise BadParameter for OSError, without the system's message, which may tell of paths."""
     try:
         yield
     except OSError as error:
@@ -186,7 +186,7 @@ def _explained(parameter: str, place: str) -> Iterator[None]:
         raise BadParameter(f"{parameter}: {place} {problem}.") from None
 
 
-def _same(folder: int, one: str, other: str) -> bool:
+def _is_same_file(folder: int, one: str, other: str) -> bool:
     try:
         first, second = (os.stat(name, dir_fd=folder, follow_symlinks=False) for name in (one, other))
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _check_absent(folder: int, name: str, place: str) -> None:
 
 
 def _copy(file: Path, name: str, folder: int) -> None:
-    """Into a new file that is on disk at the end."""
+    """Copy into a new file of the folder, and write it to the disk."""
     target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
         with file.open("rb") as source:
@@ -214,16 +214,16 @@ def _copy(file: Path, name: str, folder: int) -> None:
         os.close(target)
 
 
-def _link(folder: int, partial: str, name: str, place: str) -> None:
-    """Give a finished file its name, unless there is one of that name."""
+def _rename_new(folder: int, partial: str, name: str, place: str) -> None:
+    """Link a finished file to its name. Raises OutputExists if a file has that name."""
     try:
         os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         _check_absent(folder, name, place)
         raise
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_HARD_LINKS:
             raise
-        # Another file may appear between these two; without hard links that cannot be helped.
+        # A file that appears between these two lines is overwritten; without hard links nothing prevents that.
         _check_absent(folder, name, place)
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)

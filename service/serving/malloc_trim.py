@@ -1,4 +1,4 @@
-"""Gives memory that was freed back to the system, which the C library would keep for later."""
+"""Memory that was freed, and that the C library keeps, goes back to the system."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ WORK_SECONDS = 1.0
 
 
 class MallocTrimmer:
-    """Looks every half minute, in a thread of its own, whether the process has worked, and then gives memory back.
+    """A thread that checks every half minute whether the process has worked, and then returns free pages.
 
-    Requests free arrays of all sizes between others that stay, and what is left free between these is kept: by and by
-    the process would come to hold as much as its busiest moment ever took, and keep that through nights without any
-    request. Taking the pages again costs each of them a fault, so this is done seldom, and never for nothing.
+    Requests free arrays between others that stay, and the C library keeps the pages between these. Without trimming the
+    process would hold as much as its busiest moment took, also when idle. Each page that is used again costs a page
+    fault, so trimming is rare.
 
     Args:
-        give_back: what is done
-        worked: processor seconds of this process so far
-        seconds: between two looks
+        trim: returns free pages to the system
+        cpu_seconds: returns the processor seconds of this process so far
+        seconds: between two checks
     """
 
     def __init__(
         self,
-        give_back: Callable[[], None] = hardware.return_pages,
-        worked: Callable[[], float] = time.process_time,
+        trim: Callable[[], None] = hardware.return_pages,
+        cpu_seconds: Callable[[], float] = time.process_time,
         seconds: float = INTERVAL_SECONDS,
     ) -> None:
-        self._give_back, self._worked, self._seconds = give_back, worked, seconds
-        # Starting is work too, which has loaded and converted models.
-        self._seen = 0.0
+        self._trim, self._cpu_seconds, self._seconds = trim, cpu_seconds, seconds
+        # The first check trims what loading and converting models has freed.
+        self._last_cpu_seconds = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="trim", daemon=True)
 
@@ -42,16 +42,16 @@ class MallocTrimmer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. To be called once or more, also if it was never started."""
+        """End the thread. May be called twice, and without `start`."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def check(self) -> None:
-        """Look once."""
-        if self._worked() - self._seen >= WORK_SECONDS:
-            self._give_back()
-            self._seen = self._worked()
+        """Trim if the process has worked since the last time."""
+        if self._cpu_seconds() - self._last_cpu_seconds >= WORK_SECONDS:
+            self._trim()
+            self._last_cpu_seconds = self._cpu_seconds()
 
     def _loop(self) -> None:
         while not self._stopped.wait(self._seconds):

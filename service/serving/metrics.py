@@ -1,4 +1,4 @@
-"""Timers and counters: the stages of one request, and what the process has done so far, in Prometheus's text format."""
+"""Counters, timers and gauges of the process, in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -30,15 +30,10 @@ class Metrics:
         self._requests = self._counter("stackseg_requests", "Requests answered.", "route", "status")
         self._errors = self._counter("stackseg_errors", "Requests answered with a problem document.", "type")
         self._callers = self._counter("stackseg_caller_requests", "Requests by the name of their API key.", "caller")
-        stages = Histogram(
-            "stackseg_stage_seconds",
-            "Seconds per stage of a segmentation.",
-            ["stage"],
-            registry=self._registry,
-            buckets=STAGE_BUCKETS,
-        )
+        about = "Seconds per stage of a segmentation."
+        stages = Histogram("stackseg_stage_seconds", about, ["stage"], registry=self._registry, buckets=STAGE_BUCKETS)
         self._stages = cache(stages.labels)
-        self._cache = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
+        self._cache_lookups = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
         self._voxels = self._counter("stackseg_voxels", "Voxels segmented.", "model")
         self._objects = self._counter("stackseg_objects", "Objects found.", "model")
         self._windows = self._counter("stackseg_windows", "Windows computed.", "model")
@@ -67,21 +62,21 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Callable[..., Counter]:
-        """That of given labels. The library looks for them under a lock, dozens of times for a request: here once."""
+        """Register a counter and return its `labels`, cached: the library looks each label up under a lock."""
         return cache(Counter(name, meaning, labels, registry=self._registry).labels)
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Show what `value` returns at the moment of asking, as gauge `name`."""
+        """Register a gauge that calls `value` at every exposition."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
     def watch_each(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """The same for several things of a kind: `values` says which there are, and the value of each."""
-        self._registry.register(_Each(name, meaning, label, values))
+        """Register a gauge that calls `values` at every exposition, for the value of each label."""
+        self._registry.register(_LabelledGauge(name, meaning, label, values))
 
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
-        """Count a request that was answered, with the problem type it was answered with, if any.
+        """Count a request that was answered, with the type of its problem document, if any.
 
-        `route` is a path template, `caller` the name of a key, never what a client made up: every value is kept.
+        `route` is a path template and `caller` the name of a key, never text of a client: every value is kept.
         """
         self._requests(route, str(status)).inc()
         self._callers(caller).inc()
@@ -89,7 +84,7 @@ class Metrics:
             self._errors(problem).inc()
 
     def count_cache(self, outcome: Literal["hit", "miss"]) -> None:
-        self._cache(outcome).inc()
+        self._cache_lookups(outcome).inc()
 
     def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
         self._voxels(model).inc(voxels)
@@ -99,7 +94,7 @@ class Metrics:
             self._stages(stage).observe(value)
 
     def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
-        """Count what a batch was for one request: its windows, its part of the room and of the device's seconds."""
+        """Count the share of one request in a batch: windows, slots of the batch, seconds of the device."""
         self._windows(model).inc(windows)
         self._device_windows(device).inc(windows)
         self._device_seconds(device).inc(seconds)
@@ -121,12 +116,12 @@ class Metrics:
         self._unloads(model).inc()
 
     def exposition(self) -> bytes:
-        """All of it, in the format of `CONTENT_TYPE`."""
+        """Return all metrics in the format of `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
 
-class _Each(Collector):
-    """A gauge with one label, whose values are looked up when they are asked for."""
+class _LabelledGauge(Collector):
+    """A gauge with one label, whose values are looked up at every exposition."""
 
     def __init__(self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
         self._family = (name, meaning, label)
@@ -135,11 +130,11 @@ class _Each(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         name, meaning, label = self._family
         family = GaugeMetricFamily(name, meaning, labels=[label])
-        for which, value in self._values().items():
-            family.add_metric([which], value)
+        for label, value in self._values().items():
+            family.add_metric([label], value)
         yield family
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """So that registering does not ask for the values."""
+        """Yield the gauge without values: registering would otherwise look them up."""
         name, meaning, label = self._family
         yield GaugeMetricFamily(name, meaning, labels=[label])

@@ -1,4 +1,4 @@
-"""Parameters of a request: what `/segment`, `/inspect`, jobs and the command line may ask for."""
+"""The parameters of a request, for `/segment`, `/inspect`, jobs and the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse
 class Query(BaseModel):
     """Parameters of `/segment` and `/inspect`: which part of the file to read, what it does not say, what to do."""
 
-    # Those of one address are one object, whoever sends it; and what is worked out of it stays with it, so it is never
-    # copied with changes.
+    # Requests with one address share an object and its cached properties, so it is never copied with changes.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
@@ -95,19 +94,19 @@ class Query(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_blanks(cls, given: Any) -> Any:
-        """A browser sends the fields of a form that were left empty."""
+        """Drop the fields of a form that were left empty, which browsers send."""
         return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
 
     @field_validator("voxel_size")
     @classmethod
-    def _three_lengths(cls, text: str | None) -> str | None:
+    def _check_voxel_size(cls, text: str | None) -> str | None:
         if text is not None:
             _voxel_size(text)
         return text
 
     @field_validator("diameter", "skip_below")
     @classmethod
-    def _understood(cls, text: str | None, field: ValidationInfo) -> str | None:
+    def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
             try:
                 (parse_diameter if field.field_name == "diameter" else parse_skip_below)(text)
@@ -123,7 +122,7 @@ class Query(BaseModel):
 
     @cached_property
     def canonical(self) -> str:
-        """All but the model as JSON, the same for the same parameters."""
+        """All parameters but the model as JSON, equal for equal parameters."""
         return self.model_dump_json(exclude={"model"})
 
     @cached_property
@@ -134,7 +133,7 @@ class Query(BaseModel):
 
 
 def explain(faults: Iterable[Mapping[str, Any]]) -> str:
-    """What pydantic found wrong with parameters, in sentences that name them."""
+    """Return pydantic's errors about parameters as sentences that name them."""
     sentences = []
     for fault in faults:
         name = str(fault["loc"][-1]) if fault["loc"] else "parameters"

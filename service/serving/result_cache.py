@@ -1,4 +1,4 @@
-"""Results of earlier requests, for whoever asks the same again: files in a folder, the least recently used go first."""
+"""A cache of the results of earlier requests: files in a folder, of which the least recently used are deleted first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CachedResult(NamedTuple, Generic[T]):
 
 
 class ResultCache(Generic[T]):
-    """At most `limit_bytes` of results in a folder of its own; with 0 it keeps nothing. Safe to use from threads."""
+    """A cache of at most `limit_bytes` in a folder of its own; 0 disables it. Safe to use from several threads."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder, self._limit = folder, limit_bytes
@@ -34,11 +34,11 @@ class ResultCache(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results that are kept."""
+        """Bytes of all results in the cache."""
         return self._bytes
 
     def get(self, key: str) -> CachedResult[T] | None:
-        """The result that was put under this key, unless it had to go."""
+        """Return the result with this key; None if there is none, or none any more."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -46,25 +46,25 @@ class ResultCache(Generic[T]):
             return CachedResult((self._folder / key).open("rb"), self._entries[key][1])
 
     def put(self, key: str, result: Path | bytes, metadata: T) -> None:
-        """Keep a finished file of this file system, which must not be changed any more, or what would be in one.
+        """Add a file of this file system, which must not change any more, or the content of a file.
 
-        The file's own name may go. Raises OSError, and has kept nothing then.
+        The file may be deleted afterwards. Raises OSError, and adds nothing then.
         """
         size = result.stat().st_size if isinstance(result, Path) else len(result)
         if size > self._limit or key in self._entries:
             return
-        # Written before the lock is taken, which every request takes that looks for a result.
+        # Written without the lock, which every request takes that looks a result up.
         partial = self._folder / f".{uuid.uuid4().hex}"
         try:
             if isinstance(result, Path):
                 os.link(result, partial)
             else:
                 partial.write_bytes(result)
-            self._enter(key, partial, size, metadata)
+            self._add(key, partial, size, metadata)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _enter(self, key: str, file: Path, size: int, metadata: T) -> None:
+    def _add(self, key: str, file: Path, size: int, metadata: T) -> None:
         with self._lock:
             if key in self._entries:
                 return

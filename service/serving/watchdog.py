@@ -1,7 +1,7 @@
-"""Notices that the device's thread is stuck or dead: the service is then not ready, and ends after a while.
+"""The watchdog of a device's thread: if it is stuck or dead, the service is not ready, and ends after a while.
 
-A thread that waits in native code for a device that never answers can be neither interrupted nor replaced, and a
-CUDA context that is lost stays lost: only a new process helps, and that is for whoever started this one to start.
+A thread that waits in native code for a device that never answers can be neither interrupted nor replaced, and a lost
+CUDA context stays lost: only a new process helps, which the supervisor of this one has to start.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ log = logging.getLogger(__name__)
 EXIT_STATUS = 3
 INTERVAL_SECONDS = 1.0
 
-# What identifies the step that the device is at, None while nothing runs whose pace is known.
+# Returns a value that changes with every step of the device, None while nothing runs that can be judged by it.
 Pulse = Callable[[], Hashable | None]
 
 
 def end_process(reason: str) -> None:
-    """End this process at once, with a last line in the log."""
+    """End this process at once, after a last line in the log."""
     log.critical("%s Ending with status %d, to be started again.", reason, EXIT_STATUS)
     logging.shutdown()
     os._exit(EXIT_STATUS)
 
 
 class Watchdog:
-    """Looks every second, in a thread of its own, whether the device's thread lives and gets on.
+    """A thread that checks every second whether the device's thread is alive and makes progress.
 
     Args:
-        pulse: what changes with every batch of windows
-        alive: whether the device's thread lives
-        batch_seconds: how long `pulse` may stay the same before the thread counts as stuck
-        grace_seconds: how long that, or its death, may last before `end` is called with the reason
-        device: what it is called, where there are several
+        pulse: returns a value that changes with every batch of windows
+        alive: returns whether the device's thread is alive
+        batch_seconds: how long the pulse may stay the same before the thread counts as stuck
+        grace_seconds: how long the thread may be stuck or dead before `end` is called with the reason
+        device: the device in messages
     """
 
     def __init__(  # noqa: PLR0913
@@ -53,10 +53,10 @@ class Watchdog:
         self._pulse, self._alive, self._end, self._clock = pulse, alive, end, clock
         self._device = device
         self._batch_seconds, self._grace_seconds = batch_seconds, grace_seconds
-        self._seen: Hashable | None = None
+        self._last_pulse: Hashable | None = None
         self._lost = ""
-        self._looked = clock()
-        self._still = self._troubled = 0.0
+        self._checked = clock()
+        self._still_seconds = self._problem_seconds = 0.0
         self._problem: str | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
@@ -66,50 +66,51 @@ class Watchdog:
         """Why the device cannot be used, one sentence; None while it can."""
         return self._problem
 
-    @property
-    def _name(self) -> str:
-        """As a sentence begins."""
-        return self._device[0].upper() + self._device[1:]
-
     def start(self) -> None:
-        self._looked = self._clock()
+        self._checked = self._clock()
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more: what happens to the device's thread from now on is meant to."""
+        """Check no more: from now on the device's thread ends on purpose."""
         self._stopped.set()
 
-    def give_up(self, reason: str) -> None:
-        """The device is known to be lost for this process."""
+    def report_lost(self, reason: str) -> None:
+        """Count the device as lost for this process."""
         self._lost = reason
 
     def check(self) -> None:
-        """Look once."""
+        """Check the device's thread once."""
         now = self._clock()
         # If the whole process was stopped for a while, the device was as well.
-        passed, self._looked = min(now - self._looked, 5 * INTERVAL_SECONDS), now
-        trouble = self._trouble(passed)
-        if trouble != self._problem and trouble is not None:
-            log.error("%s", trouble)
-        elif trouble is None and self._problem is not None:
-            log.warning("%s gets on again.", self._name)
-        self._problem = trouble
-        self._troubled = self._troubled + passed if trouble else 0.0
-        if trouble and self._troubled >= self._grace_seconds:
-            self._end(trouble)
+        passed, self._checked = min(now - self._checked, 5 * INTERVAL_SECONDS), now
+        problem = self._find_problem(passed)
+        if problem != self._problem and problem is not None:
+            log.error("%s", problem)
+        elif problem is None and self._problem is not None:
+            log.warning("%s gets on again.", _capitalize(self._device))
+        self._problem = problem
+        self._problem_seconds = self._problem_seconds + passed if problem else 0.0
+        if problem and self._problem_seconds >= self._grace_seconds:
+            self._end(problem)
 
-    def _trouble(self, passed: float) -> str | None:
+    def _find_problem(self, passed: float) -> str | None:
         pulse = self._pulse()
-        self._still = self._still + passed if pulse is not None and pulse == self._seen else 0.0
-        self._seen = pulse
+        still = pulse is not None and pulse == self._last_pulse
+        self._still_seconds = self._still_seconds + passed if still else 0.0
+        self._last_pulse = pulse
         if self._lost:
             return self._lost
         if not self._alive():
             return f"The thread that owns {self._device} has died."
-        if self._still > self._batch_seconds:
-            return f"{self._name} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
+        if self._still_seconds > self._batch_seconds:
+            device = _capitalize(self._device)
+            return f"{device} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
         return None
 
     def _loop(self) -> None:
         while not self._stopped.wait(INTERVAL_SECONDS):
             self.check()
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]

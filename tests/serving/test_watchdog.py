@@ -82,7 +82,7 @@ def test_thread_that_died_is_told_at_once(device: Device) -> None:
 
 
 def test_device_that_is_lost_stays_lost(device: Device) -> None:
-    device.watchdog.give_up("cuda:0 has failed.")
+    device.watchdog.report_lost("cuda:0 has failed.")
     device.pulse = (1, 1)
     assert device.pass_seconds(1) == "cuda:0 has failed."
     device.pulse = (1, 2)
