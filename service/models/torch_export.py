@@ -1,9 +1,8 @@
-"""Networks that come as graphs: files of `torch.export`, read without `torch.export.load`.
+"""File of `torch.export` -> torch module, without `torch.export.load`, which evaluates and unpickles parts of the file.
 
-That function evaluates text of the file as Python expressions and unpickles what it holds. But what makes the network
-is JSON, a list of calls of operators, and plain bytes, its weights. Those two are read here and nothing else, and every
-operator must be on the list of `service.models.torchscript`. Format: schema version 8 of
-`torch._export.serde.schema`, in the PT2 archive that `torch.export.save` writes since torch 2.8.
+Only the graph, JSON that lists calls of operators, and the raw bytes of the weights are read. Every operator must be on
+the list of `service.models.allowed_operators`. Format: schema version 8 of `torch._export.serde.schema`, in the PT2
+archive that `torch.export.save` writes since torch 2.8.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
 from service.models.allowed_operators import ATEN
+from service.models.convolution import make_convolution
 
-SCHEMA = 8
-GRAPH_BYTES = 2**26
+SCHEMA_VERSION = 8
+MAX_GRAPH_BYTES = 2**26
 
 # torch._export.serde.schema.ScalarType
 DTYPES = {
@@ -40,24 +40,24 @@ DTYPES = {
     12: torch.bool,
     13: torch.bfloat16,
 }
-# What graphs have in place of methods of tensors.
+# Operators that only graphs of torch.export call.
 SIZES_AND_COPIES = frozenset(["sym_size", "lift_fresh_copy", "detach_"])
-PLAIN = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
+PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "getitem")
 }
-# What a file that is no such archive, or is damaged, makes of the code below.
+# Errors that a damaged or foreign file causes below.
 _DAMAGE = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError, zipfile.BadZipFile)
 
 
 def load_torch_export(path: Path) -> nn.Module:
-    """The network of a `.pt2` file, float32 or as it was saved, on the CPU, in evaluation mode.
+    """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Convolutions become modules of their own, which engines can replace. Raises BrokenModel, naming what is refused.
+    Convolutions become modules, which engines can replace. Raise BrokenModel, naming what is refused.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            network = _Reader(_Archive(archive)).network()
+            network = _GraphReader(_Archive(archive)).read()
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
@@ -69,14 +69,14 @@ def load_torch_export(path: Path) -> nn.Module:
 
 
 class _Archive:
-    """The files of a PT2 archive by their path below its one folder."""
+    """A PT2 archive, whose files are named by their path below its only folder."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
         self._entries = {str(PurePosixPath(*PurePosixPath(e.filename).parts[1:])): e for e in archive.infolist()}
 
-    def bytes(self, name: str) -> bytes:
-        """A file. Raises BrokenModel where there is none, or it is compressed, as nothing in such an archive is."""
+    def read_bytes(self, name: str) -> bytes:
+        """Read a file. Raise BrokenModel where it is missing or compressed, as nothing in such an archive is."""
         entry = self._entries.get(name)
         if entry is None:
             raise BrokenModel(f"there is no {name} in it; export the network again with torch 2.8 or later.")
@@ -84,133 +84,126 @@ class _Archive:
             raise BrokenModel(f"{name} is compressed, which torch.export.save does not do.")
         return self._archive.read(entry)
 
-    def json(self, name: str) -> Any:
-        """A file of JSON."""
-        text = self.bytes(name)
-        if len(text) > GRAPH_BYTES:
+    def read_json(self, name: str) -> Any:
+        """Read a file of JSON. Raise BrokenModel where it is missing, compressed or too large."""
+        text = self.read_bytes(name)
+        if len(text) > MAX_GRAPH_BYTES:
             raise BrokenModel(f"{name} is larger than a graph can be.")
         return json.loads(text)
 
 
-class _Reader:
-    """One network while it is put together.
+class _GraphReader:
+    """Reader of one graph.
 
-    values   the graph's nodes by their names in the file; `tensors` what those of them hold that are stored in it
-    configs  where tensors are stored, by the name of the file that tells
+    _values   nodes by their names in the file
+    _tensors  stored tensors by the nodes that hold them
+    _configs  tables of the places of tensors in the archive, by file name
     """
 
     def __init__(self, archive: _Archive) -> None:
         self._archive = archive
-        program = archive.json("models/model.json")
-        if (version := program["schema_version"]["major"]) != SCHEMA:
-            raise BrokenModel(f"its schema has version {version}; {SCHEMA} can be read.")
-        self._graph: Mapping[str, Any] = program["graph_module"]["graph"]
+        program = archive.read_json("models/model.json")
+        if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
+            raise BrokenModel(f"its schema has version {version}; {SCHEMA_VERSION} can be read.")
+        self._description: Mapping[str, Any] = program["graph_module"]["graph"]
         self._signature: Mapping[str, Any] = program["graph_module"]["signature"]
         self._root = nn.Module()
-        self._made = Graph()
+        self._graph = Graph()
         self._values: dict[str, Node] = {}
         self._tensors: dict[Node, Tensor] = {}
         self._configs: dict[str, Any] = {}
 
-    def network(self) -> GraphModule:
-        """The whole of it."""
-        self._inputs()
-        for call in self._graph["nodes"]:
-            self._call(call)
-        self._made.output(self._values[self._result()])
+    def read(self) -> GraphModule:
+        """Return the network. Raise BrokenModel."""
+        self._read_inputs()
+        for call in self._description["nodes"]:
+            self._read_call(call)
+        self._graph.output(self._values[self._find_output()])
         for node in self._tensors:
-            # Convolutions hold their own; a second one would be converted, and take memory, beside it.
+            # Modules of convolutions hold their weights; a second copy would take memory.
             if not node.users:
-                self._made.erase_node(node)
-        self._made.lint()
-        return GraphModule(self._root, self._made)
+                self._graph.erase_node(node)
+        self._graph.lint()
+        return GraphModule(self._root, self._graph)
 
-    def _inputs(self) -> None:
-        """One image; everything else that goes in is a tensor of the file."""
+    def _read_inputs(self) -> None:
+        """Add the image as input; all other inputs are tensors of the file."""
         images = 0
         for spec in self._signature["input_specs"]:
-            ((kind, given),) = spec.items()
+            ((kind, content),) = spec.items()
             if kind == "user_input":
                 images += 1
-                name = given["arg"]["as_tensor"]["name"]
-                self._values[name] = self._made.placeholder(f"image_{images}")
+                name = content["arg"]["as_tensor"]["name"]
+                self._values[name] = self._graph.placeholder(f"image_{images}")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
-                self._tensor(given["arg"]["name"], given[f"{kind}_name"], constant=_is_constant(kind, given))
+                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=_is_constant(kind, content))
             else:
                 raise BrokenModel(f"it takes a {kind}, which cannot be honoured.")
         if images != 1:
             raise BrokenModel(f"it takes {images} inputs; exactly one image can be given.")
 
-    def _tensor(self, name: str, stored: str, *, constant: bool) -> None:
+    def _read_tensor(self, name: str, stored: str, *, constant: bool) -> None:
         folder, file = ("constants", "model_constants") if constant else ("weights", "model_weights")
-        name_of_config = f"data/{folder}/{file}_config.json"
-        if name_of_config not in self._configs:
-            self._configs[name_of_config] = self._archive.json(name_of_config)["config"]
-        entry = self._configs[name_of_config][stored]
+        config = f"data/{folder}/{file}_config.json"
+        if config not in self._configs:
+            self._configs[config] = self._archive.read_json(config)["config"]
+        entry = self._configs[config][stored]
         if entry["use_pickle"]:
             raise BrokenModel(f"{stored} is pickled, and what is pickled is not read.")
-        tensor = _tensor(self._archive.bytes(f"data/{folder}/{entry['path_name']}"), entry["tensor_meta"])
+        tensor = _decode_tensor(self._archive.read_bytes(f"data/{folder}/{entry['path_name']}"), entry["tensor_meta"])
         attribute = f"tensor_{len(self._tensors)}"
         self._root.register_buffer(attribute, tensor)
-        self._values[name] = node = self._made.get_attr(attribute)
+        self._values[name] = node = self._graph.get_attr(attribute)
         self._tensors[node] = tensor
 
-    def _result(self) -> str:
-        """The name of what comes out, of several tensors the first."""
+    def _find_output(self) -> str:
+        """Return the name of the first output."""
         for spec in self._signature["output_specs"]:
-            ((kind, given),) = spec.items()
+            ((kind, content),) = spec.items()
             if kind == "user_output":
-                return str(given["arg"]["as_tensor"]["name"])
+                return str(content["arg"]["as_tensor"]["name"])
             raise BrokenModel(f"it changes a {kind}, as networks do while they are trained; export it in eval mode.")
         raise BrokenModel("nothing comes out of it.")
 
-    def _call(self, call: Mapping[str, Any]) -> None:
+    def _read_call(self, call: Mapping[str, Any]) -> None:
         target = str(call["target"])
-        keywords = {given["name"]: self._argument(given["arg"], target) for given in call["inputs"]}
+        keywords = {entry["name"]: self._read_argument(entry["arg"], target) for entry in call["inputs"]}
         if keywords.get("training") is True or keywords.get("train") is True:
             raise BrokenModel(f"{target} is called as in training; export the network in eval mode.")
-        if target == "torch.ops.aten.conv3d.default" and (node := self._convolution(keywords)) is not None:
-            made = node
+        if target == "torch.ops.aten.conv3d.default" and (node := self._add_convolution(keywords)) is not None:
+            result = node
         elif target in ARITHMETIC:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
                 raise BrokenModel(f"{target} is called with something else than sizes.")
-            made = self._made.call_function(ARITHMETIC[target], tuple(keywords.values()))
+            result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
         else:
-            made = self._made.call_function(_operator(target), (), keywords)
-        self._name(made, call["outputs"])
+            result = self._graph.call_function(_find_operator(target), (), keywords)
+        self._name_outputs(result, call["outputs"])
 
-    def _name(self, made: Node, outputs: list[Mapping[str, Any]]) -> None:
-        names = [name for output in outputs for name in _names(output)]
+    def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
+        names = [name for output in outputs for name in _iter_names(output)]
         several = len(names) > 1 or any("as_tensors" in output for output in outputs)
         for index, name in enumerate(names):
-            self._values[name] = self._made.call_function(operator.getitem, (made, index)) if several else made
+            self._values[name] = self._graph.call_function(operator.getitem, (result, index)) if several else result
 
-    def _convolution(self, given: Mapping[str, Any]) -> Node | None:
-        """As a module, where weights are tensors of the file and padding is a number of voxels."""
-        weight, bias = self._tensors.get(given["weight"]), self._tensors.get(given.get("bias"))  # type: ignore[arg-type]
-        if weight is None or (given.get("bias") is not None and bias is None):
+    def _add_convolution(self, arguments: Mapping[str, Any]) -> Node | None:
+        """Add a convolution as a module; return None where its weights are computed."""
+        weight, bias = self._tensors.get(arguments["weight"]), self._tensors.get(arguments.get("bias"))  # type: ignore[arg-type]
+        if weight is None or (arguments.get("bias") is not None and bias is None):
             return None
-        groups = int(given.get("groups", 1))
-        module = nn.Conv3d(
-            weight.shape[1] * groups,
-            weight.shape[0],
-            _three(weight.shape[2:]),
-            stride=_three(given.get("stride", (1, 1, 1))),
-            padding=_three(given.get("padding", (0, 0, 0))),
-            dilation=_three(given.get("dilation", (1, 1, 1))),
-            groups=groups,
-            bias=False,
-        )
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        defaults = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1)}
+        settings: dict[str, Any] = {
+            name: _to_triple(arguments.get(name, default)) for name, default in defaults.items()
+        }
+        module = make_convolution(weight, bias, groups=int(arguments.get("groups", 1)), **settings)
         name = f"convolution_{sum(1 for _ in self._root.children())}"
         self._root.add_module(name, module)
-        return self._made.call_module(name, (given["input"],))
+        return self._graph.call_module(name, (arguments["input"],))
 
-    def _argument(self, given: Mapping[str, Any], target: str) -> Any:
-        """What one argument of a call stands for."""
-        ((kind, value),) = given.items()
-        if kind in PLAIN:
+    def _read_argument(self, argument: Mapping[str, Any], target: str) -> Any:
+        """Return the value of one argument of a call."""
+        ((kind, value),) = argument.items()
+        if kind in PLAIN_ARGUMENTS:
             return value
         if kind == "as_none":
             return None
@@ -219,35 +212,35 @@ class _Reader:
         if kind == "as_scalar_type":
             return DTYPES[value]
         if kind in {"as_tensors", "as_optional_tensors", "as_sym_ints"}:
-            return [self._item(item, target) for item in value]
+            return [self._read_item(item, target) for item in value]
         if kind == "as_sym_int":
-            return self._item(value, target)
+            return self._read_item(value, target)
         raise BrokenModel(f"{target} takes an argument {kind}, which cannot be honoured.")
 
-    def _item(self, item: Mapping[str, Any], target: str) -> Any:
-        """A tensor, or a size that is a number or was computed before."""
+    def _read_item(self, item: Mapping[str, Any], target: str) -> Any:
+        """Return a tensor, or a size that is a number or was computed before."""
         if "name" in item:
             return self._values[item["name"]]
         if "as_name" in item:
             return self._values[item["as_name"]]
         if "as_int" in item:
             return int(item["as_int"])
-        return self._argument(item, target)
+        return self._read_argument(item, target)
 
 
-def _three(values: Sequence[int]) -> tuple[int, int, int]:
-    """One number for each axis, or one for all."""
+def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:
+    """Return one integer for each axis of one for each, or one for all."""
     z, y, x = values if len(values) == 3 else (values[0],) * 3
     return int(z), int(y), int(x)
 
 
-def _is_constant(kind: str, given: Mapping[str, Any]) -> bool:
-    """Where `torch.export.save` puts it: beside the weights, or apart from them."""
-    return kind == "tensor_constant" or (kind == "buffer" and not given["persistent"])
+def _is_constant(kind: str, content: Mapping[str, Any]) -> bool:
+    """Return whether `torch.export.save` stores a tensor among constants, not among weights."""
+    return kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
 
 
-def _names(output: Mapping[str, Any]) -> Iterator[str]:
-    """The names that a call gives to what comes out."""
+def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of an output of a call."""
     ((kind, value),) = output.items()
     if kind == "as_tensor":
         yield value["name"]
@@ -259,19 +252,20 @@ def _names(output: Mapping[str, Any]) -> Iterator[str]:
         raise BrokenModel(f"a call gives {kind}, which cannot be honoured.")
 
 
-def _operator(target: str) -> OpOverload[..., Any]:
+def _find_operator(target: str) -> OpOverload[..., Any]:
+    """Return the operator of a name such as `torch.ops.aten.relu.default`. Raise BrokenModel if it is not allowed."""
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
     if space or (name not in ATEN | SIZES_AND_COPIES) or not overload.isidentifier():
         raise BrokenModel(f"its graph calls {target}, which is not on the list in service/models/allowed_operators.py.")
-    found = getattr(getattr(torch.ops.aten, name), overload)
-    if not isinstance(found, OpOverload):
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    if not isinstance(function, OpOverload):
         raise BrokenModel(f"its graph calls {target}, which is no operator.")
-    return found
+    return function
 
 
-def _tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
-    """Raw little-endian bytes -> a tensor of its own memory; BrokenModel or RuntimeError where they do not fit."""
+def _decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
+    """Copy raw little-endian bytes into a tensor. Raise BrokenModel or RuntimeError where they do not fit."""
     sizes, strides = ([int(item["as_int"]) for item in meta[key]] for key in ("sizes", "strides"))
     dtype = DTYPES[meta["dtype"]]
     if not math.prod(sizes):

@@ -1,8 +1,8 @@
-"""Networks that come as programs: TorchScript files, checked before and after they are parsed.
+"""TorchScript file -> torch module, checked before and after the file is parsed.
 
-TorchScript is no Python, but it is a program: it can read and write files (`aten::from_file`, `aten::save`), and the
-`__setstate__` of a module runs while the file is loaded. So a file with such a method, a hook, or a class of an
-extension is refused unread, and of a parsed program only one whose every operator is on a list is ever called.
+A TorchScript program can read and write files (`aten::from_file`, `aten::save`), and the `__setstate__` of a module
+runs while the file is loaded. A file with such a method, a hook, or a class of an extension is therefore refused before
+it is loaded, and a program is only called if every operator of it is on the list of allowed ones.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.models.allowed_operators import ATEN, PRIM
 
-# Methods that run while a file is loaded, hooks that run beside the graph that is looked at, and classes of extensions.
+# Methods that run while a file is loaded, hooks that run beside the checked graph, and classes of extensions.
 FORBIDDEN = (b"__setstate__", b"__getstate__", b"__forward_hooks__", b"__forward_pre_hooks__", b"torch.classes")
-# Entries of an archive that hold the bytes of one tensor. torch finds files by their names in any case, we do not.
-TENSOR = re.compile(r"[^/]+/(data|constants)/[0-9]+")
+# Entries of an archive that hold the bytes of one tensor. torch ignores the case of names, this check does not.
+TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
 
 
-class Program(nn.Module):
-    """A program that torch runs in an interpreter of its own; nothing of it can be taken apart or fused by us."""
+class TorchScriptNetwork(nn.Module):
+    """A program that torch runs in its interpreter; engines cannot replace or fuse parts of it."""
 
     def __init__(self, script: torch.jit.ScriptModule) -> None:
         super().__init__()
         self.script = script
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> [B, K, z, y, x]. Of several outputs the first."""
+        """Return the first output, scores [B, K, z, y, x], of an image [B, C, z, y, x]."""
         scores = self.script(x)
         first: Tensor = scores[0] if isinstance(scores, tuple | list) else scores
         return first
 
 
-def load_torchscript(path: Path) -> Program:
-    """Read a TorchScript file that was not looked at before. Raises BrokenModel, naming what is refused."""
+def load_torchscript(path: Path) -> TorchScriptNetwork:
+    """Load and check a TorchScript file. Raise BrokenModel, naming what is refused."""
     _check_source(path)
     try:
         script = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
-        refused = sorted({kind for kind in _operators(script.inlined_graph) if not _harmless(kind)})
+        refused = sorted({kind for kind in _iter_operators(script.inlined_graph) if not _is_allowed(kind)})
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {str(error).strip().splitlines()[0]}") from error
     if refused:
@@ -51,11 +51,11 @@ def load_torchscript(path: Path) -> Program:
         raise BrokenModel(
             f"{path}: its program uses {names}, which is not on the list in service/models/allowed_operators.py."
         )
-    return Program(script).eval().requires_grad_(requires_grad=False)
+    return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
 
 
 def _check_source(path: Path) -> None:
-    """Nothing of a file may run while it is loaded."""
+    """Raise BrokenModel for a file of which something would run while it is loaded."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -64,7 +64,7 @@ def _check_source(path: Path) -> None:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED:
                     _refuse_bomb(path, entry)
-                if not TENSOR.fullmatch(entry.filename):
+                if not TENSOR_ENTRY.fullmatch(entry.filename):
                     content = archive.read(entry)
                     for word in FORBIDDEN:
                         if word in content:
@@ -78,13 +78,13 @@ def _refuse_bomb(path: Path, entry: zipfile.ZipInfo) -> None:
         raise BrokenModel(f"{path}: {entry.filename} is compressed, which torch.jit.save does with code only.")
 
 
-def _operators(block: torch._C.Graph | torch._C.Block) -> Iterator[str]:
+def _iter_operators(block: torch._C.Graph | torch._C.Block) -> Iterator[str]:
     for node in block.nodes():
         yield node.kind()
         for inner in node.blocks():
-            yield from _operators(inner)
+            yield from _iter_operators(inner)
 
 
-def _harmless(kind: str) -> bool:
+def _is_allowed(kind: str) -> bool:
     space, _, name = kind.partition("::")
     return name in (ATEN if space == "aten" else PRIM if space == "prim" else frozenset())

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.core.volume import Array
+from service.models.convolution import make_convolution
 from service.models.onnx import file
+from service.models.onnx.elementwise import UnsupportedCall, Value
 from service.models.onnx.file import Model, Node, TensorInfo
 from service.models.onnx.operators import OPERATORS, average_pool, flatten_padding, max_pool, resize, softmax_flattened
-from service.models.onnx.values import UnsupportedCall, Value
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 INPUT_RANK = 5
@@ -246,11 +247,7 @@ class _NetworkBuilder:
             raise UnsupportedCall(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
         transposed = node.operator == "ConvTranspose"
         settings = _read_window(node.attributes, tuple(weight.shape[2:]))
-        groups = int(node.attributes.get("group", 1))
-        module_type: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
-        channels = (weight.shape[1] * groups, weight.shape[0])
         if transposed:
-            channels = channels[::-1]
             if "output_shape" in node.attributes:
                 raise UnsupportedCall("output_shape: cannot be honoured; export it with output_padding.")
             settings["output_padding"] = node.attributes.get("output_padding", (0, 0, 0))
@@ -258,17 +255,8 @@ class _NetworkBuilder:
         symmetric = before == after
         if transposed and not symmetric:
             raise UnsupportedCall("pads: before and after an axis differ.")
-        with torch.device("meta"):
-            module = module_type(
-                *channels,
-                tuple(weight.shape[2:]),
-                groups=groups,
-                bias=False,
-                padding=before if symmetric else 0,
-                **settings,
-            )
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        settings |= {"groups": int(node.attributes.get("group", 1)), "padding": before if symmetric else 0}
+        module = make_convolution(weight, bias, transposed=transposed, **settings)
         if symmetric:
             return self._add_layer(node, module)
         padding: Any = tuple(flatten_padding(zip(before, after, strict=True)))

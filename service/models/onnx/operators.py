@@ -16,20 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.onnx.values import (
-    UnsupportedCall,
-    Value,
-    apply_elementwise,
-    apply_unary,
-    cast,
-    divide,
-    fold,
-    maximum,
-    minimum,
-    to_ints,
-    to_number,
-    where,
-)
+from service.models.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
 
 Ints = Sequence[int]
 
@@ -268,24 +255,7 @@ def keep_input(x: Value, *_others: Value) -> Value:
     return x
 
 
-OPERATORS: dict[str, Callable[..., Value]] = {
-    "Relu": apply_unary(functional.relu, lambda n: max(n, 0)),
-    "Sigmoid": apply_unary(torch.sigmoid),
-    "Tanh": apply_unary(torch.tanh),
-    "Exp": apply_unary(torch.exp),
-    "Log": apply_unary(torch.log),
-    "Sqrt": apply_unary(torch.sqrt, math.sqrt),
-    "Abs": apply_unary(torch.abs, abs),
-    "Neg": apply_unary(torch.neg, operator.neg),
-    "Erf": apply_unary(torch.erf),
-    "Floor": apply_unary(torch.floor, math.floor),
-    "Ceil": apply_unary(torch.ceil, math.ceil),
-    "Round": apply_unary(torch.round, round),
-    "Reciprocal": apply_unary(torch.reciprocal, lambda n: 1 / n),
-    "Softplus": apply_unary(functional.softplus),
-    "HardSwish": apply_unary(functional.hardswish),
-    "Mish": apply_unary(functional.mish),
-    "Not": apply_unary(torch.logical_not, operator.not_),
+OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "Identity": keep_input,
     "Dropout": keep_input,
     "LeakyRelu": leaky_relu,
@@ -295,23 +265,8 @@ OPERATORS: dict[str, Callable[..., Value]] = {
     "Gelu": gelu,
     "Clip": clip,
     "Softmax": softmax,
-    "Add": partial(apply_elementwise, operator.add),
-    "Sub": partial(apply_elementwise, operator.sub),
-    "Mul": partial(apply_elementwise, operator.mul),
-    "Div": partial(apply_elementwise, divide),
-    "Pow": partial(apply_elementwise, operator.pow),
-    "Max": fold(maximum),
-    "Min": fold(minimum),
-    "Sum": fold(operator.add),
-    "Equal": partial(apply_elementwise, operator.eq),
-    "Greater": partial(apply_elementwise, operator.gt),
-    "Less": partial(apply_elementwise, operator.lt),
-    "GreaterOrEqual": partial(apply_elementwise, operator.ge),
-    "LessOrEqual": partial(apply_elementwise, operator.le),
-    "Where": where,
     "MatMul": operator.matmul,
     "Gemm": gemm,
-    "Cast": cast,
     "Shape": shape,
     "Gather": gather,
     "Concat": concat,

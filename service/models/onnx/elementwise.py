@@ -1,4 +1,4 @@
-"""Values that flow between operators of ONNX: tensors, and the numbers and tuples of numbers that sizes are made of.
+"""Elementwise operators of ONNX, on tensors and on the numbers and tuples of numbers that sizes are computed with.
 
 A tuple stands for a tensor with one axis. Computing sizes with Python's numbers keeps a graph one that `torch.compile`
 captures whole.
@@ -6,6 +6,8 @@ captures whole.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from functools import partial, reduce
 from itertools import repeat
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Value = Any
 """A tensor, a number or a tuple of numbers; None for an input that is left out."""
@@ -22,7 +25,7 @@ class UnsupportedCall(ValueError):
     """A call that cannot be honoured. The message begins with the name of the attribute or input at fault."""
 
 
-def apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
+def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
     """Apply a function of two numbers element by element; a number goes with every element of a tuple."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return function(*(_to_tensor(value, b if value is a else a) for value in (a, b)))
@@ -58,7 +61,7 @@ def to_ints(value: Value, name: str) -> tuple[int, ...]:
     return tuple(map(int, value)) if isinstance(value, tuple | list) else (int(value),)
 
 
-def divide(a: Value, b: Value) -> Value:
+def _divide(a: Value, b: Value) -> Value:
     """Divide; a quotient of integers is rounded towards zero, as ONNX demands."""
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
@@ -67,17 +70,17 @@ def divide(a: Value, b: Value) -> Value:
     return a / b
 
 
-def fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Return a function that applies `function` element by element to any number of values, one after the other."""
-    return lambda *values: reduce(partial(apply_elementwise, function), values)
+    return lambda *values: reduce(partial(_apply_elementwise, function), values)
 
 
-def minimum(a: Value, b: Value) -> Value:
+def _minimum(a: Value, b: Value) -> Value:
     """Return the smaller value."""
     return torch.minimum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
 
 
-def maximum(a: Value, b: Value) -> Value:
+def _maximum(a: Value, b: Value) -> Value:
     """Return the larger value."""
     return torch.maximum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
 
@@ -87,9 +90,7 @@ def _to_tensors(a: Value, b: Value) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(a).to(like), torch.as_tensor(b).to(like)
 
 
-def apply_unary(
-    function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None
-) -> Callable[[Value], Value]:
+def _unary(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
     """Return an operator that applies `function` to tensors, and `of_number` to every number of a size."""
 
     def call(x: Value) -> Value:
@@ -102,7 +103,7 @@ def apply_unary(
     return call
 
 
-def where(condition: Value, a: Value, b: Value) -> Value:
+def _where(condition: Value, a: Value, b: Value) -> Value:
     """Select elements of `a` where `condition` holds, and of `b` elsewhere."""
     if isinstance(condition, Tensor):
         return torch.where(condition, a, b)
@@ -115,7 +116,7 @@ def where(condition: Value, a: Value, b: Value) -> Value:
     return tuple(first if chosen else second for chosen, first, second in zip(condition, one, other, strict=True))
 
 
-def cast(x: Value, to: int) -> Value:
+def _cast(x: Value, to: int) -> Value:
     """Convert to the data type `to`; a floating point tensor keeps its precision, which an engine chooses."""
     floating = to in {1, 10, 11, 16}
     if isinstance(x, Tensor):
@@ -124,3 +125,39 @@ def cast(x: Value, to: int) -> Value:
         return x.bool() if to == 9 else x.long()
     kind = float if floating else bool if to == 9 else int
     return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
+
+
+ELEMENTWISE: dict[str, Callable[..., Value]] = {
+    "Relu": _unary(functional.relu, lambda n: max(n, 0)),
+    "Sigmoid": _unary(torch.sigmoid),
+    "Tanh": _unary(torch.tanh),
+    "Exp": _unary(torch.exp),
+    "Log": _unary(torch.log),
+    "Sqrt": _unary(torch.sqrt, math.sqrt),
+    "Abs": _unary(torch.abs, abs),
+    "Neg": _unary(torch.neg, operator.neg),
+    "Erf": _unary(torch.erf),
+    "Floor": _unary(torch.floor, math.floor),
+    "Ceil": _unary(torch.ceil, math.ceil),
+    "Round": _unary(torch.round, round),
+    "Reciprocal": _unary(torch.reciprocal, lambda n: 1 / n),
+    "Softplus": _unary(functional.softplus),
+    "HardSwish": _unary(functional.hardswish),
+    "Mish": _unary(functional.mish),
+    "Not": _unary(torch.logical_not, operator.not_),
+    "Add": partial(_apply_elementwise, operator.add),
+    "Sub": partial(_apply_elementwise, operator.sub),
+    "Mul": partial(_apply_elementwise, operator.mul),
+    "Div": partial(_apply_elementwise, _divide),
+    "Pow": partial(_apply_elementwise, operator.pow),
+    "Max": _fold(_maximum),
+    "Min": _fold(_minimum),
+    "Sum": _fold(operator.add),
+    "Equal": partial(_apply_elementwise, operator.eq),
+    "Greater": partial(_apply_elementwise, operator.gt),
+    "Less": partial(_apply_elementwise, operator.lt),
+    "GreaterOrEqual": partial(_apply_elementwise, operator.ge),
+    "LessOrEqual": partial(_apply_elementwise, operator.le),
+    "Where": _where,
+    "Cast": _cast,
+}

@@ -1,0 +1,106 @@
+"""Architectures: the shuffles, every network by name, and arguments that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from service.core.errors import BrokenModel
+from service.models.architectures import ARCHITECTURES, ShuffleUNet, build_network, depth_to_space, space_to_depth
+from service.models.spec import Architecture
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ShuffleUNet": {"in_channels": 2, "out_channels": 3, "widths": [4, 8], "block": [1, 2, 2]},
+    "UNet": {"spatial_dims": 3, "in_channels": 2, "out_channels": 3, "channels": [4, 8], "strides": [2]},
+    "BasicUNet": {"spatial_dims": 3, "in_channels": 2, "out_channels": 3, "features": [4, 4, 8, 8, 8, 4]},
+    "DynUNet": {
+        "spatial_dims": 3,
+        "in_channels": 2,
+        "out_channels": 3,
+        "kernel_size": [3, 3, 3],
+        "strides": [1, 2, 2],
+        "upsample_kernel_size": [2, 2],
+        "filters": [4, 8, 8],
+    },
+    "SegResNet": {"spatial_dims": 3, "in_channels": 2, "out_channels": 3, "init_filters": 8},
+}
+
+
+edges = st.tuples(*[st.integers(1, 3)] * 3)
+
+
+@given(st.integers(1, 2), st.integers(1, 3), edges, edges)
+def test_shuffles_are_inverses(batch: int, channels: int, blocks: tuple[int, ...], block: tuple[int, ...]) -> None:
+    size = [n * b for n, b in zip(blocks, block, strict=True)]
+    x = torch.arange(batch * channels * size[0] * size[1] * size[2]).reshape(batch, channels, *size)
+    depth = space_to_depth(x, block)
+    assert depth.shape == (batch, channels * block[0] * block[1] * block[2], *blocks)
+    assert torch.equal(depth_to_space(depth, block), x)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_shuffle_within_planes_is_the_one_of_torch(channels: int, planes: int, factor: int) -> None:
+    x = torch.rand(1, channels, planes, 2 * factor, 3 * factor)
+    ours = space_to_depth(x, (1, factor, factor))
+    for plane in range(planes):
+        assert torch.equal(ours[:, :, plane], nn.functional.pixel_unshuffle(x[:, :, plane], factor))
+
+
+def test_block_becomes_the_channels_of_one_position() -> None:
+    x = torch.arange(4 * 4 * 4).reshape(1, 1, 4, 4, 4)
+    assert torch.equal(space_to_depth(x, (2, 2, 2))[0, :, 1, 0, 1], x[0, 0, 2:4, 0:2, 2:4].flatten())
+
+
+def test_every_architecture_is_tried_here() -> None:
+    assert set(ARGUMENTS) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_keeps_the_grid(name: str) -> None:
+    network = build_network(Architecture(name=name, arguments=ARGUMENTS[name])).eval()
+    with torch.inference_mode():
+        scores = network(torch.rand(2, 2, 16, 32, 32))
+    assert scores.shape == (2, 3, 16, 32, 32)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shuffle_unet_takes_any_edges_that_its_strides_divide(dtype: torch.dtype) -> None:
+    network = ShuffleUNet(1, 2, widths=(4, 8, 8), block=(1, 2, 2)).eval().to(dtype)
+    with torch.inference_mode():
+        assert network(torch.rand(1, 1, 4, 8, 24, dtype=dtype)).shape == (1, 2, 4, 8, 24)
+
+
+def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BrokenModel, match=r"no architecture 'UNext'; known are ShuffleUNet, UNet,"):
+        build_network(Architecture(name="UNext"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("UNet", {}),
+        ("UNet", {"chanels": [4, 8]}),
+        ("UNet", {"channels": [4]}),
+        ("UNet", {"in_channels": -1}),
+        ("UNet", {"in_channels": "two"}),
+        ("UNet", {"spatial_dims": 7}),
+        ("UNet", {"norm": "batchnrm"}),
+        ("BasicUNet", {"features": [1, 2]}),
+        ("DynUNet", {"strides": [1, 2]}),
+        ("SegResNet", {"init_filters": 7}),
+        ("SegResNet", {"upsample_mode": "magic"}),
+        ("ShuffleUNet", {"block": [2, 2]}),
+        ("ShuffleUNet", {"widths": []}),
+        ("ShuffleUNet", {"widths": [-4, 8]}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(name: str, arguments: dict[str, Any]) -> None:
+    given_arguments = ARGUMENTS[name] | arguments if arguments else {}
+    with pytest.raises(BrokenModel, match=f"^{name} does not take the arguments in the model file: "):
+        build_network(Architecture(name=name, arguments=given_arguments))

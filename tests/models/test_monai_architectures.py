@@ -1,0 +1,40 @@
+"""MONAI's networks, and what is hidden from the import of MONAI."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+
+from service.models import monai_architectures
+from service.models.architectures import build_network
+from service.models.spec import Architecture
+
+
+@pytest.mark.parametrize("edges", [(32, 32, 32), (33, 36, 34)])
+def test_basic_unet_is_monais_and_becomes_one_graph(edges):
+    arguments = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": [8] * 6}
+    theirs = BasicUNet(**arguments).eval()
+    ours = build_network(Architecture(name="BasicUNet", arguments=arguments)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.rand(1, 1, *edges)
+    graph = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(graph(x), theirs(x))
+
+
+def test_what_monai_does_without_is_hidden_from_its_own_import_alone(tmp_path, monkeypatch):
+    (tmp_path / "plotter_of_nothing.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monai_architectures.hide_packages(frozenset(["plotter_of_nothing"])):
+        with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
+            import_module("plotter_of_nothing.colours")
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(import_module, "plotter_of_nothing").result().__name__ == "plotter_of_nothing"
+    assert find_spec("plotter_of_nothing") is not None
+    del sys.modules["plotter_of_nothing"]

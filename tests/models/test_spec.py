@@ -1,0 +1,111 @@
+"""Keys of model files: what is read, and what is refused with the name of the fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from model_files import INSTANCES, changed, write_folder
+from pydantic import ValidationError
+
+from service.core.errors import BrokenModel
+from service.models.repository import read_spec
+from service.models.spec import Classes, Instances, ModelSpec, Sample
+
+
+def valid(content: dict[str, Any]) -> ModelSpec:
+    return ModelSpec.model_validate(content | {"folder": Path()})
+
+
+def test_spec_says_what_the_file_says(tmp_path: Path) -> None:
+    spec = read_spec(write_folder(tmp_path / "cells"))
+    assert spec.identifier == "cells/2.1"
+    assert spec.weights_path == tmp_path / "cells" / "weights.safetensors"
+    assert spec.input.roi_size == (32, 64, 64)
+    assert spec.input.voxel_size == (0.5, 0.25, 0.25)
+    assert spec.input.channel_names == ("nuclei", "membranes")
+    assert isinstance(spec.decoding, Instances)
+    assert "folder" not in spec.model_dump()
+
+
+def test_fixture_model_is_one_of_classes(bands: ModelSpec) -> None:
+    assert isinstance(bands.decoding, Classes)
+    assert bands.outputs == ("background", "dim", "bright")
+
+
+def test_spec_cannot_change_later(tmp_path: Path) -> None:
+    spec = read_spec(write_folder(tmp_path))
+    with pytest.raises(ValidationError):
+        spec.input.roi_size = (1, 1, 1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "key", ["verison", "weights.sha1", "input.roi", "input.normalisation.percentiles", "decoding.treshold", "code"]
+)
+def test_misspelt_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match=rf"model\.yaml: .*{key.rpartition('.')[2]}: Extra inputs"):
+        read_spec(write_folder(tmp_path, changed(key, 1)))
+
+
+@pytest.mark.parametrize("key", [key for key in INSTANCES if key != "decoding"])
+def test_missing_key_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    content = {name: value for name, value in INSTANCES.items() if name != key}
+    with pytest.raises(BrokenModel, match=rf"{key}: (Field required|safetensors need one)"):
+        read_spec(write_folder(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("format", 2, "format: "),
+        ("name", "Nuclei", "name: "),
+        ("name", "../nuclei", "name: "),
+        ("version", "", "version: "),
+        ("weights.sha256", "0" * 63, "weights.sha256: "),
+        ("input.channels", 0, "input.channels: "),
+        ("input.channel_names", ["nuclei"], "one name per channel"),
+        ("input.voxel_size", [0.5, 0.25], "input.voxel_size"),
+        ("input.voxel_size", [0.5, 0.25, -1], "input.voxel_size"),
+        ("input.roi_size", [64, 64], "input.roi_size"),
+        ("input.roi_size", [64, 0, 64], "input.roi_size"),
+        ("input.normalisation", {"kind": "magic"}, "input.normalisation"),
+        ("input.normalisation", {"kind": "percentile", "low": 99, "high": 1}, ": low must be below high"),
+        ("input.normalisation", {"kind": "range", "low": 3, "high": 3}, "low and high must differ"),
+        ("outputs", [], "outputs: "),
+        ("outputs", ["distance", "distance"], "a name of its own"),
+        ("outputs", ["inside", "distance"], "no output named 'foreground'"),
+        ("decoding.foreground", "nucleus", "no output named 'nucleus'"),
+        ("decoding.threshold", 1.0, "decoding.instances.threshold"),
+        ("decoding", {"kind": "guess"}, "decoding: "),
+        ("activation", "relu", "activation: "),
+    ],
+)
+def test_contradiction_is_refused_with_its_key(key: str, value: Any, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel) as caught:
+        read_spec(write_folder(tmp_path, changed(key, value)))
+    assert fault in str(caught.value)
+    assert "model.yaml" in str(caught.value)
+
+
+def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
+    content = changed("input.channels", 0) | {"version": ""}
+    with pytest.raises(BrokenModel, match=r"version: .*; input\.channels: "):
+        read_spec(write_folder(tmp_path, content))
+
+
+folder_parts = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), max_size=8)
+
+
+@given(st.one_of(st.tuples(folder_parts, folder_parts).map("/".join), st.sampled_from(["", ".", ".."])))
+def test_files_outside_the_folder_cannot_be_named(file: str) -> None:
+    for key in ("weights.file", "sample.input", "sample.expected"):
+        with pytest.raises(ValidationError, match="must be a plain file name inside the model folder"):
+            valid(changed(key, file))
+
+
+def test_plain_file_names_can_be_named() -> None:
+    spec = valid(changed("sample", {"input": "stack.tif", "expected": "labels.tif"}))
+    assert spec.sample == Sample(input="stack.tif", expected="labels.tif")
