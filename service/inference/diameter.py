@@ -25,7 +25,7 @@ from torch.nn import functional
 from service.core.buffers import LARGE_BYTES
 from service.core.volume import Diameter, Extent, Size, Volume
 from service.inference.decoding.instances import InstanceDecoder
-from service.inference.normalize import Blocks
+from service.inference.normalize import VolumeChannel
 from service.inference.windows.sliding_window import Image
 from service.models.spec import Instances, ModelSpec
 
@@ -272,7 +272,7 @@ def _digest(volume: Volume) -> bytes:
     size = None if volume.voxel_size is None else tuple(volume.voxel_size)
     digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
     for index in range(volume.shape[0]):
-        for block in Blocks(volume, index):
+        for block in VolumeChannel(volume, index):
             digest.update(block.tobytes())
     return digest.digest()
 

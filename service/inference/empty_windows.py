@@ -18,10 +18,10 @@ from torch import Tensor
 
 from service.core.volume import Volume
 from service.inference.decoding.decoders import make_decoder
-from service.inference.normalize import Blocks
+from service.inference.normalize import VolumeChannel
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid
-from service.inference.windows.sliding_window import Image, Sparse, WindowScan, WindowSlot
+from service.inference.windows.sliding_window import Image, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
@@ -112,7 +112,7 @@ class EmptyWindowFilter:
                 self._image, none, ("No window was skipped: the network finds something in dark ones too.",)
             )
         notes = ("The network finds something in windows that skip_below leaves out; lower it.",) if found else ()
-        image = Sparse(self._image, frozenset(map(self._place, chosen)), scores)
+        image = SparseImage(self._image, frozenset(map(self._place, chosen)), scores)
         return Skipping(image, none._replace(windows=len(chosen)), notes)
 
     def _chosen(self, empty: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -120,7 +120,7 @@ class EmptyWindowFilter:
 
         Now and then one is computed all the same, so that finished scores leave in portions.
         """
-        most = self._grid.rows_to_skip(len(self._spec.outputs), self._batch_size)
+        most = self._grid.max_skipped_rows(len(self._spec.outputs), self._batch_size)
         rows, since = empty.reshape(-1, empty.shape[2]), 0
         for row in rows:
             since = since + 1 if row.all() else 0
@@ -154,7 +154,7 @@ def surveyed(volume: Volume, grid: Grid) -> IntensitySurvey:
     samples = []
     for index, cells in enumerate(brightest):
         sample, z = list[NDArray[Any]](), 0
-        for block in Blocks(volume, index):
+        for block in VolumeChannel(volume, index):
             part = block[:, ::step, ::step].ravel()
             sample.append(part[np.isfinite(part)])
             _raise(cells, _finite(block), z, spans)
@@ -176,7 +176,7 @@ def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Seque
 
 def _spans(grid: Grid, axis: int, length: int) -> list[slice]:
     """Of each window along an axis, the voxels of a volume with `length` of them there."""
-    scaled, before, edge = grid.size[axis], grid.before[axis], grid.roi[axis]
+    scaled, before, edge = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
     factor, spans = length / scaled, list[slice]()
     for start in grid.starts[axis]:
         first, last = max(start - before, 0), min(start - before + edge, scaled) - 1

@@ -45,7 +45,10 @@ _HERE = Path(__file__).parent
 MEASURED_WITH = (
     _HERE / "throughput.py",
     _HERE / "label_agreement.py",
-    *(_HERE / "windows" / name for name in ("blending.py", "kernels.cpp", "kernels.py", "sliding_window.py")),
+    *(
+        _HERE / "windows" / name
+        for name in ("blending.py", "grid.py", "kernels.cpp", "kernels.py", "sliding_window.py")
+    ),
 )
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
 

@@ -16,9 +16,9 @@ from service.core.volume import Description, Diameter, DiameterSetting, Extent, 
 from service.inference.decoding.decoders import decoding_bytes
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.resample import working_size
-from service.inference.windows.blending import kept_floats
+from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid
-from service.inference.windows.kernels import Stitching, stitching
+from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
@@ -113,7 +113,7 @@ def estimate(  # noqa: PLR0913
     *,
     on_host: bool,
     streams: int = 1,
-    kernel: Stitching = stitching,
+    kernel: WindowKernels = window_kernels,
 ) -> Estimate:
     """Estimate windows and memory for a volume of this shape and voxel size.
 
@@ -129,7 +129,7 @@ def estimate(  # noqa: PLR0913
     stored = math.prod(volume.shape[1:]) if resampled else 0
     image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    kept = kept_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.suits(CPU))
+    kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
     decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
@@ -151,7 +151,7 @@ def _slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, at_once: int) -> int:
     slabs = 2 + -(-at_once // len(grid.starts[2]))
     if plan.skip_below is not None:
         # Skipped rows finish before each window that is computed, and behind the last.
-        skipped = grid.rows_to_skip(len(spec.outputs), plan.sw_batch_size)
+        skipped = grid.max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
         slabs += min(at_once * (skipped + 1) + skipped, grid.rows)
     # Of the rows of slabs only the last leaves as a whole.
     (depth, height, _), (_, _, width) = grid.roi, grid.padded

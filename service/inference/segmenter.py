@@ -33,13 +33,12 @@ from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
 from service.inference.memory import check_memory, translate_errors
-from service.inference.normalize import Image as Normalised
-from service.inference.normalize import normalised
-from service.inference.resample import on_grid, resample, working_size
+from service.inference.normalize import NormalisedImage, normalise_volume
+from service.inference.resample import resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
 from service.inference.scores import Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer
 from service.inference.windows.grid import Grid
-from service.inference.windows.kernels import stitching
+from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
 from service.models.spec import Instances, ModelSpec
@@ -93,7 +92,7 @@ class Segmenter:
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
         if self._device.type == "cpu":
-            stitching.prepare()
+            window_kernels.prepare()
             if isinstance(self.spec.decoding, Instances):
                 ascent.prepare()
         self._use(self._selector.run(tune=tune))
@@ -161,7 +160,7 @@ class Segmenter:
         stages, diameter, compute = Stages(), plan.diameter, partial(run, cancelled=cancelled, progress=_ignore)
         with torch.inference_mode(), translate_errors(estimate, self._device):
             with stages.measure("prepare"):
-                source, notes = normalised(volume, self.spec)
+                source, notes = normalise_volume(volume, self.spec)
             if plan.estimated:
                 with stages.measure("size"):
                     (plan, estimate), diameter, note = self._plan_by_diameter(
@@ -170,7 +169,7 @@ class Segmenter:
                 revised(estimate)
                 notes += (note,)
             with stages.measure("prepare"):
-                image, resampling_notes = resample(source, volume, self.spec, plan.diameter)
+                image, resampling_notes = resample_image(source, volume, self.spec, plan.diameter)
                 if self._device.type != "cpu":
                     image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
             skipping = self._filter_empty_windows(image, volume, plan, stages, compute)
@@ -182,7 +181,7 @@ class Segmenter:
             # Decoding needs their memory.
             del image, skipping, source
             with stages.measure("decode"):
-                segmentation = on_grid(scored.consumer.finish(), volume.shape[1:])
+                segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:])
         return Result(
             segmentation,
             stages.seconds,
@@ -195,7 +194,7 @@ class Segmenter:
         )
 
     def _plan_by_diameter(
-        self, image: Normalised, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
+        self, image: NormalisedImage, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
     ) -> _Sized:
         """Estimate the diameter of the objects, and plan anew with it where resampling by it brings something."""
         base = _ratios(working_size(volume, self.spec), volume)

@@ -20,7 +20,7 @@ from service.inference.diameter import (
     score_as_stack,
     signals,
 )
-from service.inference.normalize import Image, Scaling
+from service.inference.normalize import IntensityScaling, NormalisedImage
 from service.models.spec import Instances, ModelSpec
 
 ROI = (32, 32, 32)
@@ -49,8 +49,8 @@ def see(windows: Tensor) -> Tensor:
     return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
 
 
-def image_of(pixels: NDArray[Any]) -> Image:
-    return Image(Volume.from_array(pixels[None]), [Scaling(0, 1)])
+def image_of(pixels: NDArray[Any]) -> NormalisedImage:
+    return NormalisedImage(Volume.from_array(pixels[None]), [IntensityScaling(0, 1)])
 
 
 def sized(pixels: NDArray[Any], spec: ModelSpec, look: Any = see, stretch: float = 1.0) -> Sizing:
@@ -116,7 +116,7 @@ def test_only_planes_of_windows_are_read_one_at_a_time(spec: ModelSpec) -> None:
         return pixels[None, z0:z1]
 
     volume = Volume((1, *pixels.shape), pixels.dtype, read)
-    found = DiameterEstimator(Image(volume, [Scaling(0, 1)]), (1, 1, 1), spec, see).estimate()
+    found = DiameterEstimator(NormalisedImage(volume, [IntensityScaling(0, 1)]), (1, 1, 1), spec, see).estimate()
     assert found.diameter is not None
     assert all(z1 - z0 == 1 for z0, z1 in reads)
     assert len({z0 for z0, _ in reads}) < 400

@@ -24,10 +24,10 @@ from service.inference.empty_windows import (
     surveyed,
     usual_scores,
 )
-from service.inference.normalize import Image, Scaling
+from service.inference.normalize import IntensityScaling, NormalisedImage
 from service.inference.segmenter import Segmenter
 from service.inference.windows.grid import Grid
-from service.inference.windows.sliding_window import Sparse
+from service.inference.windows.sliding_window import SparseImage
 from service.models.spec import Instances, ModelSpec
 
 edges = st.integers(1, 12)
@@ -48,7 +48,7 @@ def test_the_brightest_voxel_of_every_window(
     pixels = np.random.default_rng(seed).integers(0, 1000, (channels, *size)).astype(np.uint16)
     grid = Grid.cover(size, roi, overlap)
     padded = np.zeros((channels, *grid.padded), np.uint16)
-    padded[(slice(None), *(slice(b, b + n) for b, n in zip(grid.before, size, strict=True)))] = pixels
+    padded[(slice(None), *(slice(b, b + n) for b, n in zip(grid.pad_before, size, strict=True)))] = pixels
     places = [tuple(slice(a, a + n) for a, n in zip(place, roi, strict=True)) for place in grid.positions()]
     expected = [[channel[box].max() for box in places] for channel in padded]
     found = surveyed(volume_of(pixels), grid).brightest
@@ -77,7 +77,7 @@ def test_no_window_of_a_resampled_volume_is_brighter_than_what_it_was_made_of(
     grid = Grid.cover(scaled, roi, overlap)
     brightest = surveyed(volume_of(pixels), grid).brightest.ravel()
     for place, most in zip(grid.positions(), brightest, strict=True):
-        inside = (slice(max(a - b, 0), a - b + n) for a, b, n in zip(place, grid.before, roi, strict=True))
+        inside = (slice(max(a - b, 0), a - b + n) for a, b, n in zip(place, grid.pad_before, roi, strict=True))
         assert float(resampled[tuple(inside)].max()) <= most + 1e-6
 
 
@@ -116,7 +116,7 @@ def test_background_of_a_stack_that_is_mostly_one_value_is_that_value(value: int
 def skipper(pixels: NDArray[Any], spec: ModelSpec, look: Any, batch_size: int = 2) -> EmptyWindowFilter:
     depth, height, width = pixels.shape
     grid = Grid.cover((depth, height, width), spec.input.roi_size, 0.25)
-    return EmptyWindowFilter(Image(volume_of(pixels), [Scaling(0, 1)]), grid, batch_size, spec, look)
+    return EmptyWindowFilter(NormalisedImage(volume_of(pixels), [IntensityScaling(0, 1)]), grid, batch_size, spec, look)
 
 
 def seen(bright: float) -> Any:
@@ -135,7 +135,7 @@ def test_scores_of_skipped_windows_are_those_of_the_brightest_of_them(bands: Mod
         return torch.cat([windows + 100, windows, windows], 1)
 
     image, skipped, notes = skipper(pixels, bands, look).skip(volume_of(pixels), 30)
-    assert isinstance(image, Sparse)
+    assert isinstance(image, SparseImage)
     assert [float(window.max()) for window in looked[0]] == [30, 20]
     torch.testing.assert_close(image.scores, torch.tensor([100.0, 0, 0]) + looked[0].mean())
     assert skipped == Skipped(10, 11, (30.0,))
@@ -147,7 +147,7 @@ def test_scores_of_skipped_windows_are_those_of_the_brightest_of_them(bands: Mod
 def test_where_nothing_is_dark_the_image_stays_as_it_is(bands: ModelSpec, below: float) -> None:
     made = skipper(pixels := np.full((16, 32, 200), 10, np.float32), bands, None)
     image, skipped, notes = made.skip(volume_of(pixels), below)
-    assert not isinstance(image, Sparse)
+    assert not isinstance(image, SparseImage)
     assert skipped is not None
     assert skipped.windows == 0
     assert notes == ()
@@ -156,7 +156,7 @@ def test_where_nothing_is_dark_the_image_stays_as_it_is(bands: ModelSpec, below:
 def test_few_dark_windows_are_not_worth_asking_for(bands: ModelSpec) -> None:
     pixels = np.zeros((16, 32, 80), np.float32)
     image, skipped, _ = skipper(pixels, bands, None, batch_size=4).skip(volume_of(pixels), 0)
-    assert not isinstance(image, Sparse)
+    assert not isinstance(image, SparseImage)
     assert skipped is not None
     assert (skipped.windows, skipped.total) == (0, 3)
 
@@ -165,14 +165,14 @@ def test_where_the_network_finds_something_in_the_dark_only_a_stated_value_is_be
     pixels = np.random.default_rng(0).normal(100, 2, (16, 64, 200)).astype(np.float32)
     pixels[:, :, :40] = 1000
     image, skipped, notes = skipper(pixels, bands, seen(105)).skip(volume_of(pixels), "auto")
-    assert (isinstance(image, Sparse), skipped and skipped.windows) == (False, 0)
+    assert (isinstance(image, SparseImage), skipped and skipped.windows) == (False, 0)
     assert "finds something" in notes[0]
     image, skipped, notes = skipper(pixels, bands, seen(105)).skip(volume_of(pixels), 115)
-    assert isinstance(image, Sparse)
+    assert isinstance(image, SparseImage)
     assert image.scores.tolist() == [0.5, 0, 0]
     assert "lower it" in notes[0]
     image, _, notes = skipper(pixels, bands, seen(0)).skip(volume_of(pixels), 115)
-    assert not isinstance(image, Sparse)
+    assert not isinstance(image, SparseImage)
     assert "finds something" in notes[0]
 
 
@@ -193,9 +193,9 @@ def test_now_and_then_a_dark_row_is_computed_so_that_slabs_leave_in_portions(ban
     spec = bands.model_copy(update={"outputs": tuple(f"output {n}" for n in range(40))})
     made = skipper(pixels, spec, lambda windows: torch.zeros(len(windows), 40, *windows.shape[2:]))
     grid = Grid.cover(pixels.shape, spec.input.roi_size, 0.25)
-    most = grid.rows_to_skip(40, 2)
+    most = grid.max_skipped_rows(40, 2)
     image, _, _ = made.skip(volume_of(pixels), 0)
-    assert isinstance(image, Sparse)
+    assert isinstance(image, SparseImage)
     computed = {y for _, y, _ in set(grid.positions()) - image.skipped}
     rows = [y in computed for y in grid.starts[1]]
     assert most < len(rows)

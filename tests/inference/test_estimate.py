@@ -15,7 +15,7 @@ from service.core.volume import Description, Options, Volume, VoxelSize
 from service.inference.decoding.watershed_kernel import ascent
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
-from service.inference.windows.kernels import Stitching, stitching
+from service.inference.windows.kernels import WindowKernels, window_kernels
 
 MEASURE = """
 import sys
@@ -97,7 +97,7 @@ def test_slabs_that_leave_together_are_in_the_estimate(bands):
     volume, plans = volume_of(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
     usual, skipping = (estimate(bands, volume, plan, 2**20, on_host=True).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
-    (depth, height, _), skipped = grid.roi, grid.rows_to_skip(len(bands.outputs), 2)
+    (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.rows)
     assert skipping - usual == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
     assert 0 < skipping - usual <= 1.5 * SKIPPED_BYTES
@@ -180,13 +180,14 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
 
 
 def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
-    stitching.prepare()
+    window_kernels.prepare()
     plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
     ours, torchs = (
-        estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes for kernel in (stitching, Stitching())
+        estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes
+        for kernel in (window_kernels, WindowKernels())
     )
     depth, height, _ = bands.input.roi_size
-    planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).shared
+    planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).max_shared
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
     whole = 96 * (depth * height * (outputs + 2) + planes * 64 * (outputs + 1))
     assert torchs - ours == 4 * (whole - shared) > 0
@@ -194,7 +195,7 @@ def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_wi
 
 def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
     """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
-    stitching.prepare()
+    window_kernels.prepare()
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     short, long = (
         estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), 0, on_host=True).host_bytes

@@ -1,1 +1,1 @@
-"""Sliding windows over an image, and their scores blended into slabs of planes."""
+"""Sliding windows over an image, and the blending of their scores into slabs of planes."""

@@ -319,7 +319,7 @@ extern "C" {
 //
 // kind    of the pixels: 0 uint8, 1 int8, 2 uint16, 3 int16, 4 float32
 // narrow  out is bfloat16, else float32
-void stackseg_cut(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
+void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
                   float lowest, float highest, int32_t threads) {
   const Scaling s{offset, scale, lowest, highest};
   switch (kind) {

@@ -1,6 +1,6 @@
-"""Counting pixels, cutting windows and blending their scores in C++, in the memory of a CPU; `stitching.cpp` says how.
+"""C++ kernels for windows in the memory of a CPU: histograms, normalisation into a batch, and blending of scores.
 
-The same comes out as of torch, which takes several passes over the same memory. Cutting is exact to the bit.
+They compute what torch computes in several passes over the same memory. Normalised pixels are equal to the bit.
 """
 
 from __future__ import annotations
@@ -19,185 +19,191 @@ from torch import Tensor
 
 from service.core.buffers import BufferCache, BufferPool
 from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
+from service.core.volume import Size
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# What each function takes and gives, as `CppExtension` says.
+# Argument and result types of each function, in the letters of `CppExtension`.
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
     ("stackseg_rank", "pqqp", "q"),
-    ("stackseg_cut", "pipipffffi", "-"),
+    ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
     ("stackseg_finite", "piq", "i"),
 )
 
+# Pixel types by their number in `kernels.cpp`.
 PIXELS = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
 FLOATS = (torch.float32, torch.bfloat16)
 
-# Bytes that are read through in some 30 us.
-BRIEF = 2**20
+# Bytes that are checked within about 30 us.
+QUICK_BYTES = 2**20
 
-# Of what has left, so many wait to be used again: as many as there are where one is decoded while others come.
-IDLE = 4
+# Buffers of finished means that wait for reuse: one slab is decoded while others come.
+IDLE_MEANS = 4
 
-# Of a request's sums and means, so many bytes wait for the next one: those of 64 x 512 x 512 voxels and two outputs.
-SPARE = BufferCache(2**26)
+# Bytes of sums and means that wait for the next request: those of 64 x 512 x 512 voxels and two outputs. Fresh memory
+# would first be filled with zeros by the system.
+BUFFERS = BufferCache(2**26)
 
-# Voxels beyond the edge of a window that the kernel may look at, whose weight is nothing.
-BEYOND = 16
+# Zero weights behind the edge of a window, because vectors of the kernel may read past it.
+WEIGHT_PADDING = 16
 
-# What 16 bits can hold.
-VALUES = 2**16
+# Number of values that 16 bits can hold.
+UINT16_VALUES = 2**16
 
 
-class Margins:
-    """Sums of what windows have in common with later ones, float32.
+class OverlapSums:
+    """Weighted sums, float32, of the scores that windows share with later ones.
 
-    outputs  K
-    size     edges of the padded volume (Z, Y, X)
-    weights  importance of a voxel by its place in a window along z, y and x, float32; the product is at least `least`
-    starts   of all windows along each axis
-    Raises ValueError for what does not fit together.
+    outputs     K
+    size        edges of the padded volume (Z, Y, X)
+    weights     importance by position in a window along z, y and x, float32
+    min_weight  lower bound of the product of the three
+    starts      first voxels of all windows along each axis
+    Raises ValueError for windows that do not cover the volume.
 
-    columns  of the window before along x, twice [z, y, K, x], as it is read and as it is written
-    rows     of the row before, [z, y, K, x] for each window along x
-    layer    of the layer before, [z, y, K, x] for each window along y and x
-    What one window needs lies together in the order in which it is read.
+    The sums lie in three buffers, each in the order in which one window reads it:
+    columns  of the previous window along x, [z, y, K, x], once to be read and once to be written
+    rows     of the previous row, [z, y, K, x] for each window along x
+    layer    of the previous layer, [z, y, K, x] for each window along y and x
     """
 
     def __init__(
         self,
         outputs: int,
-        size: tuple[int, int, int],
+        size: Size,
         weights: tuple[Tensor, Tensor, Tensor],
-        least: float,
+        min_weight: float,
         starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
     ) -> None:
-        if not all(one.dtype == torch.float32 and one.is_cpu for one in weights):
+        if not all(axis.dtype == torch.float32 and axis.is_cpu for axis in weights):
             raise ValueError("weights must be float32 in the memory of the CPU")
-        depth, height, across = map(len, weights)
-        self.edges, self.width = (outputs, depth, height, across), size[2]
-        steps = [_steps(*axis) for axis in zip(starts, self.edges[1:], size, strict=True)]
-        # First voxels of every window along each axis that no later one reaches.
-        self.leaving = tuple((*along, edge) for along, edge in zip(steps, self.edges[1:], strict=True))
-        planes, rows, columns = (edge - min(along) for along, edge in zip(self.leaving, self.edges[1:], strict=True))
+        depth, height, width = map(len, weights)
+        self.window_shape, self.volume_width = (outputs, depth, height, width), size[2]
+        edges = self.window_shape[1:]
+        steps = [_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
+        # Leading voxels of every window along each axis that no later one covers.
+        self.final = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
+        planes, rows, columns = (edge - min(axis) for axis, edge in zip(self.final, edges, strict=True))
         sizes = depth * height * outputs * columns, depth * height * outputs * columns, depth * rows * outputs * size[2]
-        # A layer is large, and there are many windows to one.
+        # The layer is not pooled: it is large, and is made once for many windows.
         layer = np.empty(planes * outputs * math.prod(size[1:]), np.float32)
-        self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, SPARE).take() for count in sizes), layer]
-        self._means = BufferPool(4 * outputs * depth * height * size[2], IDLE, SPARE)
-        beyond = torch.zeros(BEYOND)
-        # As the kernel takes it.
-        self.every_weight = torch.cat([*weights, beyond, torch.full((across,), least), beyond])
-        self.every_start = _integers(*itertools.chain(*starts))
-        self.shape = _integers(*self.edges, *map(len, starts), planes, rows, self.width)
-        self.sums = (ctypes.c_void_p * 4)(*(one.ctypes.data for one in self._memory))
+        self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, BUFFERS).take() for count in sizes), layer]
+        self._means = BufferPool(4 * outputs * depth * height * size[2], IDLE_MEANS, BUFFERS)
+        padding = torch.zeros(WEIGHT_PADDING)
+        # Arguments in the form that the kernel takes.
+        self.weights = torch.cat([*weights, padding, torch.full((width,), min_weight), padding])
+        self.starts = _int64_array(*itertools.chain(*starts))
+        self.shape = _int64_array(*self.window_shape, *map(len, starts), planes, rows, self.volume_width)
+        self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._memory))
 
-    def means(self, planes: int, rows: int) -> Tensor:
-        """Room for what leaves with a row of windows, [K, planes, rows, X]."""
-        outputs = self.edges[0]
+    def empty_means(self, planes: int, rows: int) -> Tensor:
+        """Return uninitialised memory for the means that leave with a row of windows, float32 [K, planes, rows, X]."""
+        outputs = self.window_shape[0]
         whole = torch.from_numpy(self._means.take()).view(torch.float32)
-        return whole[: outputs * planes * rows * self.width].view(outputs, planes, rows, self.width)
+        return whole[: outputs * planes * rows * self.volume_width].view(outputs, planes, rows, self.volume_width)
 
 
-class Stitching(CppExtension):
-    """The compiled functions, once `prepare` has made them; without a compiler there are none."""
+class WindowKernels(CppExtension):
+    """The compiled functions, once `prepare` has compiled them; without a compiler there are none."""
 
     def __init__(self) -> None:
         super().__init__(SOURCE, OPENMP_FLAGS, SIGNATURES, "Windows are cut and blended several times as slowly")
 
-    def suits(self, device: torch.device) -> bool:
-        """Whether it is there, and can blend on this device."""
+    def supports(self, device: torch.device) -> bool:
+        """Whether the kernels are compiled and can blend on this device."""
         return self.ready and device.type == "cpu"
 
-    def counts(self, values: NDArray[Any]) -> bool:
-        """Whether it can count these."""
+    def can_count(self, values: NDArray[Any]) -> bool:
+        """Whether `count_values` takes an array of this dtype."""
         return self.ready and values.dtype == np.uint16
 
-    def count(self, values: NDArray[np.uint16]) -> NDArray[np.int64]:
-        """How often each value occurs, int64 [highest + 1], as `numpy.bincount` gives it of one value at least.
+    def count_values(self, values: NDArray[np.uint16]) -> NDArray[np.int64]:
+        """Return the histogram of values [N], N > 0, like `numpy.bincount`: int64 [highest + 1].
 
-        values  [N]
+        `numpy.bincount` widens the values to 64 bits first and takes four times as long.
         """
-        if not self.counts(values) or not values.size or values.ndim != 1:
+        if not self.can_count(values) or not values.size or values.ndim != 1:
             raise ValueError(f"{values.dtype} {values.shape} cannot be counted")
         values = np.require(values, requirements=("C", "A"))
-        scratch, counts = np.empty(4 * VALUES, np.uint32), np.empty(VALUES, np.int64)
+        scratch, counts = np.empty(4 * UINT16_VALUES, np.uint32), np.empty(UINT16_VALUES, np.int64)
         length = self._functions.stackseg_count(
             values.ctypes.data, values.size, scratch.ctypes.data, counts.ctypes.data
         )
         return counts[:length]
 
-    def rank(self, counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
-        """The value that would have this rank, from 0, if all that were counted were sorted, and how many are less."""
+    def find_rank(self, counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+        """Return the value at `rank` (from 0) of a histogram's sorted values, and how many values are less."""
         if counts.dtype != np.int64 or counts.ndim != 1 or not counts.flags.c_contiguous:
             raise ValueError(f"{counts.dtype} {counts.shape} are no counts")
         less = ctypes.c_int64()
         value: int = self._functions_with_gil.stackseg_rank(counts.ctypes.data, len(counts), rank, ctypes.byref(less))
         return value, less.value
 
-    def cuts(self, pixels: NDArray[Any], out: Tensor) -> bool:
-        """Whether it can make `out` of these pixels."""
+    def can_scale(self, pixels: NDArray[Any], out: Tensor) -> bool:
+        """Whether `scale` takes arrays of these dtypes in this memory."""
         fits = pixels.dtype in PIXELS and pixels.flags.aligned and out.dtype in FLOATS
         return fits and out.is_cpu and self.ready
 
-    def cut(self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]) -> None:
-        """Write (pixels - offset) / scale, within the limits, into `out`.
+    def scale(
+        self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]
+    ) -> None:
+        """Write (pixels - offset) / scale, clipped to the limits, into `out`.
 
-        pixels  [z, y, x] of a type that `cuts` allows, with any strides
+        pixels  [z, y, x] of a type that `can_scale` allows, with any strides
         out     float32 or bfloat16, of the same shape, with any strides
         """
-        if not self.cuts(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
+        if not self.can_scale(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
             raise ValueError(f"{pixels.dtype} {pixels.shape} cannot be cut into {out.dtype} {list(out.shape)}")
-        self._functions.stackseg_cut(
+        self._functions.stackseg_scale(
             *(pixels.ctypes.data, PIXELS.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
-            *(_integers(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
+            *(_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
             torch.get_num_threads(),
         )
 
-    def blend(self, margins: Margins, index: tuple[int, int, int], window: Tensor, means: Tensor) -> bool:
-        """Add the scores of one window, [K, z, y, x] with any strides; whether all that leaves is finite.
+    def blend(self, sums: OverlapSums, index: Size, window: Tensor, means: Tensor) -> bool:
+        """Add the scores of one window, [K, z, y, x] with any strides; return whether all final means are finite.
 
-        index  of its start along z, y and x; those before it were added
-        means  of its row: those of the columns that no later window reaches are written
+        index  number of the window along z, y and x; the previous ones were added
+        means  of the window's row, [K, planes, rows, X]: the columns that no later window covers are written
         """
         if window.dtype not in FLOATS:
             window = window.float()
-        inside = all(0 <= at < len(along) for at, along in zip(index, margins.leaving, strict=True))
-        if window.shape != margins.edges or not window.is_cpu or not inside:
-            raise ValueError(f"scores {list(window.shape)} cannot be added to windows {margins.edges} at {index}")
-        outputs, planes, rows = margins.edges[0], margins.leaving[0][index[0]], margins.leaving[1][index[1]]
-        capacity = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
-        if not capacity or means.shape != (outputs, planes, rows, margins.width):
+        inside = all(0 <= at < len(axis) for at, axis in zip(index, sums.final, strict=True))
+        if window.shape != sums.window_shape or not window.is_cpu or not inside:
+            raise ValueError(f"scores {list(window.shape)} cannot be added to windows {sums.window_shape} at {index}")
+        planes, rows = sums.final[0][index[0]], sums.final[1][index[1]]
+        writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
+        if not writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
             raise ValueError(f"{planes} planes and {rows} rows cannot leave to {means.dtype} {list(means.shape)}")
-        threads = torch.get_num_threads()
         failed = self._functions.stackseg_blend(
-            *(window.data_ptr(), window.dtype == torch.bfloat16, _integers(*window.stride()), margins.shape),
-            *(margins.every_start, _integers(*index), margins.every_weight.data_ptr()),
-            *(margins.sums, means.data_ptr(), threads),
+            *(window.data_ptr(), window.dtype == torch.bfloat16, _int64_array(*window.stride()), sums.shape),
+            *(sums.starts, _int64_array(*index), sums.weights.data_ptr()),
+            *(sums.buffers, means.data_ptr(), torch.get_num_threads()),
         )
         return not failed
 
-    def tells(self, scores: Tensor) -> bool:
-        """Whether it can tell if these are finite: float32 or bfloat16 [B, K, z, y, x] without gaps, on the CPU."""
+    def can_check(self, scores: Tensor) -> bool:
+        """Whether `all_finite` takes these scores: float32 or bfloat16 [B, K, z, y, x] without gaps, on the CPU."""
         dense = scores.is_contiguous() or scores.is_contiguous(memory_format=torch.channels_last_3d)
-        return dense and self.suits(scores.device) and scores.dtype in FLOATS
+        return dense and self.supports(scores.device) and scores.dtype in FLOATS
 
-    def finite(self, scores: Tensor) -> bool:
-        """Whether all scores are, of a tensor that `tells` allows."""
-        if not self.tells(scores):
+    def all_finite(self, scores: Tensor) -> bool:
+        """Whether all scores are finite."""
+        if not self.can_check(scores):
             raise ValueError(f"{scores.dtype} {list(scores.shape)} cannot be looked through")
-        # What takes some 30 us is done before another thread would have given the interpreter's lock back.
-        functions = self._functions_with_gil if scores.nbytes <= BRIEF else self._functions
+        # A check of some 30 us ends before another thread would have given the interpreter's lock back.
+        functions = self._functions_with_gil if scores.nbytes <= QUICK_BYTES else self._functions
         return bool(functions.stackseg_finite(scores.data_ptr(), scores.dtype == torch.bfloat16, scores.numel()))
 
 
-stitching = Stitching()
-"""The one of this process; what runs windows on a CPU prepares it when it starts."""
+window_kernels = WindowKernels()
+"""The kernels of this process; whoever runs windows on a CPU prepares them at start."""
 
 
 def _steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
-    """From window to window along one axis. Raises ValueError."""
+    """Return the distances between neighbouring windows. Raises ValueError where windows do not cover the axis."""
     steps = [after - start for start, after in itertools.pairwise(starts)]
     if not starts or (starts[0], starts[-1]) != (0, length - edge) or not all(0 < step <= edge for step in steps):
         raise ValueError(f"windows of {edge} from {starts} on do not cover {length} voxels one after the other")
@@ -205,6 +211,6 @@ def _steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _integers(*values: int) -> ctypes.Array[ctypes.c_int64]:
-    """As the kernel takes them, which only reads them: of one window they are hardly ever others than of the last."""
+def _int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """Return a C array, which the kernel only reads. It is cached because consecutive windows hardly differ."""
     return (ctypes.c_int64 * len(values))(*values)

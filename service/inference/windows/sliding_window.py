@@ -1,10 +1,9 @@
-"""Sliding-window inference: one fixed batch shape, sums of what windows share, finished scores given away at once.
+"""Sliding-window inference with one fixed batch shape, which yields finished scores as early as possible.
 
 The result equals `monai.inferers.sliding_window_inference` (same padding, scan positions and importance map), which
-the tests hold to 1e-5 in float32. What differs is the work around the network: windows are gathered into one batch
-that is allocated once, the last batch is filled up instead of having a shape of its own, and neither the padded image
-nor the scores of the whole volume ever exist: windows come in rows along x, rows in layers along z, and of a layer
-only the planes that the next one reaches are kept.
+the tests hold to 1e-5 in float32. The work around the network differs: windows are gathered into one batch that is
+allocated once, the last batch is filled up instead of having its own shape, and neither the padded image nor the
+scores of the whole volume ever exist.
 """
 
 from __future__ import annotations
@@ -20,42 +19,37 @@ from torch import Tensor
 
 from service.core.errors import Cancelled
 from service.core.volume import Size
-from service.inference.windows.blending import Blender, Blending, Slab, blender, finite
-from service.inference.windows.grid import Grid, triple
-from service.inference.windows.kernels import Stitching, stitching
+from service.inference.windows.blending import Blender, Blending, Slab, make_blender, require_finite
+from service.inference.windows.grid import Box, Grid, as_size
+from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.loader import Network
-
-Box = tuple[int, slice, slice, slice, slice]
-
-# Scores of windows that are not computed, where all are.
-NOWHERE = torch.empty(0)
 
 
 class Image(Protocol):
-    """What windows are cut from: a float32 tensor [1, C, Z, Y, X], or what can be indexed like one."""
+    """Source of windows: a float32 tensor [1, C, Z, Y, X], or an object that can be indexed like one."""
 
     @property
     def shape(self) -> Sequence[int]:
         """(1, C, Z, Y, X)."""
 
     def __getitem__(self, box: Box, /) -> Tensor:
-        """The voxels of (0, channels, z, y, x), float32 [C, z, y, x]."""
+        """Return the voxels of (0, channels, z, y, x), float32 [C, z, y, x]."""
 
 
 @runtime_checkable
-class Writer(Protocol):
-    """An image that can also be written where it is needed."""
+class ReadableInto(Protocol):
+    """An image that can also be read into existing memory."""
 
-    def write(self, box: Box, out: Iterable[Tensor], /) -> None:
-        """What indexing with `box` gives, into `out`: for each channel [z, y, x] of any floating dtype."""
+    def read_into(self, box: Box, out: Iterable[Tensor], /) -> None:
+        """Write the voxels of `box` into `out`: one tensor [z, y, x] of any floating dtype for each channel."""
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """An image of which some windows are not computed: every voxel of these gets the same scores, [K].
+class SparseImage:
+    """An image with windows that are not computed: every voxel of them gets the same scores.
 
-    skipped  the first voxels of these windows, as `Grid.positions` gives them; at least one is computed
-    scores   float32, where the other scores are
+    skipped  first voxels of these windows, from `Grid.positions`; at least one other window is computed
+    scores   float32 [K], on the device of the other scores
     """
 
     image: Image
@@ -68,37 +62,37 @@ class Sparse:
         return self.image.shape
 
     def __getitem__(self, box: Box, /) -> Tensor:
-        """The voxels of the image."""
+        """Return voxels of the image."""
         return self.image[box]
 
 
 class WindowSlot:
-    """Where one window is put: its place in a batch, [C, *roi], and the channels of that."""
+    """Memory of one window in a batch, [C, *roi], with views of its channels."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole, self.channels = whole, whole.unbind()
 
 
 class _Stream:
-    """The batch of one stream, with all views of it that are ever asked for: torch takes its time to make one."""
+    """Batch buffer of one stream, with all views of it made in advance, because torch takes microseconds for each."""
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
         self.slots = tuple(map(WindowSlot, batch.unbind()))
-        # By their number of windows.
-        self.beginnings = tuple(batch[:length] for length in range(len(batch) + 1))
+        # The first windows of the batch, indexed by their number.
+        self.first_windows = tuple(batch[:length] for length in range(len(batch) + 1))
 
 
 class SlidingWindow:
-    """Runs one network over volumes of any size, always calling it with one shape, or fewer windows if it is elastic.
+    """One network run over volumes of any size in batches of fixed shape.
 
-    network     [B, C, *roi] -> [B, K, *roi], any floating dtype out; in: `dtype`
-    batch_size  B
-    device      where batches, weights and scores live
-    streams     threads that may call it at the same time, each with a batch of its own
-    kernel      what blends, where it suits
-    elastic     whether the network takes fewer windows as well, with the same scores to the bit
-    lasting     whether its scores stay what they are after its next call
+    network         [B, C, *roi] of `dtype` -> [B, K, *roi] of any floating dtype
+    batch_size      B
+    device          device of batches, weights and scores
+    streams         threads that may call it at the same time, each with its own batch
+    kernels         used for blending on devices that they support
+    any_batch_size  whether the network takes fewer windows too, with scores equal to the bit
+    owns_scores     whether its scores stay valid after its next call
     """
 
     def __init__(  # noqa: PLR0913
@@ -113,12 +107,12 @@ class SlidingWindow:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
-        kernel: Stitching = stitching,
+        kernels: WindowKernels = window_kernels,
         any_batch_size: bool = False,
         owns_scores: bool = False,
     ) -> None:
         self._network, self._any_batch_size, self._owns_scores = network, any_batch_size, owns_scores
-        self._kernel = kernel
+        self._kernels = kernels
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
@@ -128,22 +122,22 @@ class SlidingWindow:
 
     @property
     def batch(self) -> Tensor:
-        """The batch buffer of the first stream, [B, C, *roi]: in dtype and strides the network sees no other."""
+        """Batch buffer of the first stream, [B, C, *roi], with the dtype and strides that the network always sees."""
         return self._streams[0].batch
 
     @property
     def batches(self) -> tuple[Tensor, ...]:
-        """The batch buffers of all streams."""
+        """Batch buffers of all streams."""
         return tuple(stream.batch for stream in self._streams)
 
     @property
     def streams(self) -> int:
-        """Threads that may call it at the same time."""
+        """Number of threads that may call it at the same time."""
         return len(self._streams)
 
     @property
     def network(self) -> Network:
-        """What the windows run through."""
+        """Network that the windows run through."""
         return self._network
 
     @property
@@ -159,24 +153,24 @@ class SlidingWindow:
     def with_network(
         self, network: Network, *, any_batch_size: bool = False, owns_scores: bool = False
     ) -> SlidingWindow:
-        """The same windows in the same batch buffers through another network."""
+        """Return a copy that runs another network on the batch buffers of this one."""
         other = copy.copy(self)
         other._network, other._any_batch_size, other._owns_scores = network, any_batch_size, owns_scores
         return other
 
     def with_streams(self, streams: int) -> SlidingWindow:
-        """The same windows through the same network in so many streams, with batch buffers of their own."""
+        """Return a copy with this number of streams and new batch buffers."""
         other = copy.copy(self)
         other._streams = tuple(_Stream(torch.zeros_like(self.batch)) for _ in range(streams))
         return other
 
     @property
     def capacity(self) -> int:
-        """Windows per call of the network, at most."""
+        """Most windows per call of the network."""
         return self._capacity
 
     def slots(self, windows: int) -> int:
-        """What a batch of so many windows has room for."""
+        """Return the size of the batch that this number of windows is computed in."""
         return windows if self._any_batch_size else self._capacity
 
     @torch.inference_mode()
@@ -189,42 +183,42 @@ class SlidingWindow:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         stream: int = 0,
     ) -> Iterator[Slab]:
-        """Scores of `image`, as slabs without gaps, z slowest, computed in one of the streams.
+        """Yield the scores of `image` as slabs without gaps, z slowest, computed in one of the streams.
 
-        Raises Cancelled when `cancelled()` says so before a batch, NonFiniteScores for NaN or infinite scores.
+        Raises Cancelled when `cancelled()` returns true before a batch, NonFiniteScores for NaN or infinite scores.
         """
         scan = self.scan(image, overlap)
         while scan.left:
             if cancelled():
                 raise Cancelled(f"given up after {scan.done} of {scan.total} windows")
-            part = scan.take(self.capacity)
+            part = scan.take(self._capacity)
             (scores,) = self.forward([part], stream)
             yield from scan.blend(part.places, scores)
             progress(scan.done, scan.total)
 
     def scan(self, image: Image, overlap: float) -> WindowScan:
-        """The way of `image` through these windows, from the first on."""
-        grid = Grid.cover(triple(image.shape[2:]), self._roi, overlap)
-        return WindowScan(image, grid, self._blending, self.batch.device, self._kernel, owns_scores=self._owns_scores)
+        """Return a scan of `image` that begins at its first window."""
+        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
+        return WindowScan(image, grid, self._blending, self.batch.device, self._kernels, owns_scores=self._owns_scores)
 
     def forward(self, parts: Sequence[WindowSlice], stream: int = 0) -> Sequence[Tensor]:
-        """Call the network once, on windows of one image or of several, no more than there is `capacity` for.
+        """Call the network once, on up to `capacity` windows of one image or several.
 
-        Gives the scores of each part, [B, K, *roi] with its number of windows as B, valid until this stream's next
-        call, or for good where they are `owns_scores`. To be called in torch's inference mode.
+        Returns the scores of each part, [B, K, *roi] with its number of windows as B. They are valid until this
+        stream's next call, or for good where the network owns its scores. Call it in torch's inference mode.
         """
-        mine, taken = self._streams[stream], 0
+        buffers, taken = self._streams[stream], 0
         for scan, places in parts:
             for place in places:
-                scan.fill(mine.slots[taken], place)
+                scan.fill(buffers.slots[taken], place)
                 taken += 1
         length = self.slots(taken)
-        for slot in mine.slots[taken:length]:
-            # What an earlier batch left there may be what made it fail.
+        for slot in buffers.slots[taken:length]:
+            # Windows of an earlier batch may be the ones that made it fail.
             slot.whole.zero_()
-        scores = self._network(mine.beginnings[length])
+        scores = self._network(buffers.first_windows[length])
         if scores.is_cuda:
-            # Who asks how long a batch takes means until it is computed, not until the device was told to.
+            # Callers that time a batch mean its computation, not the launch of its kernels.
             torch.cuda.current_stream(scores.device).synchronize()
         if taken < length:
             scores = scores[:taken]
@@ -234,17 +228,17 @@ class SlidingWindow:
 
 
 class WindowSlice(NamedTuple):
-    """Some windows of one image, by their places."""
+    """Some windows of one image, by their first voxels."""
 
     scan: WindowScan
     places: list[Size]
 
 
 class WindowScan:
-    """One image on its way through windows: taken from it in order, computed anywhere, and blended in order.
+    """Progress of one image: windows are taken in order, computed in any order, and blended in order.
 
-    Made by `SlidingWindow.scan`, whose scores are `owns_scores` or not. One thread at a time may take and one at a time
-    may blend; filling is anybody's.
+    `SlidingWindow.scan` makes it. One thread at a time may take and one at a time may blend; any thread may fill.
+    `total`, `left` and `done` count the windows that are computed, that were not taken yet, and that were blended.
     """
 
     def __init__(  # noqa: PLR0913
@@ -253,81 +247,80 @@ class WindowScan:
         grid: Grid,
         blending: Blending,
         device: torch.device,
-        kernel: Stitching = stitching,
+        kernels: WindowKernels = window_kernels,
         *,
         owns_scores: bool = False,
     ) -> None:
-        skipped, self._elsewhere = frozenset[Size](), NOWHERE
-        if isinstance(image, Sparse):
-            skipped, self._elsewhere = image.skipped, image.scores[:, None, None, None]
+        skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
+        if isinstance(image, SparseImage):
+            skipped, self._skipped_scores = image.skipped, image.scores[:, None, None, None].expand(-1, *grid.roi)
             image = image.image
         self._image, self._grid = image, grid
-        # Asking a protocol takes longer than slicing.
-        self._writer = image if isinstance(image, Writer) else None
-        self._blending, self._device, self._kernel, self._owns_scores = blending, device, kernel, owns_scores
+        # Checked once, because an isinstance check of a protocol takes longer than slicing.
+        self._readable_into = image if isinstance(image, ReadableInto) else None
+        self._blending, self._device, self._kernels, self._owns_scores = blending, device, kernels, owns_scores
         places = grid.positions()
         self._positions = (place for place in places if place not in skipped) if skipped else places
         self._to_blend = grid.positions()
         self._blender: Blender | None = None
-        self._padded, self._alone = grid.padded != grid.size, grid.count == 1
+        self._padded, self._single = grid.padded != grid.size, grid.count == 1
         lengths = (min(edge, length) for edge, length in zip(grid.roi, grid.size, strict=True))
-        # An axis that is shorter than the window lies in its middle.
-        inside = (slice(first, first + n) for first, n in zip(grid.before, lengths, strict=True))
+        # An axis that is shorter than the window is centred in it.
+        inside = (slice(first, first + n) for first, n in zip(grid.pad_before, lengths, strict=True))
         self._inside = (slice(None), *inside)
-        # Windows that are computed.
         self.total = self.left = grid.count - len(skipped)
         self._skips = bool(skipped)
         self.done = 0
 
     def take(self, most: int) -> WindowSlice:
-        """The next windows, at most so many."""
+        """Return the next windows, at most `most`."""
         places = list(itertools.islice(self._positions, most))
         self.left -= len(places)
         return WindowSlice(self, places)
 
     def fill(self, slot: WindowSlot, place: Size) -> None:
-        """Put the window at `place` where it belongs."""
+        """Copy the window at `place` into a batch."""
         (z, y, x), (depth, height, width) = place, self._grid.roi
         box = (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
         if self._padded:
-            # What an earlier window left there would show in the padding.
+            # An earlier window would show in the padding.
             slot.whole.zero_()
             slot = WindowSlot(slot.whole[self._inside])
-        if self._writer is not None:
-            self._writer.write(box, slot.channels)
+        if self._readable_into is not None:
+            self._readable_into.read_into(box, slot.channels)
         else:
             slot.whole.copy_(self._image[box])
 
     def blend(self, places: Sequence[Size], scores: Tensor) -> list[Slab]:
-        """Take in the scores [B, K, *roi] of the windows at `places`; gives what became final.
+        """Add the scores [B, K, *roi] of the windows at `places`, and return the slabs that became final.
 
-        To be called in torch's inference mode. Raises NonFiniteScores.
+        Call it in torch's inference mode. Raises NonFiniteScores.
         """
-        if self._alone:
-            # Alone in its place, a window has a weight that cancels.
+        if self._single:
+            # The weight of a single window cancels.
             self.done = 1
-            inside = finite(scores, self._kernel)
+            inside = require_finite(scores, self._kernels)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
         if self._blender is None:
-            self._blender = blender(self._grid, scores.shape[1], self._blending, self._device, self._kernel)
+            self._blender = make_blender(self._grid, scores.shape[1], self._blending, self._device, self._kernels)
         slabs = list[Slab]()
         for place, window in zip(places, scores.unbind(), strict=True):
             if self._skips:
-                slabs += self._skip(self._blender, place)
+                slabs += self._blend_skipped(self._blender, place)
             slab = self._blender.add(place, window)
             if slab is not None:
                 slabs.append(slab)
         self.done += len(places)
         if self.done == self.total and self._skips:
-            slabs += self._skip(self._blender, None)
+            slabs += self._blend_skipped(self._blender, None)
         return slabs
 
-    def _skip(self, sums: Blender, until: Size | None) -> Iterator[Slab]:
-        """Take in the windows that are not computed before the next one that is, or None: all that are left."""
+    def _blend_skipped(self, blender: Blender, until: Size | None) -> Iterator[Slab]:
+        """Add the skipped windows before the window at `until`; None: all that are left."""
         for place in self._to_blend:
             if place == until:
                 return
-            slab = sums.add(place, self._elsewhere.expand(-1, *self._grid.roi))
+            slab = blender.add(place, self._skipped_scores)
             if slab is not None:
                 yield slab

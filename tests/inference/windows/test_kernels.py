@@ -13,11 +13,11 @@ from torch import Tensor
 
 from service.core.config import Settings
 from service.core.errors import NonFiniteScores
-from service.inference.normalize import Scaling
+from service.inference.normalize import IntensityScaling
 from service.inference.segmenter import Segmenter
-from service.inference.windows.blending import Blending, Slab, blender
+from service.inference.windows.blending import Blending, Slab, make_blender
 from service.inference.windows.grid import Grid
-from service.inference.windows.kernels import PIXELS, Margins, Stitching, stitching
+from service.inference.windows.kernels import PIXELS, OverlapSums, WindowKernels, window_kernels
 from service.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -33,14 +33,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Stitching:
-    stitching.prepare()
-    assert stitching.suits(CPU)
-    return stitching
+def kernel() -> WindowKernels:
+    window_kernels.prepare()
+    assert window_kernels.supports(CPU)
+    return window_kernels
 
 
-def blended(kernel: Stitching, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
-    made = blender(grid, windows.shape[1], blending, CPU, kernel)
+def blended(kernel: WindowKernels, grid: Grid, windows: Tensor, blending: Blending) -> list[Slab]:
+    made = make_blender(grid, windows.shape[1], blending, CPU, kernel)
     slabs = [made.add(place, window) for place, window in zip(grid.positions(), windows, strict=True)]
     return [slab for slab in slabs if slab is not None]
 
@@ -59,7 +59,7 @@ def test_slabs_are_those_of_torch(kernel, seed, size, roi, overlap, outputs, lay
     torch.manual_seed(seed)
     grid = Grid.cover(size, roi, overlap)
     windows = LAYOUTS[layout](torch.randn(grid.count, outputs, *roi))
-    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (Stitching(), kernel))
+    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (WindowKernels(), kernel))
     for expected, made in zip(with_torch, found, strict=True):
         assert made[:2] == expected[:2]
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
@@ -85,11 +85,11 @@ def test_lines_of_many_vectors_are_those_of_torch_and_one_score_that_is_not_fini
         windows.view(-1)[data.draw(st.integers(0, windows.numel() - 1))] = fault
     windows = LAYOUTS[layout](windows)
     if fault is not None:
-        for one in (Stitching(), kernel):
+        for one in (WindowKernels(), kernel):
             with pytest.raises(NonFiniteScores):
                 blended(one, grid, windows, GAUSSIAN)
         return
-    with_torch, found = (blended(one, grid, windows, GAUSSIAN) for one in (Stitching(), kernel))
+    with_torch, found = (blended(one, grid, windows, GAUSSIAN) for one in (WindowKernels(), kernel))
     for expected, made in zip(with_torch, found, strict=True):
         assert made[:2] == expected[:2]
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
@@ -97,7 +97,7 @@ def test_lines_of_many_vectors_are_those_of_torch_and_one_score_that_is_not_fini
 
 def test_slabs_that_leave_take_the_memory_of_those_that_have_gone(kernel):
     grid = Grid.cover((24, 32, 32), (8, 8, 8), 0.25)
-    made = blender(grid, 2, Blending(), CPU, kernel)
+    made = make_blender(grid, 2, Blending(), CPU, kernel)
     places, last, rows = set(), None, 0
     for place in grid.positions():
         slab = made.add(place, torch.ones(2, *grid.roi))
@@ -144,12 +144,12 @@ def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, 
         pixels = random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, every, dtype, endpoint=True)
     pixels = pixels[tuple(slice(None, None, step) for step in steps)]
     pixels.flags.writeable = False
-    scaling = Scaling(*random.uniform(0.1, 300, 2).tolist(), *limits)
+    scaling = IntensityScaling(*random.uniform(0.1, 300, 2).tolist(), *limits)
     out = torch.empty(1, 2, *size, dtype=torch.bfloat16 if narrow else torch.float32)
     if last:
         out = out.to(memory_format=torch.channels_last_3d)
-    assert kernel.cuts(pixels, out)
-    kernel.cut(pixels, out[0, 1], scaling.offset, scaling.scale, limits)
+    assert kernel.can_scale(pixels, out)
+    kernel.scale(pixels, out[0, 1], scaling.offset, scaling.scale, limits)
     assert torch.equal(out[0, 1], torch.from_numpy(scaling.apply(pixels)).to(out.dtype))
 
 
@@ -162,7 +162,7 @@ def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, 
 )
 def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
     values = np.random.default_rng(seed).integers(0, most, size, np.uint16, endpoint=True)[::step]
-    counts = kernel.count(values)
+    counts = kernel.count_values(values)
     assert counts.dtype == np.int64
     np.testing.assert_array_equal(counts, np.bincount(values))
 
@@ -171,19 +171,19 @@ def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
 @given(seed=st.integers(0, 2**16), size=st.integers(1, 300), most=st.sampled_from([1, 2, 40, 2**16]))
 def test_ranks_are_places_among_the_sorted(kernel, seed, size, most):
     values = np.random.default_rng(seed).integers(0, most, size).astype(np.uint16)
-    counts, ordered = kernel.count(values), np.sort(values)
+    counts, ordered = kernel.count_values(values), np.sort(values)
     for rank in range(size):
-        assert kernel.rank(counts, rank) == (ordered[rank], np.count_nonzero(values < ordered[rank]))
+        assert kernel.find_rank(counts, rank) == (ordered[rank], np.count_nonzero(values < ordered[rank]))
     for wrong in (counts.astype(np.int32), counts[None], np.zeros(8, np.int64)[::2]):
         with pytest.raises(ValueError, match="no counts"):
-            kernel.rank(wrong, 0)
+            kernel.find_rank(wrong, 0)
 
 
 def test_only_16_bits_are_counted(kernel):
-    assert not kernel.counts(np.zeros(3, np.uint8))
+    assert not kernel.can_count(np.zeros(3, np.uint8))
     for values in (np.zeros(3, np.uint8), np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)):
         with pytest.raises(ValueError, match="cannot be counted"):
-            kernel.count(values)
+            kernel.count_values(values)
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,35 +196,41 @@ def test_only_16_bits_are_counted(kernel):
 def test_one_score_that_is_not_finite_is_found_anywhere(kernel, layout, value, size, data):
     scores = torch.randn(1, *size)
     scores.view(-1)[data.draw(st.integers(0, scores.numel() - 1))] = value
-    assert kernel.finite(LAYOUTS[layout](scores)) == bool(torch.isfinite(scores).all())
+    assert kernel.all_finite(LAYOUTS[layout](scores)) == bool(torch.isfinite(scores).all())
 
 
 def test_scores_that_cannot_be_looked_through_are_left_to_others(kernel):
     scores = torch.zeros(1, 2, 3, 4, 5)
     for other in (scores.double(), scores.half(), scores[..., ::2], scores.to("meta")):
-        assert not kernel.tells(other)
+        assert not kernel.can_check(other)
         with pytest.raises(ValueError, match="looked through"):
-            kernel.finite(other)
-    assert not Stitching().tells(scores)
+            kernel.all_finite(other)
+    assert not WindowKernels().can_check(scores)
 
 
 def test_other_types_and_devices_are_left_to_others(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
-    assert kernel.cuts(pixels, torch.empty(1, 2, 3))
-    assert not kernel.cuts(pixels.astype(np.float64), torch.empty(1, 2, 3))
+    assert kernel.can_scale(pixels, torch.empty(1, 2, 3))
+    assert not kernel.can_scale(pixels.astype(np.float64), torch.empty(1, 2, 3))
     between = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
-    assert not kernel.cuts(between, torch.empty(1, 2, 3)), "they lie at odd addresses"
-    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
-    assert not kernel.cuts(pixels, torch.empty(1, 2, 3, device="meta"))
-    assert not kernel.suits(torch.device("cuda"))
+    assert not kernel.can_scale(between, torch.empty(1, 2, 3)), "they lie at odd addresses"
+    assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
+    assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, device="meta"))
+    assert not kernel.supports(torch.device("cuda"))
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
     grid = Grid.cover((6, 6, 9), (4, 4, 4), 0.25)
 
-    def margins(**changed):
-        made = {"outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "least": 1e-3, "starts": grid.starts}
-        return Margins(**(made | changed))
+    def sums(**changed):
+        made = {
+            "outputs": 2,
+            "size": (6, 6, 9),
+            "weights": (torch.ones(4),) * 3,
+            "min_weight": 1e-3,
+            "starts": grid.starts,
+        }
+        return OverlapSums(**(made | changed))
 
     for changed in (
         {"weights": (torch.ones(4, dtype=torch.float64),) * 3},
@@ -237,8 +243,8 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
         {"starts": ((0, 2), (0, 2), ())},
     ):
         with pytest.raises(ValueError, match=r"weights must|do not cover"):
-            margins(**changed)
-    scores, means = torch.zeros(2, 4, 4, 4), margins().means(2, 2)
+            sums(**changed)
+    scores, means = torch.zeros(2, 4, 4, 4), sums().empty_means(2, 2)
     for window, index, room in (
         (torch.zeros(2, 4, 4, 5), (0, 0, 0), means),
         (torch.zeros(2, 4, 4, 4, device="meta"), (0, 0, 0), means),
@@ -251,18 +257,18 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
         (scores, (0, 0, 0), means.to("meta")),
     ):
         with pytest.raises(ValueError, match=r"cannot be added|cannot leave"):
-            kernel.blend(margins(), index, window, room)
+            kernel.blend(sums(), index, window, room)
     with pytest.raises(ValueError, match="cut"):
-        kernel.cut(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
+        kernel.scale(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
 
 
 def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    none = Stitching()
+    none = WindowKernels()
     with caplog.at_level(logging.WARNING):
         none.prepare()
         none.prepare()
-    assert not none.suits(CPU)
+    assert not none.supports(CPU)
     assert sum("without the kernel" in record.message for record in caplog.records) == 1
     grid = Grid.cover((3, 4, 5), (3, 4, 5), 0)
     (slab,) = blended(none, grid, torch.ones(1, 1, 3, 4, 5), GAUSSIAN)
@@ -270,11 +276,11 @@ def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, 
 
 
 def test_warming_up_prepares_it(bands: ModelSpec, monkeypatch):
-    fresh = Stitching()
-    monkeypatch.setattr("service.inference.segmenter.stitching", fresh)
+    fresh = WindowKernels()
+    monkeypatch.setattr("service.inference.segmenter.window_kernels", fresh)
     segmenter = Segmenter(
         bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     )
-    assert not fresh.suits(CPU)
+    assert not fresh.supports(CPU)
     segmenter.warm_up()
-    assert fresh.suits(CPU)
+    assert fresh.supports(CPU)

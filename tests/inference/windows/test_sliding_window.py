@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from service.core.errors import Cancelled, NonFiniteScores
 from service.inference.windows.blending import Blending, importance_map
-from service.inference.windows.grid import SKIPPED_BYTES, Grid
-from service.inference.windows.kernels import Stitching, stitching
-from service.inference.windows.sliding_window import SlidingWindow, Sparse
+from service.inference.windows.grid import Grid
+from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.inference.windows.sliding_window import SlidingWindow, SparseImage
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending("gaussian", 0.125)
@@ -22,17 +22,17 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 blendings = st.sampled_from([GAUSSIAN, CONSTANT])
 
 
-kernels = pytest.mark.parametrize("kernel", [Stitching(), stitching], ids=["torch", "kernel"])
+kernels = pytest.mark.parametrize("kernel", [WindowKernels(), window_kernels], ids=["torch", "kernel"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled():
-    stitching.prepare()
-    assert stitching.suits(CPU)
+    window_kernels.prepare()
+    assert window_kernels.supports(CPU)
 
 
-def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernel=stitching):
-    return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU, kernel=kernel)
+def make(network, roi, batch_size=2, blending=GAUSSIAN, channels=1, kernels=window_kernels):
+    return SlidingWindow(network, channels, roi, batch_size, blending=blending, device=CPU, kernels=kernels)
 
 
 def whole(slabs) -> Tensor:
@@ -73,18 +73,6 @@ def test_equals_monai(kernel, size, roi, overlap, batch_size, blending):
         got = whole(make(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
     assert got.shape == expected.shape
     assert (got - expected).abs().max() < 1e-5
-
-
-@settings(max_examples=40, deadline=None)
-@given(sizes, rois, overlaps)
-def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
-    grid = Grid.cover(size, roi, overlap)
-    seen = torch.zeros(grid.padded, dtype=torch.int)
-    for place in grid.positions():
-        assert all(0 <= start <= edge - r for start, edge, r in zip(place, grid.padded, roi, strict=True))
-        seen[tuple(slice(start, start + edge) for start, edge in zip(place, roi, strict=True))] += 1
-    assert seen.min() >= 1
-    assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
@@ -183,14 +171,14 @@ def test_scores_that_are_not_finite_are_refused(value, z, kernel):
     image = torch.zeros(1, 1, 10, 6, 6)
     image[0, 0, z, 3, 3] = value
     with pytest.raises(NonFiniteScores, match="fp32"):
-        whole(make(lambda x: x, (4, 4, 4), kernel=kernel).run(image, 0.25))
+        whole(make(lambda x: x, (4, 4, 4), kernels=kernel).run(image, 0.25))
 
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(4, 4, 4), (2, 3, 4)])
 def test_scores_of_a_single_window_are_looked_through_as_well(dtype, size, kernel):
-    window = make(lambda x: x.to(dtype), (4, 4, 4), kernel=kernel)
+    window = make(lambda x: x.to(dtype), (4, 4, 4), kernels=kernel)
     image = torch.rand(1, 1, *size).to(dtype).float()
     (slab,) = window.run(image, 0.25)
     assert torch.equal(slab.scores.float(), image)
@@ -232,7 +220,7 @@ def test_another_network_runs_through_the_same_batch_buffer():
 def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
     """What windows of an identity network add up to, with `scores` [K] in those that are skipped; [1, K, Z, Y, X]."""
     importance = importance_map(grid.roi, blending, CPU)
-    edges = zip(grid.before, grid.padded, grid.size, strict=True)
+    edges = zip(grid.pad_before, grid.padded, grid.size, strict=True)
     padding = [(before, edge - length - before) for before, edge, length in edges]
     padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
     sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded)
@@ -241,7 +229,7 @@ def blended(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blend
         here = (slice(None), *box)
         sums[here] += importance * (scores[:, None, None, None] if place in skipped else padded[here])
         weights[box] += importance
-    inside = (slice(before, before + length) for before, length in zip(grid.before, grid.size, strict=True))
+    inside = (slice(before, before + length) for before, length in zip(grid.pad_before, grid.size, strict=True))
     return (sums / weights)[(None, slice(None), *inside)]
 
 
@@ -260,7 +248,7 @@ def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, dat
         return x
 
     window = make(network, roi, batch_size, blending, 2, kernel)
-    got = whole(window.run(Sparse(image, skipped, scores), overlap))
+    got = whole(window.run(SparseImage(image, skipped, scores), overlap))
     torch.testing.assert_close(got, blended(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
     assert len(calls) == -(-len(computed) // batch_size)
 
@@ -269,13 +257,5 @@ def test_windows_that_are_skipped_have_their_scores_and_their_weight(kernel, dat
 @given(sizes, rois, overlaps, st.integers(1, 4))
 def test_nothing_skipped_is_bit_equal(size, roi, overlap, batch_size):
     image, window = torch.rand(1, 1, *size), make(lambda x: x, roi, batch_size)
-    sparse = Sparse(image, frozenset(), torch.zeros(1))
+    sparse = SparseImage(image, frozenset(), torch.zeros(1))
     assert torch.equal(whole(window.run(sparse, overlap)), whole(window.run(image, overlap)))
-
-
-def test_slabs_of_skipped_rows_leave_in_portions():
-    roi, batch_size = (32, 64, 64), 2
-    rows = Grid.cover((32, 4096, 512), roi, 0.25).rows_to_skip(3, batch_size)
-    assert rows > 1
-    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= SKIPPED_BYTES
-    assert Grid.cover((32, 512, 30_000), roi, 0.25).rows_to_skip(3, batch_size) == 1

@@ -1,0 +1,16 @@
+"""Pixels of every dtype, and variants of a model's input, for tests of preparing images."""
+
+import numpy as np
+
+DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] + [
+    f"float{bits}" for bits in (16, 32, 64)
+]
+
+
+def spec_of(bands, **changes):
+    return bands.model_copy(update={"input": bands.input.model_copy(update=changes)})
+
+
+def some_pixels(dtype, shape=(3, 7, 11)):
+    pixels = np.random.default_rng(0).uniform(0, 120, shape)
+    return pixels > 60 if dtype == "bool" else pixels.astype(dtype)
