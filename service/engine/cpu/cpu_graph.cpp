@@ -1,4 +1,4 @@
-// One forward of a network as a list of steps, all called in turn.
+// Replay of a captured forward: kernels that are called in turn, without returning to Python between them.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int64_t TENSORS = 8; // of a step, at most
+constexpr int64_t MAX_TENSORS = 8; // of a kernel
 
-typedef int (*Step)(void *const *tensors, const int64_t *sizes, const double *reals, int threads);
+typedef int (*Kernel)(void *const *tensors, const int64_t *sizes, const double *reals, int threads);
 
 template <class T> void add(const T *a, const T *b, T *y, int64_t count, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
@@ -34,20 +34,20 @@ int stackseg_add(void *const *tensors, const int64_t *sizes, const double *, int
   return 0;
 }
 
-// tape   of each step: where its function is; how many tensors, sizes and reals it takes; of each tensor the place that it
-//        lies in, and how many bytes from there; sizes; reals
-// places where these begin; the first is null, for tensors that never move
-// Returns what the first step returned that did not return 0, or 0.
-int stackseg_play(const int64_t *tape, int64_t steps, void *const *places, int threads) {
-  for (; steps > 0; --steps) {
-    const Step step = reinterpret_cast<Step>(tape[0]);
-    const int64_t tensors = tape[1], sizes = tape[2], reals = tape[3];
-    const int64_t *operand = tape + 4, *size = operand + 2 * tensors;
-    void *at[TENSORS];
+// calls  of each kernel call: the function's address; the numbers of its tensors, sizes and reals; of each tensor its
+//        place and its offset there in bytes; sizes; reals
+// places the address of each place; the first is null, for tensors with an address of their own
+// Returns the first status that is not 0, or 0.
+int stackseg_replay(const int64_t *calls, int64_t count, void *const *places, int threads) {
+  for (; count > 0; --count) {
+    const Kernel kernel = reinterpret_cast<Kernel>(calls[0]);
+    const int64_t tensors = calls[1], sizes = calls[2], reals = calls[3];
+    const int64_t *operand = calls + 4, *size = operand + 2 * tensors;
+    void *at[MAX_TENSORS];
     for (int64_t t = 0; t < tensors; ++t, operand += 2)
       at[t] = reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(places[operand[0]]) + operand[1]);
-    if (const int failed = step(at, size, reinterpret_cast<const double *>(size + sizes), threads)) return failed;
-    tape = size + sizes + reals;
+    if (const int failed = kernel(at, size, reinterpret_cast<const double *>(size + sizes), threads)) return failed;
+    calls = size + sizes + reals;
   }
   return 0;
 }

@@ -37,7 +37,7 @@ KERNEL = Steps(
     Path(__file__).with_suffix(".cpp"),
     ["stackseg_add"],
     "Networks are run layer by layer",
-    [("stackseg_play", "pqpi", "i")],
+    [("stackseg_replay", "pqpi", "i")],
 )
 
 _ATEN = torch.ops.aten
@@ -121,7 +121,7 @@ class CapturedGraph:
         scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
         places = arena.places
         places[BATCH], places[SCORES] = x.data_ptr(), scores.data_ptr()
-        if KERNEL.number("stackseg_play", self._tape, self.steps, places, torch.get_num_threads()):
+        if KERNEL.number("stackseg_replay", self._tape, self.steps, places, torch.get_num_threads()):
             raise MemoryError(NO_MEMORY)
         return scores
 

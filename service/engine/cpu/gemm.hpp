@@ -1,4 +1,4 @@
-// How matrix products are divided into tiles whose sums fit into registers.
+// Division of matrix products into tiles whose sums fit into registers, and activations.
 
 #pragma once
 
@@ -19,13 +19,13 @@ constexpr int LANES = 4;
 constexpr int ROWS = 12;
 #endif
 
-// Vectors that so many columns need.
+// Returns the number of vectors that hold so many columns.
 inline int64_t whole_vectors(int64_t columns) { return (columns + LANES - 1) / LANES; }
 
-// Vectors of the next block of columns, where so many are left: as wide as register tiles are best.
+// Returns the width in vectors of the next block of columns, where `left` vectors are left: a good width for a tile.
 inline int next_columns(int64_t left) { return left == 3 || left == 5 ? 3 : left == 1 ? 1 : 2; }
 
-// Rows of a register tile that is so many vectors wide.
+// Returns the number of rows of a register tile of that width.
 constexpr int64_t tile_rows(int vectors) { return ROWS / std::max(vectors, 2); }
 
 // Calls f with a number from 1 to MOST as a constant.
@@ -38,8 +38,8 @@ template <int MOST, class F> inline void with_constant(int64_t number, F f) {
   }
 }
 
-// Calls f with the height of each register tile of so many rows, as a constant, and its first row. They are all about
-// equally high, as those of one or two rows take as long as those of four.
+// Calls f with the height of each register tile, as a constant, and its first row. Tiles are all about equally high,
+// because one of one or two rows takes as long as one of four.
 template <int V, class F> inline void each_tile(int64_t rows, F f) {
   int64_t first = 0;
   for (int64_t left = (rows + tile_rows(V) - 1) / tile_rows(V); left > 0; --left) {
@@ -49,7 +49,7 @@ template <int V, class F> inline void each_tile(int64_t rows, F f) {
   }
 }
 
-// What is done to results. Comparisons are written so that NaN stays NaN: it must reach whoever looks for it.
+// Activations. Comparisons are written so that NaN stays NaN: scores that are not finite must stay visible.
 struct Keep {
   template <class V> V operator()(V value) const { return value; }
 };

@@ -1,4 +1,4 @@
-// Vectors of floats, as they are computed with and as they lie in memory: float32 or bfloat16.
+// Vectors of float32 for arithmetic, loaded from and stored to float32 or bfloat16.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int LINE = 64 / sizeof(float); // floats of a line of the cache
+constexpr int LINE = 64 / sizeof(float); // floats in a cache line
 
-// Vectors of N floats, as they are computed with and as they lie in memory.
+// Types for N floats: `Floats` for arithmetic, `Stored` and `Halves` for float32 and bfloat16 in memory.
 template <int N> struct Vectors;
 template <> struct Vectors<1> {
   typedef float Floats __attribute__((vector_size(4)));
@@ -52,7 +52,7 @@ inline float load_one(const Bfloat16 *p) {
 }
 
 inline void store_one(float *p, float value) { *p = value; }
-// As `store` rounds.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void store_one(Bfloat16 *p, float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
