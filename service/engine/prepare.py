@@ -1,4 +1,4 @@
-"""What every engine does to a module first: fold, convert, lay out."""
+"""Preparation of a module for any engine: fold batch norms, convert dtype and memory format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from service.engine.cpu import norm
-from service.engine.fusion import neighbours, ordinary
+from service.engine.fusion import adjacent_modules, is_plain
 
 
 class Float32Scores(nn.Module):
@@ -34,14 +34,14 @@ def prepare(
     *,
     fold: bool = True,
 ) -> nn.Module:
-    """A copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
+    """Return a copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
     Folding happens in float32, before the conversion, so that a narrow dtype rounds every weight once only. With
-    channels last, other norms become those that keep them so.
+    channels last, other norms are replaced by ones that keep that format.
     """
-    own = copy.deepcopy(network).eval()
-    folded = fold_batch_norms(own) if fold else own
-    laid_out = norm.lay_out(folded) if memory_format == torch.channels_last_3d else folded
+    copied = copy.deepcopy(network).eval()
+    folded = fold_batch_norms(copied) if fold else copied
+    laid_out = norm.replace_norms(folded) if memory_format == torch.channels_last_3d else folded
     moved = laid_out.to(device=device, dtype=dtype)
     # Module.to refuses a 3D format for modules that also hold 4-dimensional tensors, so each is set on its own.
     for parameter in moved.parameters():
@@ -53,12 +53,11 @@ def prepare(
 def fold_batch_norms(module: nn.Module) -> nn.Module:
     """Fold every batch norm that directly follows a convolution in an `nn.Sequential` into that convolution, in place.
 
-    Only sequences tell the order of calls without tracing, those within others included; other modules are left as
-    they are.
+    Only a sequence, also a nested one, tells the order of calls without tracing; other modules stay unchanged.
     """
-    for first, second in neighbours(module):
+    for first, second in adjacent_modules(module):
         convolution, norm = first.module, second.module
-        if _foldable(convolution) and ordinary(norm, nn.BatchNorm3d) and norm.track_running_stats:
+        if _foldable(convolution) and is_plain(norm, nn.BatchNorm3d) and norm.track_running_stats:
             transposed = isinstance(convolution, nn.ConvTranspose3d)
             first.put(fuse_conv_bn_eval(convolution, norm, transpose=transposed))
             second.put(nn.Identity())
@@ -66,4 +65,4 @@ def fold_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def _foldable(module: nn.Module) -> TypeGuard[nn.Conv3d | nn.ConvTranspose3d]:
-    return ordinary(module, nn.Conv3d) or (ordinary(module, nn.ConvTranspose3d) and module.groups == 1)
+    return is_plain(module, nn.Conv3d) or (is_plain(module, nn.ConvTranspose3d) and module.groups == 1)

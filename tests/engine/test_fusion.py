@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from service.engine.cpu import onednn, winograd
-from service.engine.fusion import neighbours
+from service.engine.fusion import adjacent_modules
 from service.engine.prepare import prepare
 from service.models.module_tree import observe_calls
 
@@ -176,7 +176,7 @@ def check_ways(network):
 def test_sequences_within_sequences_are_as_if_they_were_one():
     first, second, third = convolution(), nn.ReLU(), convolution()
     network = nn.Sequential(nn.Sequential(first, nn.Dropout()), nn.Identity(), nn.Sequential(second, third))
-    found = [(one.module, other.module) for one, other in neighbours(network)]
+    found = [(one.module, other.module) for one, other in adjacent_modules(network)]
     assert found == [(first, second), (second, third), (second, third)]
 
 
@@ -196,4 +196,4 @@ def test_sequences_that_are_called_whole_stay_sequences(make, pairs):
     network = make()
     with observe_calls(network):
         network(torch.zeros(1, 16, 5, 6, 7))
-    assert len({(one.owner, one.name) for one, _ in neighbours(network)}) == pairs
+    assert len({(one.owner, one.name) for one, _ in adjacent_modules(network)}) == pairs

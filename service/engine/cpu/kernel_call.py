@@ -1,4 +1,4 @@
-"""Kernels that compute tensors on a CPU, all called in the same way, so that one call can make many of them in turn."""
+"""Calls of C++ kernels on tensors. All kernels have one signature, so that a captured forward can replay them."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ from torch import Tensor
 
 from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
 
+# Dtypes of images that the kernels take.
+DTYPES = (torch.float32, torch.bfloat16)
 NO_MEMORY = "no memory for what a kernel works in"
 
 
-class Steps(CppExtension):
-    """Functions of one source: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
+class KernelLibrary(CppExtension):
+    """Kernels of one source: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
-    They read all tensors but the last, which they write, and return 0, or something else where memory ran out.
+    They read all tensors but the last, which they write, and return 0, or another status where memory ran out.
 
-    steps    their names
-    others   functions that are called in another way, as `CppExtension` takes them
+    kernels  names of the kernels
+    others   functions with other signatures, as `CppExtension` takes them
     """
 
     def __init__(
-        self, source: Path, steps: Sequence[str], without: str, others: Sequence[tuple[str, str, str]] = ()
+        self, source: Path, kernels: Sequence[str], without: str, others: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        super().__init__(source, OPENMP_FLAGS, [*((step, "pppi", "i") for step in steps), *others], without)
+        super().__init__(source, OPENMP_FLAGS, [*((kernel, "pppi", "i") for kernel in kernels), *others], without)
 
-    def number(self, name: str, *arguments: Any) -> int:
-        """What one of the functions gives."""
-        given: int = getattr(self._functions, name)(*arguments)
-        return given
+    def call(self, name: str, *arguments: Any) -> int:
+        """Call one of the functions, and return its result."""
+        result: int = getattr(self._functions, name)(*arguments)
+        return result
 
-    def address(self, step: str) -> int:
-        """Where one of the functions lies."""
-        return ctypes.cast(getattr(self._functions, step), ctypes.c_void_p).value or 0
+    def get_address(self, kernel: str) -> int:
+        """Return the address of one of the functions."""
+        return ctypes.cast(getattr(self._functions, kernel), ctypes.c_void_p).value or 0
 
 
-class Call(NamedTuple):
-    """A step with all that it takes."""
+class KernelCall(NamedTuple):
+    """A kernel of a library with its arguments; it reads `inputs` and writes `output`."""
 
-    kernel: Steps
-    step: str
-    read: tuple[Tensor | None, ...]
-    written: Tensor
+    library: KernelLibrary
+    kernel: str
+    inputs: tuple[Tensor | None, ...]
+    output: Tensor
     sizes: tuple[int, ...]
     reals: tuple[float, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in the order in which the step takes them."""
-        return (*self.read, self.written)
+        """Inputs and output, in the order in which the kernel takes them."""
+        return (*self.inputs, self.output)
 
     def run(self) -> None:
-        """With as many threads as torch has. Raises MemoryError."""
+        """Run the kernel with as many threads as torch has. Raises MemoryError."""
         tensors = self.tensors
-        failed = self.kernel.number(
-            self.step,
+        failed = self.library.call(
+            self.kernel,
             (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors)),
             (ctypes.c_int64 * len(self.sizes))(*self.sizes),
             (ctypes.c_double * len(self.reals))(*self.reals),
@@ -68,19 +70,19 @@ class Call(NamedTuple):
         )
         if failed:
             raise MemoryError(NO_MEMORY)
-        hear = getattr(_thread, "hear", None)
-        if hear is not None:
-            hear(self)
+        listener = getattr(_thread, "listener", None)
+        if listener is not None:
+            listener(self)
 
 
 _thread = threading.local()
 
 
 @contextmanager
-def overheard(hear: Callable[[Call], None]) -> Iterator[None]:
-    """Tell `hear` of every call that this thread runs."""
-    _thread.hear = hear
+def observe_calls(listener: Callable[[KernelCall], None]) -> Iterator[None]:
+    """Pass every kernel call that this thread runs to `listener`."""
+    _thread.listener = listener
     try:
         yield
     finally:
-        del _thread.hear
+        del _thread.listener

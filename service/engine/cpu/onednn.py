@@ -1,4 +1,4 @@
-"""Convolutions with their weights in the layout of oneDNN's kernels, and with the activation behind them taken in.
+"""Convolutions with weights in the layout of oneDNN's kernels, fused with the activation behind them.
 
 That is most of what freezing does for a compiled graph on a CPU, without the seconds that each start compiles.
 """
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.cpu import pixel_shuffle, strided_conv, winograd
-from service.engine.fusion import neighbours, ordinary, replace, slope
+from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# A rectifier's slope for oneDNN. Without one it makes zero of NaN, which then nobody finds; with this one it makes of
-# what is negative something that no sum with anything but zeros differs by.
-ALMOST_ZERO = 2.0**-100
+# oneDNN's fused ReLU turns NaN into 0 and would hide non-finite scores. A leaky slope of 2**-100 propagates NaN, and
+# negative values become so small that they change no sum with anything but zeros.
+TINY_SLOPE = 2.0**-100
 
 
 class Activation(NamedTuple):
-    """What oneDNN applies to a convolution's result, by its name for it."""
+    """An activation by its name in oneDNN."""
 
     name: str = "none"
     scalars: tuple[float, ...] = ()
     algorithm: str = ""
 
 
-class Convolution(nn.Module):
-    """What a float32 or bfloat16 `layer` on the CPU computes, with an activation behind it; channels last in and out.
+class PackedConvolution(nn.Module):
+    """A float32 or bfloat16 `layer` on the CPU, fused with an activation; channels last in and out.
 
     Sums and the activation are float32, and rounded to the layer's dtype once.
 
@@ -38,12 +38,12 @@ class Convolution(nn.Module):
 
     def __init__(self, layer: Layer, activation: Activation) -> None:
         super().__init__()
-        # Until its weights are laid out, for an input of the shape to come.
+        # Kept until the first input tells the shape to pack the weights for.
         self._unpacked: Tensor | None = layer.weight
-        # Not a buffer: what is in a layout of oneDNN's can neither be moved nor copied.
+        # Not a buffer: a tensor in a layout of oneDNN's can neither be moved nor copied.
         self._weight = torch.empty(0)
         self.bias, self.activation = layer.bias, activation
-        # All that the kernels are told besides tensors: padding, of the output as well where transposed, and so on.
+        # Arguments of the operators besides tensors: padding, output padding if transposed, stride, dilation, groups.
         shared = (list(layer.stride), list(layer.dilation), layer.groups)
         padding = [list(_padding(layer))]
         if transposed := isinstance(layer, nn.ConvTranspose3d):
@@ -67,56 +67,56 @@ class Convolution(nn.Module):
 
 
 def pack(module: nn.Module, *, gives_scores: bool = False) -> nn.Module:
-    """Replace every convolution within `module` that `Convolution` can stand for, in place; gives `module`.
+    """Replace every convolution within `module` by a packed one, in place, and return `module`.
 
-    Those whose kernel is as large as their stride, and what folds voxels into channels, become kernels of ours.
+    Convolutions whose kernel is as large as their stride, and pixel shuffles, become kernels of ours.
 
     gives_scores  whether the outputs are scores: a ReLU whose zeros may be among these is then left as it is, since the
                   class with the highest score must not change where several are zero
 
     Raises OSError where kernels cannot be compiled.
     """
-    exact = _exact(module) if gives_scores else set[nn.Module]()
-    for step, following in neighbours(module):
+    exact = _find_exact_layers(module) if gives_scores else set[nn.Module]()
+    for step, following in adjacent_modules(module):
         layer = _with_activation(step.module, following.module, exact=step.module in exact)
         if layer is not None:
             step.put(layer)
             following.put(nn.Identity())
-    return replace(module, _replacement)
+    return replace_modules(module, _replacement)
 
 
 def _with_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
-    """What computes both, None where nothing does, or not as exactly as it must be."""
-    negative = slope(following)
-    if strided_conv.suits(layer) and negative is not None:
-        return strided_conv.Convolution(layer, negative)
-    if not _suits(layer) or (exact and negative == 0):
+    """Return a layer fused with the activation, None where there is none, or none that is exact enough."""
+    negative = read_slope(following)
+    if strided_conv.is_replaceable(layer) and negative is not None:
+        return strided_conv.StridedConvolution(layer, negative)
+    if not _is_packable(layer) or (exact and negative == 0):
         return None
     activation = _activation(following)
-    return None if activation is None else Convolution(layer, activation)
+    return None if activation is None else PackedConvolution(layer, activation)
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if strided_conv.suits(module):
-        return strided_conv.Convolution(module)
-    return Convolution(module, Activation()) if _suits(module) else pixel_shuffle.replacement(module)
+    if strided_conv.is_replaceable(module):
+        return strided_conv.StridedConvolution(module)
+    return PackedConvolution(module, Activation()) if _is_packable(module) else pixel_shuffle.make_replacement(module)
 
 
-def _exact(network: nn.Module) -> set[nn.Module]:
-    """Convolutions whose zeros may be among the scores: the last one, or all where that has no bias to add to them."""
-    layers = [each for each in network.modules() if isinstance(each, Layer | winograd.Convolution)]
+def _find_exact_layers(network: nn.Module) -> set[nn.Module]:
+    """Return convolutions whose zeros may be scores: the last one, or all where that one has no bias."""
+    layers = [each for each in network.modules() if isinstance(each, Layer | winograd.WinogradConvolution)]
     return set(layers[-1:] if layers and layers[-1].bias is not None else layers)
 
 
-def _suits(module: nn.Module) -> TypeGuard[Layer]:
+def _is_packable(module: nn.Module) -> TypeGuard[Layer]:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if not (ordinary(module, nn.Conv3d) or ordinary(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
+    if not (is_plain(module, nn.Conv3d) or is_plain(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
-    computes = module.weight.device.type == "cpu" and _computes(module.weight.dtype)
+    computes = module.weight.device.type == "cpu" and _is_supported(module.weight.dtype)
     if isinstance(module, nn.ConvTranspose3d):
         return computes and module.groups == 1
-    # Even kernels are padded more on one side, which these kernels cannot.
+    # `same` pads even kernels more on one side, which oneDNN's operators do not support.
     return computes and (module.padding != "same" or all(edge % 2 for edge in module.kernel_size))
 
 
@@ -128,25 +128,25 @@ def _padding(layer: Layer) -> tuple[int, ...]:
     return tuple(layer.padding)
 
 
-def _computes(dtype: torch.dtype) -> bool:
+def _is_supported(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
-        # Elsewhere the operators refuse it, which torch's own convolutions do not.
+        # The packed operators refuse BF16 on other processors, unlike torch's own convolutions.
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def _activation(module: nn.Module) -> Activation | None:
-    """What oneDNN has for it, None where that would lose NaN or is something else."""
-    negative = slope(module)
+    """Return the equivalent in oneDNN, None where there is none that propagates NaN."""
+    negative = read_slope(module)
     if negative is not None:
-        return Activation("leaky_relu", (negative or ALMOST_ZERO,))
-    if ordinary(module, nn.SiLU):
+        return Activation("leaky_relu", (negative or TINY_SLOPE,))
+    if is_plain(module, nn.SiLU):
         return Activation("swish")
-    return Activation("gelu", algorithm=module.approximate) if ordinary(module, nn.GELU) else None
+    return Activation("gelu", algorithm=module.approximate) if is_plain(module, nn.GELU) else None
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """The same values in that order, and in strides that say so even where there is one channel."""
+    """Return `x` in channels last, with strides that say so even where there is one channel."""
     x = x.contiguous(memory_format=torch.channels_last_3d)
     if x.shape[1] > 1:
         return x

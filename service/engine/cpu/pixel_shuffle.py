@@ -1,6 +1,6 @@
-"""Voxels of a block to channels and back, on a CPU, with channels last and several voxels moved as one word.
+"""Space to depth and depth to space on a CPU, with channels last and several voxels moved as one word.
 
-A permutation of eight axes goes through ATen's slowest loop, one element after the other.
+ATen's permutation of eight axes moves one element after the other.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import Call, Steps
-from service.engine.fusion import ordinary
+from service.engine.cpu.kernel_call import KernelCall, KernelLibrary
+from service.engine.fusion import is_plain
 from service.models import architectures
 
-KERNEL = Steps(
+KERNELS = KernelLibrary(
     Path(__file__).with_suffix(".cpp"),
     ["stackseg_space_to_depth", "stackseg_depth_to_space"],
     "Voxels are moved into channels several times as slowly",
@@ -22,11 +22,11 @@ KERNEL = Steps(
 
 
 class SpaceToDepth(nn.Module):
-    """`networks.space_to_depth`, which gives channels last. Raises OSError where the kernel cannot be compiled."""
+    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernel cannot be compiled."""
 
     def __init__(self, block: tuple[int, int, int]) -> None:
         super().__init__()
-        KERNEL.load()
+        KERNELS.load()
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,16 +37,16 @@ class SpaceToDepth(nn.Module):
         blocks = [edge // step for edge, step in zip(size, self.block, strict=True)]
         y = x.new_empty(batch, *blocks, channels, *self.block)
         sizes = (batch, channels, *blocks, *self.block, x.element_size())
-        Call(KERNEL, "stackseg_space_to_depth", (x.contiguous(),), y, sizes).run()
+        KernelCall(KERNELS, "stackseg_space_to_depth", (x.contiguous(),), y, sizes).run()
         return y.view(batch, *blocks, -1).permute(0, 4, 1, 2, 3)
 
 
 class DepthToSpace(nn.Module):
-    """`networks.depth_to_space`, which gives contiguous images. Raises OSError where the kernel cannot be compiled."""
+    """`architectures.DepthToSpace` with contiguous output. Raises OSError where the kernel cannot be compiled."""
 
     def __init__(self, block: tuple[int, int, int]) -> None:
         super().__init__()
-        KERNEL.load()
+        KERNELS.load()
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ class DepthToSpace(nn.Module):
         y = x.new_empty(batch, outputs, *(edge * step for edge, step in zip(blocks, self.block, strict=True)))
         sizes = (batch, outputs, *blocks, *self.block, x.element_size())
         x = x.contiguous(memory_format=torch.channels_last_3d)
-        Call(KERNEL, "stackseg_depth_to_space", (x,), y, sizes).run()
+        KernelCall(KERNELS, "stackseg_depth_to_space", (x,), y, sizes).run()
         return y
 
 
-def replacement(module: nn.Module) -> nn.Module | None:
-    """What computes the same faster, None where that is nothing of this file."""
-    if ordinary(module, architectures.SpaceToDepth):
+def make_replacement(module: nn.Module) -> nn.Module | None:
+    """Return the faster equivalent of `module`, None where there is none here."""
+    if is_plain(module, architectures.SpaceToDepth):
         return SpaceToDepth(module.block)
-    return DepthToSpace(module.block) if ordinary(module, architectures.DepthToSpace) else None
+    return DepthToSpace(module.block) if is_plain(module, architectures.DepthToSpace) else None

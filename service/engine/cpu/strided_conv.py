@@ -1,7 +1,7 @@
 """Convolutions whose kernel is as large as their stride, and transposed ones, on a CPU: single matrix products.
 
-oneDNN's are as fast where there is much to compute, but theirs of a small window is bookkeeping for a large part.
-`patches.cpp` says how these work.
+oneDNN is as fast on large images; on a small window its overhead is a large part of the time.
+`strided_conv.cpp` says how these work.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import Call, Steps
-from service.engine.fusion import ordinary
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, KernelLibrary
+from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-DTYPES = (torch.float32, torch.bfloat16)
 
 # Vectors that are not full take as long as those that are.
 COLUMNS = 8
 
-STEP = "stackseg_patches"
-KERNEL = Steps(
+PATCHES = "stackseg_patches"
+KERNELS = KernelLibrary(
     Path(__file__).with_suffix(".cpp"),
-    [STEP],
+    [PATCHES],
     "Strided convolutions take longer",
     [("stackseg_patch_lanes", "", "q"), ("stackseg_patch_columns", "q", "q"), ("stackseg_patch_pairs", "", "q")],
 )
 
 
-class Convolution(nn.Module):
-    """What a float32 or bfloat16 `layer` on the CPU computes that `suits`, in its dtype; channels last in and out.
+class StridedConvolution(nn.Module):
+    """A `layer` that `is_replaceable`, on the CPU, in its dtype, float32 or bfloat16; channels last in and out.
 
-    slope  what is negative is multiplied by it: 0 makes a rectifier, 1 no activation at all
+    slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
 
     Raises OSError where the kernel cannot be compiled.
     """
@@ -45,16 +44,16 @@ class Convolution(nn.Module):
 
     def __init__(self, layer: Layer, slope: float = 1.0) -> None:
         super().__init__()
-        KERNEL.load()
+        KERNELS.load()
         self.transposed, self.slope = isinstance(layer, nn.ConvTranspose3d), slope
         self.dtype, self.inputs, self.outputs = layer.weight.dtype, layer.in_channels, layer.out_channels
         bz, by, bx = layer.kernel_size
         self.block = (bz, by, bx)
         run = self.inputs * (1 if self.transposed else bx)
-        self.paired = self.dtype == torch.bfloat16 and run % 2 == 0 and KERNEL.number("stackseg_patch_pairs") == 1
+        self.paired = self.dtype == torch.bfloat16 and run % 2 == 0 and KERNELS.call("stackseg_patch_pairs") == 1
         self.register_buffer("weights", self._pack(layer.weight.detach()))
         bias = torch.zeros(self.outputs) if layer.bias is None else layer.bias.detach().float()
-        self.register_buffer("bias", _whole(bias.repeat(bx if self.transposed else 1)))
+        self.register_buffer("bias", _pad_to_vectors(bias.repeat(bx if self.transposed else 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or times these where it is transposed."""
@@ -66,11 +65,11 @@ class Convolution(nn.Module):
         ]
         y = x.new_empty(len(x), *size, self.outputs).permute(0, 4, 1, 2, 3)
         sizes = (*self._sizes(x, y), self.paired, x.dtype == torch.bfloat16)
-        Call(KERNEL, STEP, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
+        KernelCall(KERNELS, PATCHES, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
         return y
 
     def _sizes(self, x: Tensor, y: Tensor) -> list[int]:
-        """Windows and positions, then of `x` and `y` voxels, channels, and voxels of a position."""
+        """Return windows and positions, then of `x` and of `y` voxels, channels, and voxels of a position."""
         ones = [1, 1, 1]
         if self.block == (1, 1, 1):
             # All voxels of all windows as one line.
@@ -81,7 +80,7 @@ class Convolution(nn.Module):
         return [len(x), *positions, *x.shape[2:], self.inputs, *read, *y.shape[2:], self.outputs, *written]
 
     def _pack(self, weight: Tensor) -> Tensor:
-        """The weights of torch's layer as the kernel reads them."""
+        """Return the weights of torch's layer in the order in which the kernel reads them."""
         bz, by, bx = self.block
         if self.transposed:
             # [runs of the result, inputs, columns]
@@ -90,28 +89,28 @@ class Convolution(nn.Module):
             runs = weight.permute(2, 3, 4, 1, 0).reshape(1, bz * by * bx * self.inputs, self.outputs)
         blocks = [
             block.reshape(-1, 2, block.shape[1]).transpose(1, 2) if self.paired else block.float()
-            for run in _whole(runs)
-            for block in torch.split(run, _blocks(run.shape[1]), dim=1)
+            for run in _pad_to_vectors(runs)
+            for block in torch.split(run, _block_widths(run.shape[1]), dim=1)
         ]
         return torch.cat([block.reshape(-1) for block in blocks])
 
 
-def plus(call: Call, result: Tensor, other: Tensor) -> Call | None:
-    """The call that also adds `other` to what it writes, and gives the same to the bit.
+def fuse_addition(call: KernelCall, result: Tensor, other: Tensor) -> KernelCall | None:
+    """Return the call that also adds `other` to its output, with the bits of a separate addition.
 
-    None where `call` is none of this kernel, does not write `result` and nothing else, or adds something already.
+    None where `call` is of another kernel, does not write exactly `result`, or adds a tensor already.
     """
-    *others, added = call.read
-    if call.step != STEP or added is not None or call.written.data_ptr() != result.data_ptr():
+    *inputs, added = call.inputs
+    if call.kernel != PATCHES or added is not None or call.output.data_ptr() != result.data_ptr():
         return None
-    if (call.written.dtype, call.written.numel()) != (result.dtype, result.numel()):
+    if (call.output.dtype, call.output.numel()) != (result.dtype, result.numel()):
         return None
-    return None if other.data_ptr() == result.data_ptr() else call._replace(read=(*others, other))
+    return None if other.data_ptr() == result.data_ptr() else call._replace(inputs=(*inputs, other))
 
 
-def suits(module: nn.Module) -> TypeGuard[Layer]:
-    """Whether `Convolution` computes what this module does, and as fast as oneDNN: not where there are few columns."""
-    if not (ordinary(module, nn.Conv3d) or ordinary(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
+def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
+    """Return whether `StridedConvolution` computes what this module does, about as fast as oneDNN."""
+    if not (is_plain(module, nn.Conv3d) or is_plain(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
     columns = module.out_channels * (module.kernel_size[2] if isinstance(module, nn.ConvTranspose3d) else 1)
     return (
@@ -126,14 +125,14 @@ def suits(module: nn.Module) -> TypeGuard[Layer]:
     )
 
 
-def _whole(x: Tensor) -> Tensor:
-    """With zeros behind the last axis, up to whole vectors."""
-    return nn.functional.pad(x, (0, -x.shape[-1] % KERNEL.number("stackseg_patch_lanes")))
+def _pad_to_vectors(x: Tensor) -> Tensor:
+    """Pad the last axis with zeros to whole vectors."""
+    return nn.functional.pad(x, (0, -x.shape[-1] % KERNELS.call("stackseg_patch_lanes")))
 
 
-def _blocks(columns: int) -> list[int]:
-    """How many columns of weights the kernel reads together, from the first to the last."""
+def _block_widths(columns: int) -> list[int]:
+    """Return the widths of the blocks of columns that the kernel reads together."""
     blocks = list[int]()
     while (left := columns - sum(blocks)) > 0:
-        blocks.append(KERNEL.number("stackseg_patch_columns", left))
+        blocks.append(KERNELS.call("stackseg_patch_columns", left))
     return blocks

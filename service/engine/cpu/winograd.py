@@ -14,10 +14,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import Call, Steps
-from service.engine.fusion import neighbours, ordinary, replace, slope
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, KernelLibrary
+from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
 
-KERNEL = Steps(
+KERNELS = KernelLibrary(
     Path(__file__).with_suffix(".cpp"),
     ["stackseg_convolve"],
     "Convolutions take several times as long",
@@ -26,7 +26,6 @@ KERNEL = Steps(
 
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
-DTYPES = (torch.float32, torch.bfloat16)
 
 # About as many tiles of 4x4x4 outputs are worked on together: fewer would read the weights more often than they
 # multiply with them, more leave a core's second-level cache.
@@ -45,10 +44,10 @@ SAMPLING = (
 )
 
 
-class Convolution(nn.Module):
-    """What a 3x3x3 `nn.Conv3d` computes on the CPU, in and out in float32 or bfloat16, whichever it is given.
+class WinogradConvolution(nn.Module):
+    """A 3x3x3 `nn.Conv3d` on the CPU by Winograd's algorithm; output in the dtype of the input, float32 or bfloat16.
 
-    slope  what is negative is multiplied by it: 0 makes a rectifier, 1 no activation at all
+    slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
 
     Raises OSError where the kernel cannot be compiled.
     """
@@ -72,30 +71,30 @@ class Convolution(nn.Module):
 
 
 def replace_convolutions(module: nn.Module) -> nn.Module:
-    """A copy of `module` in which every convolution that `Convolution` can stand for is replaced.
+    """Return a copy of `module` in which every convolution that `is_replaceable` is a `WinogradConvolution`.
 
-    Rectifiers that follow in a sequence are taken in, leaky ones and parametric ones of one slope included.
+    A ReLU, LeakyReLU, or PReLU with one slope that follows in a sequence is fused with the convolution.
 
     Raises OSError where the kernel cannot be compiled.
     """
-    own = copy.deepcopy(module)
-    # In a sequence whatever follows the convolution is known, in other modules only that it is called.
-    for step, following in neighbours(own):
-        if suits(step.module) and (negative := slope(following.module)) is not None:
-            step.put(Convolution(step.module, negative))
+    copied = copy.deepcopy(module)
+    # Only in a sequence is it known which module follows the convolution.
+    for step, following in adjacent_modules(copied):
+        if is_replaceable(step.module) and (negative := read_slope(following.module)) is not None:
+            step.put(WinogradConvolution(step.module, negative))
             following.put(nn.Identity())
-    return replace(own, lambda child: Convolution(child) if suits(child) else None)
+    return replace_modules(copied, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
 
 
 def count_replaceable(module: nn.Module) -> int:
-    """How many convolutions of `module` `Convolution` can stand for."""
-    return sum(suits(child) for child in module.modules())
+    """Return how many convolutions of `module` can be replaced."""
+    return sum(is_replaceable(child) for child in module.modules())
 
 
-def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
-    """Whether `Convolution` computes what this module does."""
+def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
+    """Return whether `WinogradConvolution` computes what this module does."""
     return (
-        ordinary(module, nn.Conv3d)
+        is_plain(module, nn.Conv3d)
         and module.weight.dtype in DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == (3, 3, 3)
@@ -109,7 +108,7 @@ def suits(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Weights [K, C, 3, 3, 3] at the sampling points, float32 [216 C K], in the order in which the kernel reads them.
+    """Transform weights [K, C, 3, 3, 3] to the sampling points, float32 [216 C K], in the order of the kernel's reads.
 
     Blocks of columns (outputs) follow each other, each as [216, C, columns].
     """
@@ -117,20 +116,20 @@ def pack(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
     sampled = sampled.reshape(POINTS, inputs, outputs)
-    return torch.cat([block.reshape(-1) for block in torch.split(sampled, _blocks(outputs), dim=2)])
+    return torch.cat([block.reshape(-1) for block in torch.split(sampled, _block_widths(outputs), dim=2)])
 
 
-def _blocks(outputs: int) -> list[int]:
-    """How many columns of weights the kernel reads together, from the first to the last."""
-    KERNEL.load()
+def _block_widths(outputs: int) -> list[int]:
+    """Return the widths of the blocks of columns that the kernel reads together."""
+    KERNELS.load()
     blocks = list[int]()
     while (left := outputs - sum(blocks)) > 0:
-        blocks.append(KERNEL.number("stackseg_columns", left))
+        blocks.append(KERNELS.call("stackseg_columns", left))
     return blocks
 
 
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
-    """The kernel for `x` [B, C, z, y, x] in float32 or bfloat16; `weights` as from `pack`, bias [K] float32.
+    """Convolve `x` [B, C, z, y, x] in float32 or bfloat16; `weights` as from `pack`, bias [K] float32.
 
     Raises MemoryError, and RuntimeError for other channels than there are weights for.
     """
@@ -142,7 +141,7 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slop
     y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
     sizes = (batch, depth, height, width, channels, outputs, TILES, x.dtype == torch.bfloat16)
-    Call(KERNEL, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
+    KernelCall(KERNELS, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
     return y
 
 
@@ -161,10 +160,10 @@ def _empty(x: Tensor, outputs: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
-def blocking(tiles: int, across: int, threads: int) -> int:
-    """How many of all tiles are worked on together: where they can be, whole rows, which share what they depend on.
+def choose_block_tiles(tiles: int, across: int, threads: int) -> int:
+    """Return the number of tiles in a block: whole rows where possible, which share input lines.
 
     across  tiles along x
     """
-    KERNEL.load()
-    return KERNEL.number("stackseg_blocking", tiles, across, TILES, threads)
+    KERNELS.load()
+    return KERNELS.call("stackseg_blocking", tiles, across, TILES, threads)

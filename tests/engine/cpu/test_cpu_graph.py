@@ -1,4 +1,4 @@
-"""Networks as tapes against the same, layer by layer."""
+"""Captured networks against the same, layer by layer."""
 
 import ctypes
 import gc
@@ -61,13 +61,13 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
     if channels == 2:
         # Folded, as ATen would convert it first.
         x = x.contiguous()
-    taped = CpuGraph(module, x)
+    captured = CpuGraph(module, x)
     before = torch.get_num_threads()
     try:
         for threads, windows in itertools.product((1, 2), (1, 2, 3)):
             torch.set_num_threads(threads)
             part = torch.randn_like(x)[:windows]
-            scores, expected = taped(part), module(part)
+            scores, expected = captured(part), module(part)
             assert torch.equal(scores, expected)
             assert scores.stride() == expected.stride()
     finally:
@@ -77,36 +77,36 @@ def test_scores_are_those_of_the_module_to_the_bit(make, channels, dtype):
 @torch.inference_mode()
 def test_it_does_not_come_back_to_python():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = CpuGraph(module, x)
+    captured = CpuGraph(module, x)
     expected = module(x)
     module.forward = None
-    assert torch.equal(taped(x), expected)
+    assert torch.equal(captured(x), expected)
 
 
 @torch.inference_mode()
 def test_weights_stay_as_long_as_the_tape():
     module, x = ready(Residual(), torch.bfloat16), batch(8, dtype=torch.bfloat16)
-    played, expected = cpu_graph.record(module, x), module(x)
+    played, expected = cpu_graph.capture_graph(module, x), module(x)
     del module
     gc.collect()
     # What was freed would be written to.
     rest = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
     arena = cpu_graph.Arena(played.arena)
     arena.memory.fill_(255)
-    assert torch.equal(played.play(x, arena, BufferPool(played.nbytes, 0)), expected)
+    assert torch.equal(played.replay(x, arena, BufferPool(played.nbytes, 0)), expected)
     assert rest
 
 
 @torch.inference_mode()
 def test_scores_last_and_nothing_is_left_of_earlier_calls():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = CpuGraph(module, x)
-    first, kept = taped(x), module(x)
+    captured = CpuGraph(module, x)
+    first, kept = captured(x), module(x)
     bad = x.clone()
     bad[0, 0, 3, 4, 5] = torch.nan
-    assert taped(bad)[0].isnan().any()
-    assert torch.equal(taped(bad)[1:], kept[1:])
-    assert torch.equal(taped(x), kept)
+    assert captured(bad)[0].isnan().any()
+    assert torch.equal(captured(bad)[1:], kept[1:])
+    assert torch.equal(captured(x), kept)
     assert torch.equal(first, kept)
 
 
@@ -114,26 +114,26 @@ def test_scores_last_and_nothing_is_left_of_earlier_calls():
 def test_memory_of_scores_serves_again_once_nobody_looks_at_them():
     """Also for batches of other lengths; and no more of it waits than may be kept."""
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = CpuGraph(module, x)
-    scores = taped(x)
+    captured = CpuGraph(module, x)
+    scores = captured(x)
     place, part = scores.data_ptr(), scores[1:]
     expected = part.clone()
     del scores
-    assert taped(x[:1]).data_ptr() != place
+    assert captured(x[:1]).data_ptr() != place
     assert torch.equal(part, expected)
     del part
-    assert taped(x[:1]).data_ptr() == place
+    assert captured(x[:1]).data_ptr() == place
 
 
 def test_threads_do_not_disturb_each_other():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
     with torch.inference_mode():
-        taped, inputs = CpuGraph(module, x), [torch.randn_like(x) for _ in range(4)]
+        captured, inputs = CpuGraph(module, x), [torch.randn_like(x) for _ in range(4)]
         expected = [module(each) for each in inputs]
 
     @torch.inference_mode()
     def run(index):
-        return all(torch.equal(taped(inputs[index]), expected[index]) for _ in range(20))
+        return all(torch.equal(captured(inputs[index]), expected[index]) for _ in range(20))
 
     with ThreadPoolExecutor(4) as crew:
         assert all(crew.map(run, range(4)))
@@ -142,10 +142,10 @@ def test_threads_do_not_disturb_each_other():
 @torch.inference_mode()
 def test_what_it_was_not_made_for_goes_through_the_module():
     module, x = ready(ShuffleUNet(1, 2, (16, 32))), batch(1)
-    taped = CpuGraph(module, x)
+    captured = CpuGraph(module, x)
     strided = torch.randn(3, 1, 8, 16, 48)[..., ::2]
     for other in (batch(1, 4), batch(1, size=(16, 16, 16)), strided, strided[..., :16]):
-        assert torch.equal(taped(other), module(other))
+        assert torch.equal(captured(other), module(other))
 
 
 @torch.inference_mode()
@@ -192,13 +192,15 @@ CANNOT = {
     "a list": lambda _, y, x: y if x.tolist() else x,
     "what nobody sees": lambda _, y, x: y.add_(unseen(x).repeat(1, 2, 1, 1, 1).to(memory_format=FORMAT)),
     "TorchScript": lambda self, y, _x: self.script(y),
-    "writing to the batch": lambda _, y, x: y.add_(winograd.Convolution(nn.Conv3d(8, 16, 3, padding=1))(x.add_(x))),
+    "writing to the batch": lambda _, y, x: y.add_(
+        winograd.WinogradConvolution(nn.Conv3d(8, 16, 3, padding=1))(x.add_(x))
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CANNOT.values(), ids=CANNOT)
 @torch.inference_mode()
-def test_what_cannot_be_taped_stays_as_it_is(what):
+def test_what_cannot_be_captured_stays_as_it_is(what):
     module, x = ready(Other(what)), batch(8, 2, size=(4, 4, 4))
     assert cpu_graph.capture(module, x) is module
 
@@ -241,7 +243,7 @@ def test_a_sum_behind_a_transposed_convolution_is_no_step_of_its_own():
 
     module, x = ready(Skip(lambda one, other: one.add_(other))), batch(8, 1, size=(4, 4, 4))
     apart = ready(Skip(lambda one, other: one + other))
-    steps = [cpu_graph.record(each, x).steps for each in (module, apart)]
+    steps = [cpu_graph.capture_graph(each, x).calls for each in (module, apart)]
     assert steps == [3, 3]
 
 
@@ -249,11 +251,11 @@ def test_a_sum_behind_a_transposed_convolution_is_no_step_of_its_own():
 def test_what_is_never_needed_at_the_same_time_shares_the_arena():
     layers = [nn.Conv3d(16, 16, 3, padding=1) for _ in range(9)]
     x = batch(16, 1, size=(8, 8, 8))
-    assert cpu_graph.record(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
+    assert cpu_graph.capture_graph(ready(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(cpu_graph, "KERNEL", untried(cpu_graph.KERNEL))
+    monkeypatch.setattr(cpu_graph, "KERNELS", untried(cpu_graph.KERNELS))
     with pytest.raises(OSError, match="nowhere"):
         CpuGraph(nn.Identity(), batch(1))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.engine.cpu import norm as norms
-from service.engine.cpu.norm import ChannelsLastNorm, lay_out
+from service.engine.cpu.norm import ChannelsLastNorm, replace_norms
 from service.engine.prepare import prepare
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ NORMS = [
 def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, offset):
     with_weights(norm)
     x = image(offset)
-    y = lay_out(nn.Sequential(norm))(x)
+    y = replace_norms(nn.Sequential(norm))(x)
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
     torch.testing.assert_close(y, exactly(norm, x), atol=1e-5, rtol=1e-5)
 
@@ -58,10 +58,10 @@ def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, offset):
 @pytest.mark.parametrize("offset", [0.0, 50.0])
 def test_without_a_compiler_torch_computes_the_same(norm, offset, monkeypatch):
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(norms, "KERNEL", untried(norms.KERNEL))
+    monkeypatch.setattr(norms, "KERNELS", untried(norms.KERNELS))
     network, x = nn.Sequential(with_weights(norm), nn.LeakyReLU(0.2)), image(offset)
-    torch.testing.assert_close(lay_out(copy.deepcopy(network))(x), exactly(network, x), atol=1e-4, rtol=1e-4)
-    assert not norms.KERNEL.ready
+    torch.testing.assert_close(replace_norms(copy.deepcopy(network))(x), exactly(network, x), atol=1e-4, rtol=1e-4)
+    assert not norms.KERNELS.ready
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,7 +79,7 @@ def test_any_shape_gives_what_torch_gives(size, batch, groups, members, activati
     norm = with_weights(nn.GroupNorm(groups, groups * members))
     x = 3 * torch.randn(batch, groups * members, *size) + 20
     network = nn.Sequential(norm, nn.Dropout(), activation).eval()
-    fast = lay_out(copy.deepcopy(network))
+    fast = replace_norms(copy.deepcopy(network))
     assert isinstance(fast[2], nn.Identity)
     torch.testing.assert_close(fast(x), exactly(network, x), atol=1e-4, rtol=1e-4)
 
@@ -89,12 +89,12 @@ def test_an_activation_has_a_slope_for_each_channel():
     slopes = nn.PReLU(12)
     slopes.weight.data = torch.linspace(-1, 1, 12)
     network, x = nn.Sequential(nn.GroupNorm(4, 12), slopes), image()
-    torch.testing.assert_close(lay_out(copy.deepcopy(network))(x), exactly(network, x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(replace_norms(copy.deepcopy(network))(x), exactly(network, x), atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
 def test_the_result_does_not_depend_on_threads():
-    norm = lay_out(nn.Sequential(nn.GroupNorm(2, 24)))
+    norm = replace_norms(nn.Sequential(nn.GroupNorm(2, 24)))
     x = torch.randn(3, 24, 20, 20, 20)
     before, expected = torch.get_num_threads(), norm(x)
     try:
@@ -111,7 +111,7 @@ def test_the_result_does_not_depend_on_threads():
 def test_a_value_that_is_not_finite_is_not_lost(activation, value):
     x = image()
     x[1, 5, 2, 3, 4] = value
-    assert not torch.isfinite(lay_out(nn.Sequential(nn.GroupNorm(4, 12), activation))(x).sum())
+    assert not torch.isfinite(replace_norms(nn.Sequential(nn.GroupNorm(4, 12), activation))(x).sum())
 
 
 @torch.inference_mode()
@@ -119,7 +119,7 @@ def test_a_value_that_is_not_finite_is_not_lost(activation, value):
 def test_a_narrow_dtype_stays_and_is_summed_in_float32(norm):
     with_weights(norm)
     x = image(offset=5.0).bfloat16()
-    y = lay_out(nn.Sequential(norm))(x)
+    y = replace_norms(nn.Sequential(norm))(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), norm(x.float()), atol=0.02, rtol=0.02)
 
@@ -128,7 +128,7 @@ def test_a_narrow_dtype_stays_and_is_summed_in_float32(norm):
 @pytest.mark.parametrize("channels", [3, 8, 16, 27, 35])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.3), nn.Identity()], ids=repr)
 def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
-    norm = lay_out(nn.Sequential(with_weights(nn.GroupNorm(1, channels)), activation)).bfloat16()
+    norm = replace_norms(nn.Sequential(with_weights(nn.GroupNorm(1, channels)), activation)).bfloat16()
     x = torch.randn(2, channels, 5, 6, 7, generator=torch.Generator().manual_seed(2)).bfloat16()
     x[1, channels - 1, 2, 3, 4] = torch.nan
     assert torch.equal(norm(x)[0], norm(x.float())[0].bfloat16())
@@ -143,25 +143,25 @@ def test_processors_with_less_compute_the_same(missing, monkeypatch):
     network = nn.Sequential(with_weights(nn.GroupNorm(1, 27)), nn.ReLU())
     x = torch.randn(2, 27, 5, 6, 7, generator=torch.Generator().manual_seed(2)) + 5
     monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
-    monkeypatch.setattr(norms, "KERNEL", untried(norms.KERNEL))
-    norm, narrow = lay_out(copy.deepcopy(network)), x.bfloat16()
+    monkeypatch.setattr(norms, "KERNELS", untried(norms.KERNELS))
+    norm, narrow = replace_norms(copy.deepcopy(network)), x.bfloat16()
     torch.testing.assert_close(norm(x), exactly(network, x), atol=1e-5, rtol=1e-5)
     assert torch.equal(norm(narrow), norm(narrow.float()).bfloat16())
-    assert norms.KERNEL.ready
+    assert norms.KERNELS.ready
 
 
 @torch.inference_mode()
 def test_traced_it_computes_the_same():
     norm = with_weights(nn.GroupNorm(4, 12))
     x = image(offset=50.0)
-    network = torch.compile(lay_out(nn.Sequential(norm)), fullgraph=True, backend="eager")
+    network = torch.compile(replace_norms(nn.Sequential(norm)), fullgraph=True, backend="eager")
     torch.testing.assert_close(network(x), exactly(norm, x), atol=1e-4, rtol=1e-4)
 
 
 def test_norms_with_running_statistics_and_other_modules_stay():
     network = nn.Sequential(nn.InstanceNorm3d(4, track_running_stats=True), nn.BatchNorm3d(4), nn.ReLU())
     before = list(network)
-    assert list(lay_out(network)) == before
+    assert list(replace_norms(network)) == before
 
 
 def test_they_are_replaced_where_channels_are_last_only():
@@ -175,4 +175,4 @@ def test_they_are_replaced_where_channels_are_last_only():
 
 def test_programs_are_left_as_they_are():
     program = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
-    assert lay_out(program) is program
+    assert replace_norms(program) is program

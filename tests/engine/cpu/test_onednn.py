@@ -56,7 +56,7 @@ def computed(layer, activation, dtype):
 @torch.inference_mode()
 def test_it_computes_what_the_layer_does(layer, activation, dtype):
     plain, fast = computed(layer, activation, dtype)
-    assert isinstance(fast[0], onednn.Convolution | strided_conv.Convolution)
+    assert isinstance(fast[0], onednn.PackedConvolution | strided_conv.StridedConvolution)
     # The weights are laid out for the first batch; others are computed as well.
     for batch, size in ((2, SIZE), (1, SIZE), (3, (5, 8, 12))):
         x = torch.randn(batch, layer.in_channels, *size).to(dtype)
@@ -126,7 +126,7 @@ def test_only_what_follows_in_a_sequence_is_taken_in():
 
 @torch.inference_mode()
 def test_weights_are_kept_once():
-    layer = onednn.Convolution(nn.Conv3d(8, 16, 3), onednn.Activation())
+    layer = onednn.PackedConvolution(nn.Conv3d(8, 16, 3), onednn.Activation())
     layer(torch.randn(1, 8, 5, 5, 5))
     assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "the bias alone"
 
@@ -167,7 +167,7 @@ from torch import nn
 from service.engine.cpu import onednn
 wide, narrow = nn.Conv3d(8, 16, 3), nn.Conv3d(8, 16, 3).bfloat16()
 module = onednn.pack(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
-assert isinstance(module[0], onednn.Convolution) and module[2] is narrow
+assert isinstance(module[0], onednn.PackedConvolution) and module[2] is narrow
 x = torch.zeros(2, 8, 5, 5, 5)
 x[0, 0, 2, 2, 2] = float("nan")
 assert module[:2](x)[0].isnan().all()

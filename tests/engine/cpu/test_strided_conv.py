@@ -43,7 +43,7 @@ def exactly(module, x, slope=1.0):
 def test_any_shape_gives_what_torch_gives(size, block, batch, inputs, outputs, transposed, bias, slope, dtype):
     module = layer(inputs, outputs, block, transposed=transposed, bias=bias, dtype=dtype)
     x = torch.randn(batch, inputs, *size).to(dtype)
-    expected, y = exactly(module, x, slope), strided_conv.Convolution(module, slope)(x)
+    expected, y = exactly(module, x, slope), strided_conv.StridedConvolution(module, slope)(x)
     assert (y.shape, y.dtype) == (expected.shape, dtype)
     assert y.stride(1) == 1, "channels last, even where there is one"
     assert (y - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
@@ -53,7 +53,7 @@ def test_any_shape_gives_what_torch_gives(size, block, batch, inputs, outputs, t
 @pytest.mark.parametrize("dtype", strided_conv.DTYPES, ids=str)
 @torch.inference_mode()
 def test_fewer_windows_and_more_threads_give_the_same_bits(transposed, dtype):
-    module = strided_conv.Convolution(layer(24, 40, transposed=transposed, dtype=dtype), 0.0)
+    module = strided_conv.StridedConvolution(layer(24, 40, transposed=transposed, dtype=dtype), 0.0)
     x = torch.randn(3, 24, 6, 8, 10).to(dtype)
     before, scores = torch.get_num_threads(), module(x)
     try:
@@ -73,7 +73,7 @@ def test_a_value_that_is_not_finite_is_not_lost(value, slope, dtype):
     x = torch.zeros(1, 8, 4, 4, 4, dtype=dtype)
     x[0, 0, 1, 2, 3] = value
     module = layer(8, 16, dtype=dtype)
-    y = strided_conv.Convolution(module, slope)(x)
+    y = strided_conv.StridedConvolution(module, slope)(x)
     assert not torch.isfinite(y.sum())
     if value != value:
         assert torch.equal(y.isnan(), module(x).isnan())
@@ -84,7 +84,7 @@ def test_a_value_that_is_not_finite_is_not_lost(value, slope, dtype):
 def test_activations_of_infinity(slope, expected):
     module = layer(8, 16)
     module.bias.fill_(-torch.inf)
-    assert (strided_conv.Convolution(module, slope)(torch.ones(1, 8, 4, 4, 4)) == expected).all()
+    assert (strided_conv.StridedConvolution(module, slope)(torch.ones(1, 8, 4, 4, 4)) == expected).all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
@@ -93,19 +93,19 @@ def test_activations_of_infinity(slope, expected):
 @torch.inference_mode()
 def test_processors_with_less_compute_the_same(missing, transposed, monkeypatch):
     monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
-    monkeypatch.setattr(strided_conv, "KERNEL", untried(strided_conv.KERNEL))
+    monkeypatch.setattr(strided_conv, "KERNELS", untried(strided_conv.KERNELS))
     for dtype, tolerance in TOLERANCES.items():
         module = layer(13, 44, transposed=transposed, dtype=dtype)
         x = torch.randn(2, 13, 4, 6, 10).to(dtype)
-        expected, y = exactly(module, x, 0.0), strided_conv.Convolution(module, 0.0)(x)
+        expected, y = exactly(module, x, 0.0), strided_conv.StridedConvolution(module, 0.0)(x)
         assert (y - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(strided_conv, "KERNEL", untried(strided_conv.KERNEL))
+    monkeypatch.setattr(strided_conv, "KERNELS", untried(strided_conv.KERNELS))
     with pytest.raises(OSError, match="nowhere"):
-        strided_conv.Convolution(layer(8, 16))
+        strided_conv.StridedConvolution(layer(8, 16))
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def test_without_a_compiler_the_error_says_so(monkeypatch):
     ids=repr,
 )
 def test_others_are_left_alone(module):
-    assert not strided_conv.suits(module)
+    assert not strided_conv.is_replaceable(module)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(1, 7, 4, 4, 4), torch.zeros(1, 8, 4, 4, 4).bfloat16()])
 def test_what_there_are_no_weights_for_is_refused(x):
     with pytest.raises(RuntimeError, match="no weights"):
-        strided_conv.Convolution(layer(8, 16))(x)
+        strided_conv.StridedConvolution(layer(8, 16))(x)
 
 
 @pytest.mark.parametrize("size", [(0, 8, 4, 4, 4), (1, 8, 0, 4, 4)])
 def test_nothing_gives_nothing(size):
-    assert strided_conv.Convolution(layer(8, 16, transposed=True))(torch.zeros(size)).numel() == 0
+    assert strided_conv.StridedConvolution(layer(8, 16, transposed=True))(torch.zeros(size)).numel() == 0

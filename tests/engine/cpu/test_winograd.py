@@ -42,7 +42,7 @@ def test_any_shape_gives_what_torch_gives(size, batch, inputs, outputs, bias, sl
     layer = convolution(inputs, outputs, bias=bias, seed=seed).to(dtype)
     x = torch.randn(batch, inputs, *size).to(dtype)
     expected = nn.functional.leaky_relu(reference(layer, x), slope)
-    result = winograd.Convolution(layer, slope)(x)
+    result = winograd.WinogradConvolution(layer, slope)(x)
     assert result.dtype == dtype
     assert result.is_contiguous(memory_format=FORMAT)
     # What is stored is rounded once, to half a step of its type.
@@ -51,14 +51,14 @@ def test_any_shape_gives_what_torch_gives(size, batch, inputs, outputs, bias, sl
 
 
 def test_bfloat16_is_float32_rounded_once():
-    layer = winograd.Convolution(convolution(16, 32))
+    layer = winograd.WinogradConvolution(convolution(16, 32))
     x = torch.randn(2, 16, 6, 9, 11).bfloat16()
     assert torch.equal(layer(x), layer(x.float()).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", winograd.DTYPES)
 def test_fewer_windows_give_the_same_to_the_bit(dtype):
-    layer = winograd.Convolution(convolution(16, 48), 0.0)
+    layer = winograd.WinogradConvolution(convolution(16, 48), 0.0)
     x = torch.randn(3, 16, 9, 8, 7).to(dtype)
     for windows in (1, 2):
         assert torch.equal(layer(x[:windows]), layer(x)[:windows])
@@ -66,7 +66,7 @@ def test_fewer_windows_give_the_same_to_the_bit(dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads):
-    layer = winograd.Convolution(convolution(16, 32))
+    layer = winograd.WinogradConvolution(convolution(16, 32))
     x = torch.randn(2, 16, 13, 18, 9)
     before, expected = torch.get_num_threads(), layer(x)
     torch.set_num_threads(threads)
@@ -80,20 +80,20 @@ def test_the_result_does_not_depend_on_threads_or_blocking(monkeypatch, threads)
 
 @pytest.mark.parametrize("across", [1, 3, 8, 9, 16, 25, 100])
 def test_blocks_are_whole_rows_of_tiles_unless_rows_are_long(across):
-    assert winograd.blocking(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
-    assert winograd.TILES / 2 < winograd.blocking(across * 1000, across, 2) < 2 * winograd.TILES
+    assert winograd.choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES
+    assert winograd.TILES / 2 < winograd.choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES
 
 
 def test_every_thread_gets_a_block():
     for tiles, threads in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
-        assert -(-tiles // winograd.blocking(tiles, 1, threads)) >= min(tiles, threads) / 2
+        assert -(-tiles // winograd.choose_block_tiles(tiles, 1, threads)) >= min(tiles, threads) / 2
 
 
 def test_an_impulse_puts_the_flipped_weights_where_they_belong():
     layer = convolution(8, 16, bias=False)
     x = torch.zeros(1, 8, 7, 10, 11)
     x[0, 3, 2, 5, 6] = 1
-    result = winograd.Convolution(layer)(x)
+    result = winograd.WinogradConvolution(layer)(x)
     assert torch.allclose(result[0, :, 1:4, 4:7, 5:8], layer.weight[:, 3].flip(1, 2, 3), atol=1e-6)
     result[0, :, 1:4, 4:7, 5:8] = 0
     assert result.abs().max() < 1e-6
@@ -105,7 +105,7 @@ def test_an_impulse_puts_the_flipped_weights_where_they_belong():
 def test_a_value_that_is_not_finite_is_not_lost(value, slope, dtype):
     x = torch.zeros(1, 8, 4, 4, 4, dtype=dtype)
     x[0, 0, 0, 0, 0] = value
-    result = winograd.Convolution(convolution(8, 16), slope)(x)
+    result = winograd.WinogradConvolution(convolution(8, 16), slope)(x)
     assert not torch.isfinite(result.sum())
 
 
@@ -114,13 +114,13 @@ def test_a_value_that_is_not_finite_is_not_lost(value, slope, dtype):
 def test_activations_of_infinity(slope, expected, dtype):
     layer = convolution(8, 16)
     layer.bias.fill_(-torch.inf)
-    result = winograd.Convolution(layer, slope)(torch.ones(1, 8, 4, 4, 4, dtype=dtype))
+    result = winograd.WinogradConvolution(layer, slope)(torch.ones(1, 8, 4, 4, 4, dtype=dtype))
     assert (result == expected).all()
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, FORMAT])
 def test_strides_of_the_input_do_not_matter(layout):
-    layer = winograd.Convolution(convolution(16, 16))
+    layer = winograd.WinogradConvolution(convolution(16, 16))
     x = torch.randn(1, 16, 6, 7, 8)
     assert torch.equal(layer(x), layer(x.to(memory_format=layout)))
     wide = torch.randn(1, 16, 6, 7, 16)
@@ -145,7 +145,7 @@ def test_strides_of_the_input_do_not_matter(layout):
     ],
 )
 def test_what_it_cannot_compute_is_left_alone(layer):
-    assert not winograd.suits(layer)
+    assert not winograd.is_replaceable(layer)
     assert winograd.replace_convolutions(nn.Sequential(layer))[0].__class__ is layer.__class__
 
 
@@ -161,7 +161,7 @@ def test_activations_that_follow_are_taken_in_if_they_have_one_slope(dtype):
     )
     module = module.eval().to(dtype).requires_grad_(requires_grad=False)
     fast = winograd.replace_convolutions(module)
-    layers = [child for child in fast if isinstance(child, winograd.Convolution)]
+    layers = [child for child in fast if isinstance(child, winograd.WinogradConvolution)]
     assert [layer.slope for layer in layers] == [0.0, 0.125, 0.5, 1.0, 1.0, 1.0]
     left = [type(child) for child in fast.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)]
     assert left == [nn.PReLU]
@@ -180,7 +180,7 @@ def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
 
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="float16"):
-        winograd.Convolution(convolution(8, 16))(torch.zeros(1, 8, 4, 4, 4).half())
+        winograd.WinogradConvolution(convolution(8, 16))(torch.zeros(1, 8, 4, 4, 4).half())
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
@@ -190,8 +190,8 @@ def test_processors_with_less_compute_the_same(missing, monkeypatch):
     narrow = x.bfloat16()
     narrow[1, 5, 3, 4, 5] = torch.nan
     monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
-    monkeypatch.setattr(winograd, "KERNEL", untried(winograd.KERNEL))
-    fast = winograd.Convolution(layer, 0.0)
+    monkeypatch.setattr(winograd, "KERNELS", untried(winograd.KERNELS))
+    fast = winograd.WinogradConvolution(layer, 0.0)
     assert (fast(x) - reference(layer, x).relu()).abs().max() < 4e-5
     assert torch.equal(fast(narrow)[0], fast(narrow.float())[0].bfloat16())
     assert torch.equal(fast(narrow).isnan(), fast(narrow.float()).isnan())
@@ -200,20 +200,20 @@ def test_processors_with_less_compute_the_same(missing, monkeypatch):
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(winograd, "KERNEL", untried(winograd.KERNEL))
+    monkeypatch.setattr(winograd, "KERNELS", untried(winograd.KERNELS))
     with pytest.raises(OSError, match="nowhere"):
-        winograd.Convolution(convolution(8, 16))
+        winograd.WinogradConvolution(convolution(8, 16))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(OSError, match="false could not compile"):
-        winograd.Convolution(convolution(8, 16))
+        winograd.WinogradConvolution(convolution(8, 16))
 
 
 @pytest.mark.parametrize("channels", [8, 24])
 def test_other_channels_than_there_are_weights_for_are_refused(channels):
     with pytest.raises(RuntimeError, match="no weights for the channels"):
-        winograd.Convolution(convolution(16, 16))(torch.zeros(1, channels, 4, 4, 4))
+        winograd.WinogradConvolution(convolution(16, 16))(torch.zeros(1, channels, 4, 4, 4))
 
 
 @pytest.mark.parametrize("size", [(0, 16, 4, 4, 4), (1, 16, 0, 4, 4)])
 def test_nothing_gives_nothing(size):
-    assert winograd.Convolution(convolution(16, 16))(torch.zeros(size)).shape == size
+    assert winograd.WinogradConvolution(convolution(16, 16))(torch.zeros(size)).shape == size
