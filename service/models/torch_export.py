@@ -136,7 +136,9 @@ class _GraphReader:
                 name = content["arg"]["as_tensor"]["name"]
                 self._values[name] = self._graph.placeholder(f"image_{images}")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
-                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=_is_constant(kind, content))
+                # `torch.export.save` stores buffers that are not persistent among the constants.
+                constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
+                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=constant)
             else:
                 raise BrokenModel(f"it takes a {kind}, which cannot be honoured.")
         if images != 1:
@@ -191,11 +193,14 @@ class _GraphReader:
         weight, bias = self._tensors.get(arguments["weight"]), self._tensors.get(arguments.get("bias"))  # type: ignore[arg-type]
         if weight is None or (arguments.get("bias") is not None and bias is None):
             return None
-        defaults = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1)}
-        settings: dict[str, Any] = {
-            name: _to_triple(arguments.get(name, default)) for name, default in defaults.items()
-        }
-        module = make_convolution(weight, bias, groups=int(arguments.get("groups", 1)), **settings)
+        module = make_convolution(
+            weight,
+            bias,
+            groups=int(arguments.get("groups", 1)),
+            stride=_to_triple(arguments.get("stride", (1,))),
+            padding=_to_triple(arguments.get("padding", (0,))),
+            dilation=_to_triple(arguments.get("dilation", (1,))),
+        )
         name = f"convolution_{sum(1 for _ in self._root.children())}"
         self._root.add_module(name, module)
         return self._graph.call_module(name, (arguments["input"],))
@@ -229,14 +234,9 @@ class _GraphReader:
 
 
 def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:
-    """Return one integer for each axis of one for each, or one for all."""
+    """Return an integer for each axis; a single value holds for all three."""
     z, y, x = values if len(values) == 3 else (values[0],) * 3
     return int(z), int(y), int(x)
-
-
-def _is_constant(kind: str, content: Mapping[str, Any]) -> bool:
-    """Return whether `torch.export.save` stores a tensor among constants, not among weights."""
-    return kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
 
 
 def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:

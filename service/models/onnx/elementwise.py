@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,10 +31,12 @@ def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) 
     if not isinstance(a, tuple) and not isinstance(b, tuple):
         return function(a, b)
     length = max(len(value) for value in (a, b) if isinstance(value, tuple))
-    one, other = (
-        value if isinstance(value, tuple) and len(value) > 1 else repeat(to_number(value), length) for value in (a, b)
-    )
-    return tuple(map(function, one, other))
+    return tuple(map(function, _broadcast(a, length), _broadcast(b, length)))
+
+
+def _broadcast(value: Value, length: int) -> tuple[Any, ...]:
+    """Return a tuple of several numbers unchanged, and a single number `length` times."""
+    return value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length
 
 
 def _to_tensor(value: Value, like: Value) -> Value:
@@ -109,11 +110,8 @@ def _where(condition: Value, a: Value, b: Value) -> Value:
         return torch.where(condition, a, b)
     if not isinstance(condition, tuple):
         return a if condition else b
-    length = len(condition)
-    one, other = (
-        value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length for value in (a, b)
-    )
-    return tuple(first if chosen else second for chosen, first, second in zip(condition, one, other, strict=True))
+    choices = zip(condition, _broadcast(a, len(condition)), _broadcast(b, len(condition)), strict=True)
+    return tuple(first if chosen else second for chosen, first, second in choices)
 
 
 def _cast(x: Value, to: int) -> Value:

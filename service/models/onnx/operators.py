@@ -43,10 +43,10 @@ def concat(*values: Value, axis: int) -> Value:
 
 def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
     if not isinstance(x, Tensor):
-        whole = x if isinstance(x, tuple) else (x,)
+        numbers = x if isinstance(x, tuple) else (x,)
         if len(shape) < 2:
-            return whole if shape else to_number(x)
-        x = torch.tensor(whole)
+            return numbers if shape else to_number(x)
+        x = torch.tensor(numbers)
     sizes = to_ints(shape, "shape")
     return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
 
@@ -54,9 +54,9 @@ def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
 def unsqueeze(x: Value, axes: Value) -> Value:
     if not isinstance(x, Tensor):
         return (x,)
-    places = to_ints(axes, "axes")
-    rank = x.dim() + len(places)
-    for axis in sorted(axis % rank for axis in places):
+    new_axes = to_ints(axes, "axes")
+    rank = x.dim() + len(new_axes)
+    for axis in sorted(axis % rank for axis in new_axes):
         x = x.unsqueeze(axis)
     return x
 
@@ -68,19 +68,19 @@ def squeeze(x: Value, axes: Value = None) -> Value:
 
 
 def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
+    """Slice axes; a negative step, which torch does not slice with, becomes a selection of indices."""
     first, last = to_ints(starts, "starts"), to_ints(ends, "ends")
-    places = tuple(range(len(first))) if axes is None else to_ints(axes, "axes")
-    by = (1,) * len(first) if steps is None else to_ints(steps, "steps")
+    sliced_axes = range(len(first)) if axes is None else to_ints(axes, "axes")
+    strides = (1,) * len(first) if steps is None else to_ints(steps, "steps")
     if not isinstance(x, Tensor):
-        return x[first[0] : last[0] if last[0] > -(2**31) else None : by[0]]
-    for axis, start, stop, step in zip(places, first, last, by, strict=True):
-        length = x.shape[axis]
-        positions = range(length)[start : stop if stop >= -length else None : step] if step < 0 else None
-        if positions is None:
-            whole = [slice(None)] * (axis % x.dim())
-            x = x[(*whole, slice(start, stop, step))]
+        return x[first[0] : last[0] if last[0] > -(2**31) else None : strides[0]]
+    for axis, start, stop, step in zip(sliced_axes, first, last, strides, strict=True):
+        if step < 0:
+            length = x.shape[axis]
+            indices = range(length)[start : stop if stop >= -length else None : step]
+            x = x.index_select(axis, torch.tensor(list(indices), device=x.device))
         else:
-            x = x.index_select(axis, torch.tensor(list(positions), device=x.device))
+            x = x[(*[slice(None)] * (axis % x.dim()), slice(start, stop, step))]
     return x
 
 
@@ -137,17 +137,17 @@ def reduce_axes(
 ) -> Tensor:
     if not axes and noop_with_empty_axes:
         return x
-    places = tuple(range(x.dim())) if not axes else to_ints(axes, "axes")
-    made: Tensor = function(x, dim=places, keepdim=bool(keepdims))
-    return made
+    reduced_axes = to_ints(axes, "axes") if axes else tuple(range(x.dim()))
+    result: Tensor = function(x, dim=reduced_axes, keepdim=bool(keepdims))
+    return result
 
 
 def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
     """Multiply sizes along their only axis."""
     if isinstance(x, Tensor):
         raise UnsupportedCall("data: pixels.")
-    whole = math.prod(x)
-    return (whole,) if keepdims else whole
+    product = math.prod(x)
+    return (product,) if keepdims else product
 
 
 def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
@@ -158,9 +158,9 @@ def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
 def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode: str = "constant") -> Tensor:
     amounts = to_ints(pads, "pads")
     half = len(amounts) // 2
-    places = tuple(range(half)) if axes is None else tuple(a % x.dim() for a in to_ints(axes, "axes"))
-    before, after = dict(zip(places, amounts[:half], strict=True)), dict(zip(places, amounts[half:], strict=True))
-    ends = [(before.get(axis, 0), after.get(axis, 0)) for axis in range(x.dim())]
+    padded_axes = range(half) if axes is None else [axis % x.dim() for axis in to_ints(axes, "axes")]
+    by_axis = dict(zip(padded_axes, zip(amounts[:half], amounts[half:], strict=True), strict=True))
+    ends = [by_axis.get(axis, (0, 0)) for axis in range(x.dim())]
     if mode == "constant":
         return functional.pad(x, flatten_padding(ends), value=float(to_number(value) or 0))
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}

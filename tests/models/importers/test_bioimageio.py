@@ -15,7 +15,7 @@ import yaml
 from bioimageio.spec import InvalidDescr, ValidationContext, build_description
 from importing import import_model
 from live import eager
-from onnxes import exported
+from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
@@ -178,7 +178,7 @@ def test_onnx_weights_are_checked_and_served(
     bands_network: nn.Module, tmp_path: Path, phantom: Any, image: np.ndarray, *, beside: bool
 ) -> None:
     folder = write_05(tmp_path / "package", bands_network, image)
-    path = exported(bands_network, folder / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
+    path = export_onnx(bands_network, folder / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
     described: dict[str, Any] = {"source": path.name, "opset_version": 20}
     if beside:
         onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.data", size_threshold=0)

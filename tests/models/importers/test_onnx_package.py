@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from importing import import_model
-from onnxes import exported
+from onnx_export import export_onnx
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
@@ -25,7 +25,7 @@ STATED: dict[str, Any] = {
 
 
 def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Module, tmp_path: Path) -> None:
-    path = exported(bands_network, tmp_path / "bands.onnx", SHAPE)
+    path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation: ONNX files do not say it; outputs"):
         import_model(path, tmp_path / "models", {})
     spec = import_model(path, tmp_path / "models", STATED).spec
@@ -40,7 +40,7 @@ def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Modu
 
 def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    path = exported(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
+    path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
     model = onnx.load(path)
     onnx.external_data_helper.convert_model_to_external_data(model, location="bands.data", size_threshold=0)
     onnx.save(model, path)

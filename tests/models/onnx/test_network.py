@@ -14,7 +14,7 @@ from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.segresnet import SegResNet
 from monai.networks.nets.unet import UNet
 from onnx import TensorProto, helper, numpy_helper
-from onnxes import exported
+from onnx_export import export_onnx
 from torch import nn
 
 from service.core.config import Engine as EngineSettings
@@ -50,7 +50,7 @@ def graph(path: Path, shape: list[Any], nodes: list[onnx.NodeProto], weight: Any
 def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = NETWORKS[name]()
-    loaded = load_onnx(exported(network, tmp_path / "n.onnx", SHAPE, OPEN))
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", SHAPE, OPEN))
     for shape in (SHAPE, (1, 1, 32, 48, 64)):
         image = torch.rand(shape)
         with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> Non
 
 def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    loaded = load_onnx(exported(NETWORKS["UNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
+    loaded = load_onnx(export_onnx(NETWORKS["UNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
     image = torch.rand(SHAPE)
     with torch.inference_mode():
         expected = loaded(image)
@@ -79,7 +79,7 @@ def test_engines_run_it_like_any_other(tmp_path: Path) -> None:
 def test_a_file_for_one_window_is_run_window_by_window(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = NETWORKS["ShuffleUNet"]()
-    loaded = load_onnx(exported(network, tmp_path / "n.onnx", (1, *SHAPE[1:])))
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", (1, *SHAPE[1:])))
     image = torch.rand(3, *SHAPE[1:])
     with torch.inference_mode():
         torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
@@ -88,7 +88,7 @@ def test_a_file_for_one_window_is_run_window_by_window(tmp_path: Path) -> None:
 
 
 def test_values_are_let_go_when_nobody_needs_them_any_more(tmp_path: Path) -> None:
-    loaded = load_onnx(exported(NETWORKS["ShuffleUNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
+    loaded = load_onnx(export_onnx(NETWORKS["ShuffleUNet"](), tmp_path / "n.onnx", SHAPE, OPEN))
     spent = [name for step in loaded.steps for name in step.released]
     made = {name for step in loaded.steps for name in step.outputs} | {"x"}
     assert len(spent) == len(set(spent))

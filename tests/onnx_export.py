@@ -1,4 +1,4 @@
-"""ONNX files as torch writes them."""
+"""Exporting networks to ONNX files with torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 
-def exported(network: nn.Module, path: Path, shape: tuple[int, ...], axes: Any = None) -> Path:
-    """The network for an image of `shape`; `axes`: those of its input `x` that may have any length, with names."""
+def export_onnx(network: nn.Module, path: Path, shape: tuple[int, ...], axes: Any = None) -> Path:
+    """Write the network for an image of `shape`; `axes` names the axes of its input `x` that may have any length."""
     with warnings.catch_warnings():
-        # The exporter by tracing is on its way out; the other one takes half a minute.
+        # Tracing is deprecated, but the other exporter takes half a minute.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             network.eval(), (torch.rand(shape),), path, dynamo=False, input_names=["x"], dynamic_axes=axes
