@@ -212,19 +212,23 @@ class ModelCache(Generic[T]):
 
     def _choose_next(self) -> str | None:
         """Return the model to load next, and mark those that have to make room for it."""
-        for name in [name for name, leases in self._wanted.items() if all(lease.model.cancelled() for lease in leases)]:
-            del self._wanted[name]
-        for entry in self._entries.values():
-            entry.leaving = False
+        for wanted, leases in list(self._wanted.items()):
+            if all(lease.model.cancelled() for lease in leases):
+                del self._wanted[wanted]
         absent = self._first or [name for name in self._wanted if name not in self._entries]
-        if not absent:
-            return None
-        excess = sum(other.nbytes for other in self._entries.values()) + self._size(absent[0]) - self._limit
+        name = absent[0] if absent else None
+        self._mark_leaving(name)
+        return name
+
+    def _mark_leaving(self, name: str | None) -> None:
+        """Mark the models that have to make room for this one, those in use last; None: no model has to."""
+        excess = 0 if name is None else self._used_bytes() + self._size(name) - self._limit
         for entry in sorted(self._entries.values(), key=lambda other: (other.users > 0, other.used)):
-            if excess > 0:
-                excess -= entry.nbytes
-                entry.leaving = True
-        return absent[0]
+            entry.leaving = excess > 0
+            excess -= entry.nbytes
+
+    def _used_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self._entries.values())
 
     def _size(self, name: str) -> int:
         return self._sizes.get(name) or self._guess(name)
@@ -259,7 +263,7 @@ class ModelCache(Generic[T]):
         granted = None
         with self._changed:
             self._sizes[name] = nbytes
-            if nbytes + sum(other.nbytes for other in self._entries.values()) <= self._limit:
+            if nbytes + self._used_bytes() <= self._limit:
                 self._entries[name] = _Entry(model, nbytes, time.time())
                 self._end_loading(name)
                 # Before the model might have to make room for others.

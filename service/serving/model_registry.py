@@ -100,7 +100,7 @@ class ModelRegistry:
     def servable_spec(self, name: str | None) -> ModelSpec:
         """Return the spec of a model, which may still be loading. Raises UnknownModel and BrokenModel."""
         state = repository.select_model(self._states, name, self._settings.default)
-        # Every request asks: a model that is loaded needs no look at why it is not.
+        # Every request asks, so that the state of a model that is loaded is not worked out.
         if self.loaded(state.name) is None:
             state = self._update(state)
         if state.state == "failed" or state.spec is None:
@@ -144,20 +144,19 @@ class ModelRegistry:
         """Return the model with its present state on the devices."""
         if state.spec is None:
             return state
-        name, caches = state.name, {worker.name: worker.model_cache for worker in self._device_workers}
-        segmenter = self.loaded(name)
-        loaded = {
-            device: loaded_model
-            for device, model_cache in caches.items()
-            if (loaded_model := model_cache.loaded_models.get(name)) is not None
-        }
+        segmenter, loaded = self.loaded(state.name), self._loaded_models(state.name)
         if segmenter is not None and loaded:
             return state._replace(state="ready", segmenter=segmenter, loaded=loaded)
-        if any(model_cache.is_awaited(name) for model_cache in caches.values()):
+        caches = [worker.model_cache for worker in self._device_workers]
+        if any(model_cache.is_awaited(state.name) for model_cache in caches):
             return state._replace(state="loading")
-        problems = (model_cache.problems.get(name) for model_cache in caches.values())
-        problem = next((problem for problem in problems if problem is not None), None)
-        return state if problem is None else state._replace(state="failed", problem=problem)
+        problems = [problem for model_cache in caches if (problem := model_cache.problems.get(state.name)) is not None]
+        return state._replace(state="failed", problem=problems[0]) if problems else state
+
+    def _loaded_models(self, name: str) -> dict[str, LoadedModel]:
+        """Return memory and use of the model on each device that has it loaded, by the device's name."""
+        devices = {worker.name: worker.model_cache.loaded_models.get(name) for worker in self._device_workers}
+        return {device: loaded for device, loaded in devices.items() if loaded is not None}
 
 
 def _read_model(folder: Path) -> ModelState:

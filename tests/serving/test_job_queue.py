@@ -3,10 +3,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import Any
 
 import pytest
-from fakes import until
 
 from service.core.errors import BadFile, NotReady, QueueFull
 from service.serving.job import FreeMemory, Job, Needs
@@ -176,21 +174,6 @@ def test_job_that_takes_more_than_was_thought_leaves_less_for_others() -> None:
     assert queue.take() is jobs[2]
 
 
-def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
-    queue, taken = JobQueue(limit=30), list[object]()
-    first, second = sized(1000), sized(1000)
-    queue.offer(first)
-    queue.offer(second)
-    assert queue.take() is first
-    thread = threading.Thread(target=lambda: taken.append(queue.take()))
-    thread.start()
-    thread.join(0.05)
-    assert taken == []
-    first.advance(999, 1000)
-    thread.join(10)
-    assert taken == [second]
-
-
 def test_expected_work_is_time_and_not_windows() -> None:
     queue = JobQueue(limit=4)
     timed(queue, "slow", windows=1, seconds=0.2)
@@ -300,26 +283,6 @@ def test_time_left_counts_what_runs_and_what_comes_before() -> None:
     assert math.ceil(least) <= full.value.retry_after <= math.ceil(most), "what the running one needs, rounded up"
 
 
-def test_who_was_called_is_not_called_again_before_looking() -> None:
-    queue, looked = JobQueue(limit=4), list[int]()
-
-    def needs() -> Needs:
-        looked.append(1)
-        return Needs()
-
-    taken = list[Job[Any] | None]()
-    waiting = threading.Thread(target=lambda: taken.append(queue.take()))
-    waiting.start()
-    job = Job("m", done, needs=needs)
-    with queue._changed:
-        queue.offer(job)
-        for _ in range(5):
-            queue.release(job)
-        assert len(looked) == 1
-    waiting.join(10)
-    assert taken == [job]
-
-
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_limit_counts_those_beyond_the_one_that_runs(limit: int) -> None:
     queue = JobQueue(limit)
@@ -416,27 +379,3 @@ def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:
     assert running.cancelled()
     assert waiting.state == "cancelled"
     assert queue.waiting == 0
-
-
-def test_every_thread_learns_of_the_end_and_one_of_work() -> None:
-    queue, taken = JobQueue(limit=30), list[object]()
-    threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(5)]
-    first, second, last = sized(20), sized(20), sized(1)
-    last.ready = False
-    queue.offer(last)
-    queue.offer(first)
-    assert queue.take() is first
-    for thread in threads:
-        thread.start()
-    queue.put(second)
-    assert taken == []
-    first.run()
-    until(lambda: taken)
-    for thread in threads:
-        thread.join(0.05)
-    assert taken == [second]
-    queue.close()
-    last.cancel()
-    for thread in threads:
-        thread.join(10)
-    assert sorted(map(str, taken)) == sorted(map(str, [second, None, None, None, None]))

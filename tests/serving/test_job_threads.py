@@ -5,11 +5,14 @@ import logging
 import queue
 import threading
 import weakref
+from typing import Any
 
 import pytest
+from fakes import until
 
 from service.core.errors import BadFile
-from service.serving.job_queue import JobThreads
+from service.serving.job import Job, Needs
+from service.serving.job_queue import JobQueue, JobThreads
 
 
 class Recorded:
@@ -93,3 +96,66 @@ def test_each_thread_begins_before_it_takes_a_task() -> None:
     assert worker.join(10)
     assert told.count("begin") == told.count("take") == 3
     assert told[0] == "begin"
+
+
+def sized(windows: int) -> Job[int]:
+    return Job("m", lambda _job: 7, windows=windows)
+
+
+def test_thread_that_waits_notices_that_another_job_is_of_use_now() -> None:
+    queue, taken = JobQueue(limit=30), list[object]()
+    first, second = sized(1000), sized(1000)
+    queue.offer(first)
+    queue.offer(second)
+    assert queue.take() is first
+    thread = threading.Thread(target=lambda: taken.append(queue.take()))
+    thread.start()
+    thread.join(0.05)
+    assert taken == []
+    first.advance(999, 1000)
+    thread.join(10)
+    assert taken == [second]
+
+
+def test_who_was_called_is_not_called_again_before_looking() -> None:
+    queue, looked = JobQueue(limit=4), list[int]()
+
+    def needs() -> Needs:
+        looked.append(1)
+        return Needs()
+
+    taken = list[Job[Any] | None]()
+    waiting = threading.Thread(target=lambda: taken.append(queue.take()))
+    waiting.start()
+    job = Job("m", lambda _job: 7, needs=needs)
+    with queue._changed:
+        queue.offer(job)
+        for _ in range(5):
+            queue.release(job)
+        assert len(looked) == 1
+    waiting.join(10)
+    assert taken == [job]
+
+
+def test_every_thread_learns_of_the_end_and_one_of_work() -> None:
+    queue, taken = JobQueue(limit=30), list[object]()
+    threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(5)]
+    first, second, last = sized(20), sized(20), sized(1)
+    last.ready = False
+    queue.offer(last)
+    queue.offer(first)
+    assert queue.take() is first
+    for thread in threads:
+        thread.start()
+    queue.put(second)
+    assert taken == []
+    first.run()
+    until(lambda: taken)
+    for thread in threads:
+        thread.join(0.05)
+    assert taken == [second]
+    queue.close()
+    last.cancel()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(map(str, taken)) == sorted(map(str, [second, None, None, None, None]))

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeSegmenter, until
+from runtimes import running, settings, submitted
 
-from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import (
     BrokenModel,
@@ -25,34 +22,10 @@ from service.core.errors import (
     UnknownModel,
 )
 from service.core.volume import Options, Volume
-from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.serving.device_worker import device_worker_settings
-from service.serving.job import Job
 from service.serving.runtime import Runtime
-
-
-def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
-    return Settings.model_validate(
-        {"models": {"folder": folder}, "server": {"scratch_folder": scratch, "drain_seconds": 0.2}} | sections
-    )
-
-
-@contextmanager
-def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
-    runtime = Runtime(chosen, load)
-    runtime.start()
-    try:
-        yield runtime
-    finally:
-        runtime.stop()
-
-
-def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
-    """A job whose result is what the segmenter gives."""
-    return runtime.submit(spec, volume, options, lambda result: result)
 
 
 class Stuck(FakeSegmenter):
@@ -73,32 +46,6 @@ class Stuck(FakeSegmenter):
 @pytest.fixture
 def stack() -> Volume:
     return Volume.from_array(np.full((1, 4, 5, 6), 200, np.uint8))
-
-
-def closed(gates: list[FakeSegmenter]) -> Any:
-    """A loader whose segmenters wait, and are remembered in `gates`."""
-
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
-        fake = FakeSegmenter(spec, chosen)
-        fake.gate.clear()
-        gates.append(fake)
-        return fake
-
-    return load
-
-
-def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
-    fakes: list[FakeSegmenter] = []
-    with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
-        assert [model.state for model in runtime.models.states()] == ["loading"]
-        assert runtime.unready_reasons() == ("bands is being loaded and warmed up.",)
-        with pytest.raises(NotReady):
-            runtime.models.segmenter(None)
-        until(lambda: fakes)
-        fakes[0].gate.set()
-        until(lambda: runtime.unready_reasons() == ())
-        assert runtime.models.segmenter("bands") is fakes[0]
-        assert runtime.models.segmenter(None) is fakes[0]
 
 
 def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
@@ -125,43 +72,6 @@ def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_p
         with pytest.raises(DeviceLost):
             job.future.result(20)
         until(lambda: runtime.unready_reasons() == ("cuda:0 has failed.",))
-
-
-def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
-    with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
-        runtime.models.segmenter("livers")
-
-
-@pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
-def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
-    bands_repository: Path, tmp_path: Path, error: Exception
-) -> None:
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
-        raise error
-
-    with running(settings(bands_repository, tmp_path), load) as runtime:
-        until(lambda: runtime.models.states()[0].state == "failed")
-        assert str(error) in (runtime.models.states()[0].problem or "")
-        assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
-        with pytest.raises(BrokenModel, match="bands"):
-            runtime.models.segmenter(None)
-
-
-def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    for name in ("first", "second"):
-        shutil.copytree(bands_repository / "bands", models / name)
-    with running(settings(models, tmp_path)) as runtime:
-        (state,) = runtime.models.states()
-        assert (state.name, state.state) == ("bands", "failed")
-        assert "second: the name 'bands' is taken" in (state.problem or "")
-
-
-def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:
-    with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
-        assert "nowhere" in runtime.unready_reasons()[0]
-        with pytest.raises(UnknownModel):
-            runtime.models.segmenter(None)
 
 
 def test_submitted_volume_is_segmented_by_the_worker(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
@@ -405,17 +315,6 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
         for _ in range(3):
             submitted(runtime, runtime.models.spec("beta"), stack, Options()).future.result(20)
         assert [worker for worker in runtime.device_workers if worker.model_cache.get("beta")] == [holder]
-
-
-def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Path, tmp_path: Path) -> None:
-    chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
-    found = device_worker_settings(chosen)
-    assert [name for name, _ in found] == ["cpu", "cpu-2"]
-    cores = hardware.usable_cores()
-    assert all(1 <= own.device.threads <= max(cores // 2, 1) for _, own in found)
-    assert device_worker_settings(settings(bands_repository, tmp_path)) == [
-        (None, settings(bands_repository, tmp_path))
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,37 @@
+"""Runtimes with fake segmenters, for tests of what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fakes import FakeSegmenter
+
+from service.core.config import Settings
+from service.core.volume import Options, Volume
+from service.inference.result import Result
+from service.serving.job import Job
+from service.serving.runtime import Runtime
+
+
+def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
+    return Settings.model_validate(
+        {"models": {"folder": folder}, "server": {"scratch_folder": scratch, "drain_seconds": 0.2}} | sections
+    )
+
+
+@contextmanager
+def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
+    runtime = Runtime(chosen, load)
+    runtime.start()
+    try:
+        yield runtime
+    finally:
+        runtime.stop()
+
+
+def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
+    """A job whose result is what the segmenter gives."""
+    return runtime.submit(spec, volume, options, lambda result: result)

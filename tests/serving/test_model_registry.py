@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeSegmenter, until
+from runtimes import running, settings
+
+from service.core.config import Settings
+from service.core.errors import BrokenModel, NotReady, UnknownModel
+
+
+def closed(gates: list[FakeSegmenter]) -> Any:
+    """A loader whose segmenters wait, and are remembered in `gates`."""
+
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = FakeSegmenter(spec, chosen)
+        fake.gate.clear()
+        gates.append(fake)
+        return fake
+
+    return load
+
+
+def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_path: Path) -> None:
+    fakes: list[FakeSegmenter] = []
+    with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
+        assert [model.state for model in runtime.models.states()] == ["loading"]
+        assert runtime.unready_reasons() == ("bands is being loaded and warmed up.",)
+        with pytest.raises(NotReady):
+            runtime.models.segmenter(None)
+        until(lambda: fakes)
+        fakes[0].gate.set()
+        until(lambda: runtime.unready_reasons() == ())
+        assert runtime.models.segmenter("bands") is fakes[0]
+        assert runtime.models.segmenter(None) is fakes[0]
+
+
+def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
+        runtime.models.segmenter("livers")
+
+
+@pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
+def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
+    bands_repository: Path, tmp_path: Path, error: Exception
+) -> None:
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        raise error
+
+    with running(settings(bands_repository, tmp_path), load) as runtime:
+        until(lambda: runtime.models.states()[0].state == "failed")
+        assert str(error) in (runtime.models.states()[0].problem or "")
+        assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
+        with pytest.raises(BrokenModel, match="bands"):
+            runtime.models.segmenter(None)
+
+
+def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for name in ("first", "second"):
+        shutil.copytree(bands_repository / "bands", models / name)
+    with running(settings(models, tmp_path)) as runtime:
+        (state,) = runtime.models.states()
+        assert (state.name, state.state) == ("bands", "failed")
+        assert "second: the name 'bands' is taken" in (state.problem or "")
+
+
+def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:
+    with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
+        assert "nowhere" in runtime.unready_reasons()[0]
+        with pytest.raises(UnknownModel):
+            runtime.models.segmenter(None)
