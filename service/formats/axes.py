@@ -1,6 +1,6 @@
-"""Which stored dimension is which: from the file, from the caller's override, never from a guess but one.
+"""Meaning of the stored dimensions, from the file or the caller's override, and selection of channels and time.
 
-The one: a plain stack of grey pages without any description is taken for z, and a note says so.
+Only one guess is made: the pages of a plain grey stack without any description are taken for z, and a note says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from service.core.errors import AmbiguousAxes, BadFile, BadParameter
 from service.core.volume import Selection
 
 LETTERS = "TZCYXS"
-_NAMELESS = "QI"  # how tifffile names a dimension that a file does not name
+_NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
 
 
 @dataclass(frozen=True)
@@ -27,48 +27,42 @@ class Layout:
     notes: tuple[str, ...] = ()
 
     def length(self, axis: str) -> int:
-        """Length along an axis, 1 where there is none."""
+        """Return the length along an axis, 1 where there is none."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
-
-    @property
-    def channels(self) -> int:
-        """Channels and samples of a pixel count together: channel c, sample s is number c * samples + s."""
-        return self.length("C") * self.length("S")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a selection takes of a layout: one time point (None: the caller has not chosen), and channels by number."""
+    """Selected part of a layout.
+
+    time      index, None where the caller has not chosen one of several
+    channels  by number; sample s of channel c has number c * samples + s
+    """
 
     time: int | None
     channels: tuple[int, ...]
 
 
-def understand(axes: str, shape: Sequence[int], override: str | None, doubt: str = "") -> Layout:
-    """Settle the axes of a stored array.
+def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: str = "") -> Layout:
+    """Resolve the axes of a stored array.
 
     Args:
         axes: one letter per stored dimension, as the file or tifffile names them
         shape: lengths of the stored dimensions
         override: the caller's `axes=`, one of TZCYXS per stored dimension, those of length 1 with or without
-        doubt: a clause that says why the file's own description cannot be used, or ""
+        doubt: clause why the file's own description cannot be used, or ""
 
-    Raises AmbiguousAxes where the file does not say, BadParameter where the override does not fit, BadFile where a
-    dimension is empty, or negative, as a tag of a signed type may have it.
+    Raises AmbiguousAxes where the file does not name its axes, BadParameter where the override does not fit, BadFile
+    where a dimension is empty, or negative, as a signed tag may have it.
     """
     if len(axes) < 2 or min(shape) < 1:
-        raise BadFile(f"The file holds an image without pixels: its stored shape is {_written(shape)}.")
+        raise BadFile(f"The file holds an image without pixels: its stored shape is {_format_shape(shape)}.")
     if override is not None:
-        return _override(override.upper(), axes, shape)
+        return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
-    state = f"State one letter of {LETTERS} per dimension, for example axes={_example(axes)}."
-    unnamed = f"The file does not say what its dimensions {_written(shape)} are ({axes}). {state}"
-    if "Y" not in axes or "X" not in axes or len(set(axes)) < len(axes):
-        raise AmbiguousAxes(unnamed)
-    if doubt and len(axes.replace("S", "")) > 2:
-        raise AmbiguousAxes(
-            f"The axes of the file are unknown: {doubt}. The stored shape is {_written(shape)}. {state}"
-        )
+    is_plane = len(axes.replace("S", "")) <= 2
+    if not _has_plane(axes) or (doubt and not is_plane):
+        raise _ambiguous(axes, shape, doubt if _has_plane(axes) else "")
     notes = (f"The file's description is not used: {doubt}.",) if doubt else ()
     if set(axes) <= set(LETTERS):
         return Layout(axes, shape, notes)
@@ -77,7 +71,21 @@ def understand(axes: str, shape: Sequence[int], override: str | None, doubt: str
             f"The file does not name its axes; its {shape[0]} pages are taken for z. axes=TYX or axes=CYX overrides it."
         )
         return Layout("Z" + axes[1:], shape, (*notes, note))
-    raise AmbiguousAxes(unnamed)
+    raise _ambiguous(axes, shape)
+
+
+def _has_plane(axes: str) -> bool:
+    """Whether Y and X are among the axes, and no axis occurs twice."""
+    return {*"YX"} <= {*axes} and len(set(axes)) == len(axes)
+
+
+def _ambiguous(axes: str, shape: Sequence[int], doubt: str = "") -> AmbiguousAxes:
+    lengths = _format_shape(shape)
+    if doubt:
+        problem = f"The axes of the file are unknown: {doubt}. The stored shape is {lengths}."
+    else:
+        problem = f"The file does not say what its dimensions {lengths} are ({axes})."
+    return AmbiguousAxes(f"{problem} State one letter of {LETTERS} per dimension, for example axes={_suggest(axes)}.")
 
 
 def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -86,29 +94,29 @@ def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     return "".join(axis for axis, _ in kept), tuple(n for _, n in kept)
 
 
-def _override(override: str, axes: str, shape: Sequence[int]) -> Layout:
-    if not override or set(override) - set(LETTERS) or len(set(override)) < len(override) or not {*"YX"} <= {*override}:
+def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
+    if not set(override) <= set(LETTERS) or not _has_plane(override):
         raise BadParameter(f"axes={override!r}: use each letter of {LETTERS} at most once, Y and X always.")
-    shown = squeeze(axes, shape)[1]
-    longer = tuple(n for n in shape if n > 1)
-    for lengths in (shown, tuple(shape), longer):
+    squeezed = squeeze(axes, shape)[1]
+    for lengths in (squeezed, tuple(shape), tuple(n for n in shape if n > 1)):
         if len(lengths) == len(override):
             return Layout(override, lengths)
     raise BadParameter(
-        f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(shown)}: {_written(shown)}."
+        f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed)}:"
+        f" {_format_shape(squeezed)}."
     )
 
 
 def select(layout: Layout, names: Sequence[str], selection: Selection) -> Part:
-    """The time point and the channels to read; without a choice all channels, and the only time point or None.
+    """Select time point and channels; without a choice all channels, and the only time point or None.
 
-    Raises BadParameter where there is no such time point or channel, naming what there is.
+    Raises BadParameter for a time point or channel that the file does not have, and lists those that it has.
     """
-    return Part(_time(layout, selection.time), _channels(names, selection.channel))
+    return Part(_select_time(layout, selection.time), _select_channels(names, selection.channel))
 
 
-def must_choose_time(layout: Layout) -> str:
-    """The sentence for a caller who has not chosen one of several time points."""
+def explain_time_choice(layout: Layout) -> str:
+    """Return the sentence for a caller who has not chosen one of several time points."""
     text = f"The file has {layout.length('T')} time points; choose one with time=0 to time={layout.length('T') - 1}."
     if layout.length("Z") == 1:
         other = layout.axes.replace("Z", "").replace("T", "Z")
@@ -116,55 +124,55 @@ def must_choose_time(layout: Layout) -> str:
     return text
 
 
-def _time(layout: Layout, time: int | None) -> int | None:
+def _select_time(layout: Layout, time: int | None) -> int | None:
     times = layout.length("T")
     if time is None:
         return 0 if times == 1 else None
     if not 0 <= time < times:
-        there = "one time point: time=0" if times == 1 else f"{times} time points: time=0 to time={times - 1}"
-        raise BadParameter(f"time={time}: the file has {there}.")
+        available = "one time point: time=0" if times == 1 else f"{times} time points: time=0 to time={times - 1}"
+        raise BadParameter(f"time={time}: the file has {available}.")
     return time
 
 
-def _channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
+def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
     if channel is None:
         return tuple(range(len(names)))
     wanted = str(channel).strip()
-    named = _named(names, wanted)
+    named = _find_by_name(names, wanted)
     if len(named) > 1:
         raise BadParameter(f"channel={channel!r}: {len(named)} channels have that name; choose one by its number.")
-    index = named[0] if named else _number(wanted)
+    index = named[0] if named else _parse_index(wanted)
     if index is None or not 0 <= index < len(names):
-        raise BadParameter(f"channel={channel!r}: the file has {name_channels(names)}.")
+        raise BadParameter(f"channel={channel!r}: the file has {_list_channels(names)}.")
     return (index,)
 
 
-def _named(names: Sequence[str], wanted: str) -> list[int]:
-    """The channels of that name; of a name in other letters, upper or lower, where none has it exactly."""
+def _find_by_name(names: Sequence[str], wanted: str) -> list[int]:
+    """Return the channels of exactly this name, or else those of this name in any case of letters."""
     exact = [index for index, name in enumerate(names) if name and name == wanted]
     return exact or [index for index, name in enumerate(names) if name and name.lower() == wanted.lower()]
 
 
-def _number(text: str) -> int | None:
+def _parse_index(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
         return None
 
 
-def name_channels(names: Sequence[str]) -> str:
-    """For people: "2 channels: 0 (DAPI), 1"."""
+def _list_channels(names: Sequence[str]) -> str:
+    """Return text such as "2 channels: 0 (DAPI), 1"."""
     listed = ", ".join(f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:16]))
     more = f" and {len(names) - 16} more" if len(names) > 16 else ""
     return f"{len(names)} channel{'s' * (len(names) > 1)}: {listed}{more}"
 
 
-def _written(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(str(n) for n in shape)
 
 
-def _example(axes: str) -> str:
-    """The stored axes with the unknown ones replaced, the innermost by Z."""
+def _suggest(axes: str) -> str:
+    """Replace unknown axes by free letters, the innermost by Z."""
     letters = list(axes)
     spare = [axis for axis in "ZCTS" if axis not in axes]
     for index in reversed(range(len(letters))):

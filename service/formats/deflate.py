@@ -1,4 +1,4 @@
-"""Planes of labels as zlib streams, compressed in C++ by the thread of the caller; `deflation.cpp` says how."""
+"""Compression of label planes to zlib streams in C++, in the caller's thread; the algorithm is in `deflate.cpp`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from service.core.cpp_extension import FLAGS, CppExtension
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# What each function takes and gives, as `CppExtension` says.
+# Types of arguments and result, by the letters of `CppExtension`.
 SIGNATURES = (("stackseg_deflate", "pqqqqpp", "-"),)
 
-# A repetition lies less than 32 KiB back: one pixel more than a line of so many bytes.
-LONGEST_LINE = 2**14
+# Zlib's window is 32 KiB, and repetitions are looked for up to one line and one pixel back.
+MAX_LINE_BYTES = 2**14
 
 
 class Deflation(CppExtension):
-    """The compiled function, once `prepare` has made it; without a compiler there is none."""
+    """Compressor of label planes, available once `prepare` has compiled it."""
 
     def __init__(self) -> None:
         super().__init__(SOURCE, FLAGS, SIGNATURES, "Small results are compressed several times as slowly")
 
     def compress(self, pixels: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
-        """The streams of planes [Z, Y, X], one after the other, and where each of them ends, int64 [Z].
+        """Compress unsigned planes [Z, Y, X] to zlib streams one after the other, and their ends, int64 [Z].
 
-        None where that is not for it: without the function, for anything but planes of unsigned integers, and for
-        planes with lines that are too long.
+        Returns None before `prepare`, for other arrays, and for lines of more than `MAX_LINE_BYTES`.
         """
         if self._library is None or pixels.dtype.kind != "u" or pixels.ndim != 3 or not pixels.size:
             return None
         planes, rows, width = pixels.shape
-        if width * pixels.itemsize > LONGEST_LINE:
+        if width * pixels.itemsize > MAX_LINE_BYTES:
             return None
         pixels = np.ascontiguousarray(pixels, pixels.dtype.newbyteorder("="))
-        # Nine bits for every byte at most, what frames a stream, and what is written ahead.
+        # At most nine bits per byte, the frame of each stream, and eight bytes that are written ahead.
         streams = np.empty(planes * (pixels[0].nbytes * 9 // 8 + 24) + 8, np.uint8)
         ends = np.empty(planes, np.int64)
         self._functions.stackseg_deflate(
@@ -47,4 +46,4 @@ class Deflation(CppExtension):
 
 
 deflation = Deflation()
-"""The one of this process; a service prepares it when it starts."""
+"""Compressor of this process; the service prepares it at start."""

@@ -1,7 +1,7 @@
-"""A second ImageDescription for ImageJ's own TIFF reader, which knows no OME-XML and would lose the distance of planes.
+"""A second ImageDescription for ImageJ's own TIFF reader, which ignores OME-XML and so would lose the voxel depth.
 
 Readers of OME-TIFF take the first ImageDescription of a page; ImageJ takes the one that begins with its name.
-Micro-Manager writes its files so, too.
+Micro-Manager writes both descriptions, too.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ IMAGE_DESCRIPTION = 270
 _ASCII = 2
 
 
-def for_imagej(segmentation: Segmentation) -> str:
-    """Dimensions and sampling as ImageJ writes them; lengths in cm, as the resolution tags have no smaller unit."""
+def describe(segmentation: Segmentation) -> str:
+    """Return dimensions and sampling in ImageJ's syntax; lengths in cm, the smallest unit of the resolution tags."""
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
     if pixels.ndim == 4:
@@ -29,30 +29,30 @@ def for_imagej(segmentation: Segmentation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def append(stream: BinaryIO, text: str) -> int:
-    """Give the first page of a TIFF a further ImageDescription, after the one that it has; the rest stays in place.
+def append_description(stream: BinaryIO, text: str) -> int:
+    """Add an ImageDescription to the first page of a TIFF, after its present one, and return the text's position.
 
-    Returns where the text is.
+    Text and a longer copy of the page directory go to the end of the file; everything else stays in place.
     """
     data = text.encode("ascii") + b"\0"
-    flavour, offset = ifd.header(stream)
+    packing, offset = ifd.read_header(stream)
     stream.seek(offset)
-    count = flavour.count.unpack(stream.read(flavour.count.size))[0]
-    entries = [stream.read(flavour.entry.size) for _ in range(count)]
-    following = stream.read(flavour.offset.size)
-    place = _aligned_end(stream.seek(0, os.SEEK_END))
-    stream.seek(place)
+    count = packing.count.unpack(stream.read(packing.count.size))[0]
+    entries = [stream.read(packing.entry.size) for _ in range(count)]
+    following = stream.read(packing.offset.size)
+    position = _aligned_end(stream.seek(0, os.SEEK_END))
+    stream.seek(position)
     stream.write(data)
-    value = flavour.offset.pack(place)
-    entry = flavour.entry.pack(IMAGE_DESCRIPTION, _ASCII, len(data), value)
-    before = sum(flavour.entry.unpack(known)[0] <= IMAGE_DESCRIPTION for known in entries)
+    value = packing.offset.pack(position)
+    entry = packing.entry.pack(IMAGE_DESCRIPTION, _ASCII, len(data), value)
+    before = sum(packing.entry.unpack(known)[0] <= IMAGE_DESCRIPTION for known in entries)
     entries.insert(before, entry)
     directory = _aligned_end(stream.tell())
     stream.seek(directory)
-    stream.write(flavour.count.pack(count + 1) + b"".join(entries) + following)
-    stream.seek(flavour.offset.size)
-    stream.write(flavour.offset.pack(directory))
-    return place
+    stream.write(packing.count.pack(count + 1) + b"".join(entries) + following)
+    stream.seek(packing.offset.size)
+    stream.write(packing.offset.pack(directory))
+    return position
 
 
 def _aligned_end(position: int) -> int:

@@ -1,4 +1,4 @@
-"""What the tags of a TIFF say beside the pixels: sampling, names of channels, colours."""
+"""Metadata in the tags and headers of a TIFF: sampling, channel names, colours."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ CONTAINERS = {
 
 
 def stated_planes(tiff: TiffFile, kind: str) -> int:
-    """Number of pages' worth of pixels that the metadata promise; 0 where they promise none."""
+    """Return the number of planes that the metadata promise, 0 where they promise none."""
     page = tiff.pages.first
     if kind == "imagej":
         metadata = tiff.imagej_metadata or {}
         channels, slices, frames = (int(metadata.get(key, 1)) for key in ("channels", "slices", "frames"))
         return slices * frames * (1 if channels == page.samplesperpixel else channels)
     if kind == "shaped":
-        return int(math.prod(_tifffile(page).get("shape", ()))) // max(1, page.size)
+        return int(math.prod(_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
     return 0
 
 
-def _tifffile(page: TiffPage) -> dict[str, Any]:
+def _shaped_metadata(page: TiffPage) -> dict[str, Any]:
     return shaped_description_metadata(page.shaped_description or "{}")
 
 
 def resolution(page: TiffPage) -> Resolution:
-    """The resolution tags."""
+    """Read the resolution tags."""
     ratios = [page.tags.valueof(tag) for tag in ("XResolution", "YResolution")]
     x, y = (ratio if isinstance(ratio, tuple) and len(ratio) == 2 else None for ratio in ratios)
     return Resolution((x, y), {2: "inch", 3: "cm"}.get(page.tags.valueof("ResolutionUnit", 2), ""))
 
 
 def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """The sampling as a container states it."""
-    state = _CALIBRATIONS.get(kind)
-    return resolution(page).calibration() if state is None else state(tiff, page)
+    """Read the sampling that a container states, else that of the resolution tags."""
+    read = _CALIBRATIONS.get(kind)
+    return resolution(page).calibration() if read is None else read(tiff, page)
 
 
 def _imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
@@ -57,7 +57,7 @@ def _imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
 
 
 def _shaped(_tiff: TiffFile, page: TiffPage) -> Calibration:
-    return voxel_size.from_spacing(_tifffile(page), resolution(page), "tifffile metadata")
+    return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
 
 
 def _zeiss(tiff: TiffFile, _page: TiffPage) -> Calibration:
@@ -89,7 +89,7 @@ _CALIBRATIONS: dict[str, Callable[[TiffFile, TiffPage], Calibration]] = {
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
-    """Names of the channels as a vendor's header has them, or none."""
+    """Read channel names from a vendor's header; () where it has none."""
     names: Any = ()
     if kind == "lsm":
         names = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("ColorNames", ())
@@ -99,7 +99,7 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
 
 
 def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
-    """Names of `count` samples of a pixel, by the page's colour space; a further one is transparency."""
+    """Return names of `count` samples of a pixel by the page's colour space; one sample more is transparency."""
     spaces = {2: ("red", "green", "blue"), 6: ("red", "green", "blue"), 5: ("cyan", "magenta", "yellow", "black")}
     space = spaces.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
     names = space + ("alpha",) * (0 < len(space) == count - 1)
@@ -107,7 +107,7 @@ def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
 
 
 def remarks(page: TiffPage) -> tuple[str, ...]:
-    """Where stored numbers are not brightness."""
+    """Return notes for pages whose stored numbers are not brightness."""
     if page.photometric == 3:
         return ("The image has a colour palette; the stored numbers are used, not the colours.",)
     if page.photometric == 0:

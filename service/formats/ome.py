@@ -1,7 +1,7 @@
-"""OME-XML: what the images in an OME-TIFF are, and which page holds which plane.
+"""OME-XML: the images of an OME-TIFF, and the page of each plane.
 
 Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module reads XML. Entities and document types
-are refused, names of other files are recognised and never followed.
+are refused, and references to other files are never followed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
 from service.core.errors import BadFile
 
 
-class Unclear(Exception):
-    """The OME-XML does not settle what the pages are; says why in a clause. Never leaves this package."""
+class UnusableOme(Exception):
+    """The OME-XML does not describe the pages; the message is a clause. Never leaves this package."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class OmeImage:
 
 
 def parse(text: str, page_count: int) -> list[OmeImage]:
-    """All images that an OME-XML describes, in its order.
+    """Parse the images that an OME-XML describes, in its order.
 
     Raises BadFile where it declares entities, contradicts itself or promises planes that the file does not have,
-    and Unclear where it cannot be read, leaves the description to another file, or shares planes with other files.
+    and UnusableOme where it cannot be read, points to another file, or has planes in other files.
     """
     root = _root(text)
     tags = {_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
-        raise Unclear("its OME-XML only points to another file, and files that a file names are never opened")
+        raise UnusableOme("its OME-XML only points to another file, and files that a file names are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
-        raise Unclear("its OME-XML nests further dimensions inside Z, C or T (ModuloAlong)")
-    if _spread(root):
-        raise Unclear(
+        raise UnusableOme("its OME-XML nests further dimensions inside Z, C or T (ModuloAlong)")
+    if _has_other_files(root):
+        raise UnusableOme(
             "its OME-XML describes a set of several files, and files that a file names are never opened; to get the"
             " whole image, export the set as one file"
         )
     images = [_image(element, page_count) for element in root if _name(element) == "Image"]
     if not images:
-        raise Unclear("its OME-XML describes no image")
+        raise UnusableOme("its OME-XML describes no image")
     return images
 
 
@@ -72,16 +72,16 @@ def _root(text: str) -> Element:
     except DefusedXmlException as error:
         raise BadFile("The OME-XML declares a document type or entities, which are not read. Remove them.") from error
     except (ParseError, ValueError) as error:
-        raise Unclear(f"its OME-XML is not well-formed ({error})") from error
+        raise UnusableOme(f"its OME-XML is not well-formed ({error})") from error
     return root
 
 
-def _spread(root: Element) -> bool:
-    """Whether planes are in other files. A single file may have been renamed, so identifiers count, not file names."""
+def _has_other_files(root: Element) -> bool:
+    """Whether planes are in other files, by UUIDs: a single file may have been renamed."""
     elements = [element for element in root.iter() if _name(element) == "TiffData"]
-    owners = {_children(element, "UUID")[0].text if _children(element, "UUID") else None for element in elements}
+    uuids = {_children(element, "UUID")[0].text if _children(element, "UUID") else None for element in elements}
     own = root.get("UUID")
-    return len(owners) > 1 if own is None else bool(owners - {own, None})
+    return len(uuids) > 1 if own is None else bool(uuids - {own, None})
 
 
 def _name(element: Element) -> str:
@@ -106,10 +106,10 @@ def _integer(element: Element, attribute: str, default: int | None = None) -> in
 
 
 def _image(element: Element, page_count: int) -> OmeImage:
-    found = _children(element, "Pixels")
-    if len(found) != 1:
+    children = _children(element, "Pixels")
+    if len(children) != 1:
         raise BadFile("The OME-XML is damaged: an Image needs exactly one Pixels element.")
-    pixels = found[0]
+    pixels = children[0]
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
         raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r}.")
@@ -140,10 +140,10 @@ def _image(element: Element, page_count: int) -> OmeImage:
 
 
 def _samples(channels: list[Element]) -> int:
-    """Samples of a pixel, which all channels must have in the same number."""
+    """Return the samples per pixel. Raises UnusableOme where channels differ in them."""
     stated = {_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
     if len(stated) > 1:
-        raise Unclear("its OME-XML mixes channels of different numbers of samples")
+        raise UnusableOme("its OME-XML mixes channels of different numbers of samples")
     return max(1, *stated)
 
 
@@ -152,7 +152,7 @@ def _unit(pixels: Element, axis: str) -> str:
 
 
 def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
-    """Page of every plane. A plane that no TiffData, or more than one, speaks of is an error, never filled in."""
+    """Return the page of every plane. Raises BadFile where no TiffData, or more than one, places a plane."""
     planes = math.prod(shape)
     if not elements and planes == page_count:
         return tuple(range(planes))

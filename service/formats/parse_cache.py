@@ -1,7 +1,7 @@
-"""Which bytes of a file decided what was made of it, and what was made of earlier files with the same ones.
+"""Cache of parsed files, for files that differ only in pixels.
 
-Parsing looks at nothing of a file but its size and what it reads of it. So who parses notes what it reads, and
-`ParseCache` keep these bytes beside the answer, for files that differ in pixels alone.
+The result of parsing depends only on a file's size and on the bytes that the parser reads. `ReadLog` records those
+bytes, and `ParseCache` keeps them beside the result.
 """
 
 from __future__ import annotations
@@ -16,87 +16,88 @@ from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
-# Beyond, comparing takes as long as parsing.
+# Beyond these limits comparing takes as long as parsing.
 MOST_PARTS, MOST_BYTES = 512, 2**16
-# So many notes are put in order at once.
-_NOTES = 4096
-# Files of one size for which different things were understood.
-_ALIKE = 4
-# OME-XML gives every file an identifier of its own, of which nothing matters but which others are the same.
-_IDENTIFIER = re.compile(rb'((?:UUID="|>)urn:uuid:)([0-9A-Fa-f-]{36})(?=["<])')
+# Number of recorded reads that are merged at once.
+_MERGE_AFTER = 4096
+# Cached results for one question and file size.
+_RESULTS_PER_KEY = 4
+# OME-XML gives every file a UUID of its own; only which UUIDs are equal matters.
+_UUID = re.compile(rb'((?:UUID="|>)urn:uuid:)([0-9A-Fa-f-]{36})(?=["<])')
 
 
 class Part(NamedTuple):
-    """Bytes [begin, end) of a file; those of a `text` count as `renumbered` leaves them."""
+    """Bytes [begin, end) of a file, compared after `renumber_uuids` where they are `text`."""
 
     begin: int
     end: int
     text: bool = False
 
 
-def renumbered(text: bytes | bytearray) -> bytes:
-    """With numbers for the UUIDs of OME-XML, in the order in which they first come; of the same length."""
+def renumber_uuids(text: bytes | bytearray) -> bytes:
+    """Replace the UUIDs of OME-XML by numbers of the same length, in order of first occurrence."""
     numbers: dict[bytes, int] = {}
-    return _IDENTIFIER.sub(lambda found: found[1] + b"%036d" % numbers.setdefault(found[2], len(numbers)), text)
+    return _UUID.sub(lambda match: match[1] + b"%036d" % numbers.setdefault(match[2], len(numbers)), text)
 
 
 class ReadLog:
-    """Collects the parts that are read of a file, until they are too many to be of use."""
+    """Record of the parts of a file that are read, until they are too many to be of use."""
 
     def __init__(self) -> None:
-        # [begin, end) of every read, in plain tuples: a stack of 64 pages takes hundreds of them.
-        self._notes: list[tuple[int, int]] | None = []
+        # [begin, end) of every read, in plain tuples for speed: a stack of 64 pages takes hundreds of them.
+        self._reads: list[tuple[int, int]] | None = []
         self._texts: set[Part] = set()
         self.parsing = True
 
     def watch(self, stream: BinaryIO) -> BinaryIO:
-        """The same stream for reading and moving about; what else is asked of it ends the collection, being unknown.
+        """Wrap a stream so that reads are recorded; calls other than read, readinto, seek and tell end the record.
 
-        UUIDs come out `renumbered`, read by read, so that what is made of the file cannot depend on them.
+        UUIDs are renumbered in every read, so that the result of parsing cannot depend on them.
         """
-        return cast("BinaryIO", _Watched(stream, self))
+        return cast("BinaryIO", _WatchedStream(stream, self))
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
-        """Plain ones in order and apart from each other, then texts as they were read; None: unknown, or too much."""
-        self._put_in_order()
-        if self._notes is None:
+        """Plain parts in order and disjoint, then texts as they were read; None where unknown or too many."""
+        self._merge()
+        if self._reads is None:
             return None
-        return (*(Part(begin, end) for begin, end in self._notes), *sorted(self._texts))
+        return (*(Part(begin, end) for begin, end in self._reads), *sorted(self._texts))
 
-    def note(self, begin: int, end: int) -> None:
-        """This was read. What was asked for beyond the end of the file follows from its size."""
-        if self._notes is None:
+    def add(self, begin: int, end: int) -> None:
+        """Record a read. Reads beyond the end of the file need no record, as they follow from its size."""
+        if self._reads is None:
             return
-        self._notes.append((begin, end))
-        if len(self._notes) >= _NOTES:
-            self._put_in_order()
+        self._reads.append((begin, end))
+        if len(self._reads) >= _MERGE_AFTER:
+            self._merge()
 
-    def note_text(self, begin: int, end: int) -> None:
-        """The same, `renumbered`."""
+    def add_text(self, begin: int, end: int) -> None:
+        """Record a read whose UUIDs were renumbered."""
         self._texts.add(Part(begin, end, text=True))
         if len(self._texts) > MOST_PARTS:
             self.give_up()
 
-    def _put_in_order(self) -> None:
-        if self._notes is None:
+    def _merge(self) -> None:
+        if self._reads is None:
             return
-        self._notes = _merged(self._notes)
-        if not _within_limits((*self._notes, *(part[:2] for part in self._texts))):
+        self._reads = _merged(self._reads)
+        if not _within_limits((*self._reads, *(part[:2] for part in self._texts))):
             self.give_up()
 
     def give_up(self) -> None:
-        self._notes = None
+        """End the record: the parts are unknown."""
+        self._reads = None
         self._texts.clear()
 
     def end(self) -> None:
-        """What is read from now on are pixels, which come out as they are."""
+        """End the record where pixels are read from now on, which are not renumbered."""
         self.give_up()
         self.parsing = False
 
 
-class _Watched:
-    """What a TIFF reader asks of a stream, noted. The way of its calls is that of `io.BufferedReader`."""
+class _WatchedStream:
+    """Stream with the calls of `io.BufferedReader`, whose reads are recorded."""
 
     __slots__ = ("_position", "_read_log", "_stream")
 
@@ -111,16 +112,16 @@ class _Watched:
         begin = self._position
         self._position = end = begin + len(data)
         if b"urn:uuid:" in data and self._read_log.parsing and len(data) <= MOST_BYTES:
-            self._read_log.note_text(begin, end)
-            return renumbered(data)
-        self._read_log.note(begin, end)
+            self._read_log.add_text(begin, end)
+            return renumber_uuids(data)
+        self._read_log.add(begin, end)
         return data
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._stream.readinto(buffer)  # type: ignore[attr-defined]
         begin = self._position
         self._position = end = begin + count
-        self._read_log.note(begin, end)
+        self._read_log.add(begin, end)
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -163,30 +164,30 @@ class Content(Protocol):
     def __getitem__(self, part: slice, /) -> bytes | bytearray: ...
 
 
-class _Precedent(NamedTuple, Generic[T]):
-    """What was told, and the bytes that decided, each with their place."""
+class _Entry(NamedTuple, Generic[T]):
+    """Result of one parsed file, and the bytes that decided it, with their positions."""
 
     places: tuple[slice, ...]
     pieces: tuple[bytes, ...]
     texts: tuple[tuple[slice, bytes], ...]
-    told: T
+    result: T
 
     @classmethod
-    def of(cls, content: Content, parts: Sequence[Part], told: T) -> _Precedent[T]:
+    def of(cls, content: Content, parts: Sequence[Part], result: T) -> _Entry[T]:
         plain = [slice(part.begin, part.end) for part in parts if not part.text]
         texts = [slice(part.begin, part.end) for part in parts if part.text]
         return cls(
             tuple(plain),
             tuple(bytes(content[place]) for place in plain),
-            tuple((place, renumbered(content[place])) for place in texts),
-            told,
+            tuple((place, renumber_uuids(content[place])) for place in texts),
+            result,
         )
 
     def applies_to(self, content: Content) -> bool:
-        """Whether the file has the same bytes there, but for its UUIDs."""
-        # Some dozens of pieces of a few bytes each, which a loop in Python would take longer to go through.
+        """Whether the file has equal bytes at the same positions, but for its UUIDs."""
+        # `map` in C, as a Python loop over dozens of short pieces takes longer.
         return all(map(operator.eq, map(content.__getitem__, self.places), self.pieces)) and all(
-            renumbered(content[place]) == piece for place, piece in self.texts
+            renumber_uuids(content[place]) == piece for place, piece in self.texts
         )
 
     @property
@@ -195,62 +196,62 @@ class _Precedent(NamedTuple, Generic[T]):
 
 
 class ParseCache(Generic[T]):
-    """What was understood of earlier files, for files with the same evidence. Safe to use from threads.
+    """Results of parsing, for files with equal bytes in all parts that decided; thread-safe.
 
-    Holds at most `limit_bytes` of evidence, on files of at most so many kinds, told by their size and by what was
-    asked; those of no use for the longest time go.
+    Keeps at most `limit_bytes` of such parts, for at most `kinds` pairs of question and file size; the least recently
+    used pair is dropped first.
     """
 
     def __init__(self, kinds: int = 64, limit_bytes: int = 2**21) -> None:
-        self._most, self._limit = kinds, limit_bytes
-        self._known: OrderedDict[Hashable, list[_Precedent[T]]] = OrderedDict()
+        self._max_kinds, self._max_bytes = kinds, limit_bytes
+        self._entries: OrderedDict[Hashable, list[_Entry[T]]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def answer(
+    def get(
         self,
         question: Hashable,
         content: Content | None,
-        find_out: Callable[[], tuple[T, Sequence[Part] | None]],
+        parse: Callable[[], tuple[T, Sequence[Part] | None]],
     ) -> T:
-        """What is known, or is found out: what to tell, and the evidence for it, None where it may not be remembered.
+        """Return the cached result, or that of `parse`, which also gives the deciding parts, None to cache nothing.
 
-        Without a `content` nothing is. Errors are not remembered.
+        Without `content` nothing is cached. Errors are not cached.
         """
-        known = None if content is None else self.find(question, content)
-        if known is not None:
-            return known
-        told, parts = find_out()
+        cached = None if content is None else self.find(question, content)
+        if cached is not None:
+            return cached
+        result, parts = parse()
         if content is not None and parts is not None:
-            self.keep(question, content, parts, told)
-        return told
+            self.keep(question, content, parts, result)
+        return result
 
     def find(self, question: Hashable, content: Content) -> T | None:
-        """What was told to the same question about a file of this size that is equal in all that decided."""
+        """Return the result for the same question and a file equal in size and all deciding parts, or None."""
         key = question, len(content)
         with self._lock:
-            known = tuple(self._known.get(key, ()))
-        for precedent in known:
-            if precedent.applies_to(content):
+            entries = tuple(self._entries.get(key, ()))
+        for entry in entries:
+            if entry.applies_to(content):
                 with self._lock:
-                    if key in self._known:
-                        self._known.move_to_end(key)
-                return precedent.told
+                    if key in self._entries:
+                        self._entries.move_to_end(key)
+                return entry.result
         return None
 
-    def keep(self, question: Hashable, content: Content, parts: Sequence[Part], told: T) -> None:
-        """Remember what was told about a file that `parts` of it decided about; not where these are too many."""
-        # Nobody understands a file without its header. Who says so is not to be believed.
+    def keep(self, question: Hashable, content: Content, parts: Sequence[Part], result: T) -> None:
+        """Cache a result that `parts` of the file decided, unless they are too many."""
+        # Parts without the header cannot be true, and the child that reports them may be compromised.
         if not parts or parts[0].begin != 0 or not _within_limits([part[:2] for part in parts]):
             return
-        key, precedent = (question, len(content)), _Precedent.of(content, parts, told)
+        key, entry = (question, len(content)), _Entry.of(content, parts, result)
         with self._lock:
-            known = self._known.setdefault(key, [])
-            known.insert(0, precedent)
-            self._bytes += precedent.nbytes
-            self._bytes -= sum(old.nbytes for old in known[_ALIKE:])
-            del known[_ALIKE:]
-            self._known.move_to_end(key)
-            while len(self._known) > self._most or self._bytes > self._limit:
-                _, forgotten = self._known.popitem(last=False)
-                self._bytes -= sum(old.nbytes for old in forgotten)
+            entries = self._entries.setdefault(key, [])
+            entries.insert(0, entry)
+            self._bytes += entry.nbytes
+            self._bytes -= sum(old.nbytes for old in entries[_RESULTS_PER_KEY:])
+            del entries[_RESULTS_PER_KEY:]
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_kinds or self._bytes > self._max_bytes:
+                _, dropped = self._entries.popitem(last=False)
+                self._bytes -= sum(old.nbytes for old in dropped)

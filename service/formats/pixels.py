@@ -1,7 +1,7 @@
-"""Where the pixels of a selection lie in a file, or, where they are packed in any way, how they are unpacked.
+"""Location of the selected pixels in a file, and decoding of those that are compressed or scattered.
 
-What is stored plainly is never copied: a `Placement` says where it lies, and the volume maps the file. The rest is
-decoded plane by plane, in as many threads as there are cores, with no more than those planes in memory.
+Uncompressed pixels at regular distances are never copied: a `Placement` locates them, and the volume maps the file.
+Others are decoded page by page, in as many threads as there are cores, with no more pages than threads in memory.
 """
 
 from __future__ import annotations
@@ -22,54 +22,53 @@ import numpy as np
 from tifffile import TiffFile, TiffPage
 
 from service.core.errors import BadFile, BadParameter, TooLarge
-from service.core.volume import Array, Volume, VoxelSize
+from service.core.volume import Array, StackShape, Volume, VoxelSize
 from service.formats.axes import Layout, Part
 from service.formats.ifd import Structure
-from service.formats.series import Page, StoredImage, translated
+from service.formats.series import Page, StoredImage, translate_errors
 
-# Volumes up to so many bytes are decoded by one thread.
-_ALONE_BYTES = 2**20
+# Volumes up to this size are decoded by one thread.
+_SINGLE_THREAD_BYTES = 2**20
 
-Shape4 = tuple[int, int, int, int]
 Store = Callable[[int, int, Array], None]
+"""store(channel, z0, block): take over a block [z, Y, X] of the channel with this number among the selected ones."""
 
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
 
-def mapped(path: Path) -> mmap.mmap:
-    """The whole of a file; written to, it is a copy.
-
-    Raises ValueError for an empty one. NumPy's own class for it takes several times as long to make.
-    """
+def map_file(path: Path) -> mmap.mmap:
+    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one."""
     with path.open("rb", buffering=0) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Pixels [C, Z, Y, X] at regular distances in a file; offset and strides in bytes, dtype with its byte order."""
+    """Location of pixels [C, Z, Y, X] in a file: offset and strides in bytes, dtype with its byte order."""
 
     dtype: str
     offset: int
-    shape: Shape4
-    strides: Shape4
+    shape: StackShape
+    strides: StackShape
 
     @classmethod
-    def dense(cls, dtype: np.dtype[Any], shape: Shape4) -> Placement:
-        """The whole of a file, in C order."""
+    def dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
+        """Locate pixels that fill a whole file in C order."""
         _, z, y, x = shape
         size = dtype.itemsize
         return cls(dtype.str, 0, shape, (z * y * x * size, y * x * size, x * size, size))
 
     @property
     def nbytes(self) -> int:
-        """Of the pixels alone."""
+        """Bytes of the pixels."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def volume(self, content: mmap.mmap | bytearray, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
-        """Of a whole file, as `mapped` gives it, or in memory.
+    def map_volume(
+        self, content: mmap.mmap | bytearray, voxel_size: VoxelSize | None, channels: tuple[str, ...]
+    ) -> Volume:
+        """Return the volume in the content of a whole file, mapped or in memory.
 
-        Slabs come out in native byte order, without a copy where they are stored so.
+        Slabs are views, or copies where the stored byte order is not native or pixels are not aligned.
         Raises ValueError where the placement reaches beyond the file.
         """
         pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
@@ -80,26 +79,26 @@ class Placement:
 
         return Volume(self.shape, native, read, voxel_size, channels)
 
-    def stream(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
-        """Read slabs of the file when they are asked for, into memory of their own.
+    def stream_volume(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Return a volume that reads each slab from the file into new memory.
 
-        Reading raises BadFile where the file has become shorter. Raises ValueError where the placement reaches beyond
-        the file.
+        Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
+        beyond the file.
         """
         stored = np.dtype(self.dtype)
         native = stored.newbyteorder("=")
         if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > path.stat().st_size:
             raise ValueError("the pixels lie outside of the file")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        plainly = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
+        is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
 
         def read(z0: int, z1: int) -> Array:
             slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), native)
-            block = np.empty(0 if plainly else self._extent(2), np.uint8)
+            block = np.empty(0 if is_direct else self._extent(2), np.uint8)
             for channel, z in np.ndindex(slab.shape[:2]):
                 start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
-                _read_all(file, slab[channel, z] if plainly else block, start)
-                if not plainly:
+                _read_all(file, slab[channel, z] if is_direct else block, start)
+                if not is_direct:
                     slab[channel, z] = np.ndarray(self.shape[2:], stored, block, 0, self.strides[2:])
             return slab
 
@@ -107,9 +106,9 @@ class Placement:
         return Volume(self.shape, native, read, voxel_size, channels)
 
     def _extent(self, axis: int) -> int:
-        """Bytes from the first to the end of the last pixel, over the axes from this one on."""
-        edges = zip(self.shape[axis:], self.strides[axis:], strict=True)
-        return sum((edge - 1) * step for edge, step in edges) + np.dtype(self.dtype).itemsize
+        """Return the bytes from the first to the end of the last pixel, over the axes from this one on."""
+        steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
+        return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
 
 def _read_all(file: int, into: Array, offset: int) -> None:
@@ -121,29 +120,29 @@ def _read_all(file: int, into: Array, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-def delivered_dtype(image: StoredImage) -> np.dtype[Any]:
-    """Native byte order; 1-bit pixels become uint8 with 0 and 1, everything else stays as it is."""
+def native_dtype(image: StoredImage) -> np.dtype[Any]:
+    """Return the dtype of a volume: as stored, in native byte order, uint8 (0 and 1) for 1-bit pixels."""
     native = np.dtype(image.page.dtype).newbyteorder("=")
     return np.dtype(np.uint8) if native.kind == "b" else native
 
 
-def shape_of(layout: Layout, part: Part) -> Shape4:
-    """(C, Z, Y, X) of what a selection reads."""
+def part_shape(layout: Layout, part: Part) -> StackShape:
+    """Return (C, Z, Y, X) of the selected part."""
     return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
 
 
 def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, limit_bytes: int) -> None:
-    """Look at everything that decoding will touch, before any pixel is read.
+    """Check every page and offset that decoding uses, before any pixel is read.
 
     Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
-    where a plane lies outside the file or has no pixels in it, and BadParameter for axes that run across pages.
+    where a plane lies outside the file or has no pixels in it, and BadParameter where Y and X are not within a page.
     """
-    needed = math.prod(shape_of(layout, part)) * delivered_dtype(image).itemsize
+    needed = math.prod(part_shape(layout, part)) * native_dtype(image).itemsize
     page = 0 if image.whole else image.page.nbytes
     if max(needed, page) > limit_bytes:
         raise TooLarge(
-            f"The selected volume decodes to {_gigabytes(max(needed, page))}; this service reads up to"
-            f" {_gigabytes(limit_bytes)}. Select a channel or a time point, crop it, or reduce it."
+            f"The selected volume decodes to {_format_bytes(max(needed, page))}; this service reads up to"
+            f" {_format_bytes(limit_bytes)}. Select a channel or a time point, crop it, or reduce it."
         )
     if image.whole:
         _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
@@ -152,12 +151,12 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
         raise BadFile("The planes in the file do not add up to the stack that its metadata describe.")
     for index, stored in enumerate(image.pages):
         _check_page(image, stored, index, structure)
-    if part.time is not None and place(image, layout, part) is None:
+    if part.time is not None and locate(image, layout, part) is None:
         _check_axes(image, layout)
 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
-    """Pages are decoded one by one into planes, so that y and x must lie within a page."""
+    """Raise BadParameter unless Y and X lie within a page, as pages are decoded one by one into planes."""
     inner = layout.axes[len(layout.shape) - _inner(image, layout) :]
     if not {*"YX"} <= {*inner}:
         raise BadParameter(
@@ -182,7 +181,7 @@ def _check_page(image: StoredImage, page: Page, index: int, structure: Structure
 
 
 def _stated_lengths(page: TiffPage) -> tuple[int, ...]:
-    """Bytes of each strip or tile, as the tag has them: tifffile takes 0 for all that follows in the file."""
+    """Return the bytes of each strip or tile from the tag; tifffile would read 0 as the whole rest of the file."""
     tag = page.tags.get(_STRIP_BYTE_COUNTS) or page.tags.get(_TILE_BYTE_COUNTS)
     return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
 
@@ -195,12 +194,12 @@ def _check_inside(end: int, structure: Structure, index: int) -> None:
         )
 
 
-def _gigabytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count} bytes"
 
 
-def place(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
-    """Where the selection lies in the uploaded file itself, if it lies there plainly, else None."""
+def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
+    """Locate the selected pixels in the file, None where they are compressed or not at regular distances."""
     if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
         return None
     starts = [page.dataoffsets[0] for page in image.pages]
@@ -215,18 +214,18 @@ def place(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     first = {"T": part.time, "C": c, "S": s}
     offset = starts[0] + sum(index * stride.get(axis, 0) for axis, index in first.items())
     strides = (channel, stride.get("Z", 0), stride["Y"], stride["X"])
-    return Placement(image.dtype.str, offset, shape_of(layout, part), strides)
+    return Placement(image.dtype.str, offset, part_shape(layout, part), strides)
 
 
 def _pitch(starts: Sequence[int]) -> int | None:
-    """Distance of consecutive pages, 0 for a single one; None where they lie irregularly, or backwards."""
+    """Return the distance of consecutive pages, 0 for a single one, None where it is irregular or negative."""
     distances = {b - a for a, b in itertools.pairwise(starts)} or {0}
     pitch = distances.pop()
     return None if distances or pitch < 0 else pitch
 
 
 def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
-    """Bytes from one index to the next along every axis: within a page densely, over pages by their distance."""
+    """Return the stride of every axis in bytes: within a page dense, across pages by their distance."""
     outer = len(layout.shape) - _inner(image, layout)
     steps = [
         pitch * math.prod(layout.shape[index + 1 : outer])
@@ -238,7 +237,7 @@ def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
 
 
 def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int | None:
-    """Distance of consecutive channels, 0 for a single one; None where channels and samples lie irregularly."""
+    """Return the stride of the selected channels in bytes, 0 for a single one, None where it is irregular."""
     samples = layout.length("S")
     if len(part.channels) == 1:
         return 0
@@ -250,7 +249,7 @@ def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int |
 
 
 def _inner(image: StoredImage, layout: Layout) -> int:
-    """How many of the layout's last dimensions lie within one page, all of them where the image is `whole`."""
+    """Count the last dimensions of the layout that lie within one page. Raises BadFile where a page splits one."""
     size = math.prod(layout.shape) if image.whole else image.page.size
     for inner in range(len(layout.shape), -1, -1):
         if math.prod(layout.shape[len(layout.shape) - inner :]) == size:
@@ -259,42 +258,41 @@ def _inner(image: StoredImage, layout: Layout) -> int:
 
 
 def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: Store) -> None:
-    """Decode what a selection needs and hand it over in pieces.
+    """Decode the selected part, each voxel once, and pass it to `store` in blocks [z, Y, X] of `native_dtype`.
 
-    `store(channel, z0, block)` gets blocks [z, Y, X] in the dtype of `delivered_dtype`, each voxel once, `channel`
-    counting the selected ones; it is called from several threads.
+    `store` is called from several threads. Raises BadFile, BadParameter, TooLarge.
     """
     workers = len(os.sched_getaffinity(0))
     lock = threading.RLock()
-    dtype = delivered_dtype(image)
+    dtype = native_dtype(image)
     _check_axes(image, layout)
     inner = _inner(image, layout)
     frames = list(_frames(layout, part, inner))
-    alone = len(frames) == 1
+    is_single = len(frames) == 1
 
-    def run(frame: _Frame) -> None:
-        with translated("decoding its pixels"):
+    def decode_frame(frame: _Frame) -> None:
+        with translate_errors("decoding its pixels"):
             if image.whole:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
-                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=workers if alone else 1)
+                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=workers if is_single else 1)
             pixels = pixels.reshape(layout.shape[len(layout.shape) - inner :]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
             store(channel, frame.z, block)
 
-    if alone or math.prod(shape_of(layout, part)) * dtype.itemsize <= _ALONE_BYTES:
-        # Threads take longer to pass the interpreter's lock on than such planes to decode.
+    if is_single or math.prod(part_shape(layout, part)) * dtype.itemsize <= _SINGLE_THREAD_BYTES:
+        # Handing over the GIL takes longer than decoding such small planes.
         for frame in frames:
-            run(frame)
+            decode_frame(frame)
         return
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(run, frames):
+        for _ in pool.map(decode_frame, frames):
             pass
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """One page to decode: its number, the dimensions inside it, and where its first voxel belongs."""
+    """One page to decode: its number, the axes inside it, and the position of its first voxel."""
 
     index: int
     axes: str
@@ -304,7 +302,7 @@ class _Frame:
 
 
 def _frames(layout: Layout, part: Part, inner: int) -> Iterator[_Frame]:
-    """The pages that hold anything of the selection."""
+    """Yield the pages that hold a part of the selection."""
     outer = len(layout.shape) - inner
     samples = layout.length("S")
     wanted = {divmod(number, samples) for number in part.channels}
@@ -317,7 +315,7 @@ def _frames(layout: Layout, part: Part, inner: int) -> Iterator[_Frame]:
 
 
 def _blocks(pixels: Array, layout: Layout, part: Part, frame: _Frame) -> Iterator[tuple[int, Array]]:
-    """The selected channels of a decoded page: (number among the selected, [z, Y, X])."""
+    """Yield the selected channels of a decoded page: (number among the selected, [z, Y, X])."""
     axes = frame.axes
     if "T" in axes:
         pixels = pixels.take(part.time or 0, axis=axes.index("T"))

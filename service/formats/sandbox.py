@@ -1,7 +1,7 @@
-"""Reading TIFFs that strangers sent, in processes that may run out of memory or time, or crash, without harm.
+"""Read untrusted TIFFs in child processes, which may run out of memory or time, or crash, without harm.
 
-A `Reader` keeps a few child processes warm. A child parses and decodes; what comes back through its pipe is JSON, and
-pixels come back as a place in a file, which this process maps. A child that dies or takes too long is replaced.
+A `Reader` keeps a few started children. A child parses and decodes; it answers in JSON through a pipe, and pixels come
+back as a location in a file, which this process maps. A child that dies or takes too long is replaced.
 """
 
 from __future__ import annotations
@@ -40,26 +40,25 @@ from service.core.errors import (
 from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
 from service.formats.parse_cache import ParseCache, Part
-from service.formats.pixels import Placement, mapped
+from service.formats.pixels import Placement, map_file
 
 STARTUP_SECONDS = 60.0
 
-# Decoding a file beyond this takes so long that one process is left for others meanwhile.
+# Files beyond this take long to decode, and leave one process to smaller ones.
 LARGE_FILE_BYTES = 2**25
 
-# What Python and its libraries may need; passwords and tokens of the service stay with the service.
+# Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _log = logging.getLogger(__name__)
 
-
-# A file, or all that would be in it.
 Source = Path | bytearray
+"""A file, or its whole content."""
 
 
 class _Extract(NamedTuple):
-    """Where pixels are: in the file itself, or decoded in another one, by its name."""
+    """Location of pixels: in the file itself (None), or decoded in another file, by its name in `scratch`."""
 
     file: str | None
     placement: Placement
@@ -68,15 +67,15 @@ class _Extract(NamedTuple):
 
 
 class Reader:
-    """Reads TIFFs in child processes; safe to use from several threads.
+    """Reader of TIFFs in child processes; thread-safe.
 
     Args:
-        memory_bytes: what a child may use for one file, beyond what it takes when idle
-        seconds: how long it may take for one file
-        decoded_bytes: largest selection that is read from an upload
-        shared_bytes: largest selection that is read from a shared file; None: the same
-        processes: how many files are read at the same time; further callers wait
-        large_bytes: files beyond this are never decoded by all of the processes at once
+        memory_bytes: memory of a child for one file, beyond that of an idle child
+        seconds: time for one file
+        decoded_bytes: largest selection from an upload
+        shared_bytes: largest selection from a shared file; None: `decoded_bytes`
+        processes: number of files that are read at the same time; further callers wait
+        large_bytes: files beyond this never occupy all processes at once
     """
 
     def __init__(  # noqa: PLR0913
@@ -90,66 +89,71 @@ class Reader:
         large_bytes: int = LARGE_FILE_BYTES,
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
-        most = max(self._decoded_bytes, self._shared_bytes)
-        self._children = [_Child(memory_bytes, most, seconds) for _ in range(processes)]
+        max_bytes = max(self._decoded_bytes, self._shared_bytes)
+        self._children = [_Child(memory_bytes, max_bytes, seconds) for _ in range(processes)]
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
-        for process in self._children:
-            self._idle.put(process)
+        for child in self._children:
+            self._idle.put(child)
         self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
-        self._described: ParseCache[Description] = ParseCache()
-        self._extracted: ParseCache[_Extract] = ParseCache()
+        self._descriptions: ParseCache[Description] = ParseCache()
+        self._extracts: ParseCache[_Extract] = ParseCache()
         self._closed = False
 
     def inspect(
         self, source: Source, selection: Selection, *, shared: bool = False, owner: str | None = None
     ) -> Description:
-        """Inspect a file as `tiff_reader.inspect` does, with its errors; a crash is BadFile, out of time TooLarge."""
-        content, limit = self._content(source, shared=shared), self._limit(shared=shared)
+        """Describe a file and the selected part, as `tiff_reader.inspect` does.
 
-        def ask() -> tuple[Description, Sequence[Part] | None]:
-            with _lent(source) as path:
-                result, read_log = self._ask("inspect", path, selection, limit)
-            return _description(result), read_log
+        Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time.
+        """
+        content, limit = self._map_content(source, shared=shared), self._limit(shared=shared)
 
-        return self._described.answer((selection, limit, owner), content, ask)
+        def inspect() -> tuple[Description, Sequence[Part] | None]:
+            with _path_for_child(source) as path:
+                result, parts = self._call("inspect", path, selection, limit)
+            return _parse_description(result), parts
+
+        return self._descriptions.get((selection, limit, owner), content, inspect)
 
     def read(
         self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
     ) -> Volume:
-        """As `service.formats.tiff_reader.read`, with its errors; a crash is BadFile, running out of time TooLarge.
+        """Read the selected part of a file, as `tiff_reader.read` does.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
-        The volume maps that file, or the uploaded one, or shares its memory. A `shared` file may be changed by others
-        at any time, and is read instead of mapped: a mapped file that becomes shorter ends the process that looks at
-        it. Of any other it is remembered what decided, for files of the same `owner` that differ in pixels alone.
+        The volume maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared`
+        file at any time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
+        Results for other files are cached, for files of the same `owner` that differ only in pixels.
+
+        Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time.
         """
-        content, limit = self._content(source, shared=shared), self._limit(shared=shared)
+        content, limit = self._map_content(source, shared=shared), self._limit(shared=shared)
 
-        def ask() -> tuple[_Extract, Sequence[Part] | None]:
-            with _lent(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
-                result, read_log = self._ask("extract", path, selection, limit, scratch)
-            extract = _extract(result, limit)
-            return extract, read_log if extract.file is None else None
+        def extract() -> tuple[_Extract, Sequence[Part] | None]:
+            with _path_for_child(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
+                result, parts = self._call("extract", path, selection, limit, scratch)
+            located = _parse_extract(result, limit)
+            return located, parts if located.file is None else None
 
-        found = self._extracted.answer((selection, limit, owner), content, ask)
+        located = self._extracts.get((selection, limit, owner), content, extract)
         try:
-            return _volume(found, source, content, scratch)
+            return _volume(located, source, content, scratch)
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
     @property
     def opens(self) -> bool:
-        """Whether the processes can open what has no name but /proc/PID/fd/NUMBER; False until one has started."""
-        return any(process.opens for process in self._children)
+        """Whether children can open unnamed files of this process as /proc/PID/fd/N; False until one has started."""
+        return any(child.opens for child in self._children)
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
         self._closed = True
-        for process in self._children:
-            process.retire()
-        for process in [self._idle.get() for _ in self._children]:
-            process.end()
-            self._idle.put(process)
+        for child in self._children:
+            child.retire()
+        for child in [self._idle.get() for _ in self._children]:
+            child.end()
+            self._idle.put(child)
 
     def __enter__(self) -> Self:
         return self
@@ -160,26 +164,26 @@ class Reader:
     def _limit(self, *, shared: bool) -> int:
         return self._shared_bytes if shared else self._decoded_bytes
 
-    def _content(self, source: Source, *, shared: bool) -> mmap.mmap | bytearray | None:
-        """The whole file, where it can be compared: not what is empty, nor what others may change."""
+    def _map_content(self, source: Source, *, shared: bool) -> mmap.mmap | bytearray | None:
+        """Map the whole file, None where it is empty or others may change it."""
         if shared or self._closed:
             return None
         if isinstance(source, bytearray):
             return source
         try:
-            return mapped(source)
+            return map_file(source)
         except ValueError:
             return None
 
-    def _ask(
+    def _call(
         self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
     ) -> tuple[dict[str, Any], Sequence[Part] | None]:
-        process = self._idle.get()
+        child = self._idle.get()
         try:
-            reply = process.ask(
+            reply = child.ask(
                 {
                     "call": call,
-                    # Links are not followed here: a path may stand for an open file, whose name leads elsewhere by now.
+                    # Not `resolve`: the link /proc/PID/fd/N must be opened as it is, as its target may have moved.
                     "path": os.fspath(path.absolute()),
                     "selection": asdict(selection),
                     "limit_bytes": limit_bytes,
@@ -187,25 +191,25 @@ class Reader:
                 }
             )
         finally:
-            self._idle.put(process)
+            self._idle.put(child)
         if "errno" in reply:
             raise OSError(reply["errno"], reply["message"], os.fspath(path))
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
-        read_log = reply["evidence"]
-        if read_log is not None:
-            read_log = [Part(int(begin), int(end), bool(text)) for begin, end, text in read_log]
-        return reply["result"], read_log
+        parts = reply["parts"]
+        if parts is not None:
+            parts = [Part(int(begin), int(end), bool(text)) for begin, end, text in parts]
+        return reply["result"], parts
 
 
 class _Child:
-    """One child process, started at once and again whenever it is gone; used by one thread at a time."""
+    """One child process, started at once and restarted when it has ended; used by one thread at a time."""
 
     def __init__(self, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
         self._seconds = seconds
         self._retired = False
-        # Whether it can open a file that this process has open; known once it has started.
+        # Whether it can open a file that this process has open; False until it has started.
         self.opens = False
         self._process = self._start()
         self._ready = False
@@ -222,10 +226,10 @@ class _Child:
         try:
             return self._exchange(request)
         except (EOFError, BrokenPipeError):
-            raise self._died() from None
+            raise self._explain_death() from None
 
     def retire(self) -> None:
-        """Kill the process for good; whoever waits for its answer hears of it."""
+        """Kill the process for good; a caller that waits for its answer gets NotReady."""
         self._retired = True
         self._process.kill()
 
@@ -242,11 +246,11 @@ class _Child:
             self.opens = bool(self._receive(STARTUP_SECONDS)["opens"])
         except (EOFError, TimeoutError):
             self._process.kill()
-            self._report()
+            self._log_death()
             raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
         self._ready = True
         if not self.opens:
-            _tell_of_closed()
+            _warn_of_closed_files()
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = os.fspath(Path(service.__file__).parents[1])
@@ -263,7 +267,7 @@ class _Child:
                 "-m",
                 sandbox_child.__name__,
                 *self._arguments,
-                os.fspath(held(self._complaints.fileno())),
+                os.fspath(descriptor_path(self._complaints.fileno())),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -283,15 +287,15 @@ class _Child:
             ) from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        """The next line from the child; EOFError where it has ended, TimeoutError where it is silent."""
+        """Receive the next line from the child. Raises EOFError where it has ended, TimeoutError where it is silent."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
         deadline = time.monotonic() + seconds
-        # Not select.select, which knows no descriptor beyond 1023, and a busy server has more.
-        waiting = select.poll()
-        waiting.register(descriptor, select.POLLIN)
+        # select.select takes no descriptor beyond 1023, and a busy server has more.
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
         line = b""
         while not line.endswith(b"\n"):
-            if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
@@ -300,38 +304,38 @@ class _Child:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _died(self) -> StackSegError:
+    def _explain_death(self) -> StackSegError:
         if self._retired:
             return NotReady("The service is stopping.")
-        self._report()
+        self._log_death()
         return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
 
-    def _report(self) -> None:
+    def _log_death(self) -> None:
         status = self._process.wait()
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
 
 
-def held(descriptor: int) -> Path:
-    """A path to a file that this process has open, for the processes that read TIFFs; so not /proc/self."""
+def descriptor_path(descriptor: int) -> Path:
+    """Return a path by which another process can open a file that this one has open."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 @contextmanager
-def _lent(source: Source) -> Iterator[Path]:
-    """Where a child finds the file, for as long as the block takes."""
+def _path_for_child(source: Source) -> Iterator[Path]:
+    """Provide a path by which a child can open the file during the block."""
     if isinstance(source, Path):
         yield source
         return
-    with _nameless() as file:
+    with _unnamed_file() as file:
         file.write(source)
         file.flush()
-        yield held(file.fileno())
+        yield descriptor_path(file.fileno())
 
 
-def _nameless() -> IO[bytes]:
-    """A file in memory, or at least without a name."""
+def _unnamed_file() -> IO[bytes]:
+    """Make a file in memory, or a temporary one on systems without memfd."""
     try:
         return os.fdopen(os.memfd_create("upload"), "wb")
     except (OSError, AttributeError):
@@ -339,40 +343,41 @@ def _nameless() -> IO[bytes]:
 
 
 @cache
-def _tell_of_closed() -> None:
-    """Once."""
+def _warn_of_closed_files() -> None:
+    """Log a warning, once per process."""
     _log.warning("The processes that read TIFFs cannot open files of this process; small uploads go to the disk, too.")
 
 
 def _size(path: Path) -> int:
-    """Bytes of the file; 0 where that cannot be told, which reading it then says."""
+    """Return the bytes of the file, 0 where it cannot be examined; reading it then raises the error."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
+def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
+    """Parse a child's reply. Raises BadFile where it makes no sense, as a child may be compromised."""
     placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
     if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
         raise BadFile("The file is damaged: what was read of it makes no sense.")
     file = None if reply["file"] is None else Path(reply["file"]).name
-    return _Extract(file, placement, sandbox_child.voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+    return _Extract(file, placement, sandbox_child.parse_voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
 
 
-def _volume(found: _Extract, source: Source, content: mmap.mmap | bytearray | None, scratch: Path) -> Volume:
-    """Of the file, whose `content` is not known where others may change it, or of the decoded one in `scratch`.
+def _volume(located: _Extract, source: Source, content: mmap.mmap | bytearray | None, scratch: Path) -> Volume:
+    """Return the volume in the decoded file, or in the source; `content` is None where others may change the source.
 
-    Raises ValueError where that ends before the pixels do.
+    Raises ValueError where the file ends before the pixels.
     """
-    placement, told = found.placement, (found.voxel_size, found.channels)
-    file = source if found.file is None else scratch / found.file
+    placement, facts = located.placement, (located.voxel_size, located.channels)
+    file = source if located.file is None else scratch / located.file
     if isinstance(file, bytearray):
-        return placement.volume(file, *told)
-    # What is large would otherwise fill memory with pages of the file, which looks like use.
-    if placement.nbytes >= LARGE_BYTES or (content is None and found.file is None):
-        return placement.stream(file, *told)
-    return placement.volume(mapped(file) if content is None or found.file else content, *told)
+        return placement.map_volume(file, *facts)
+    # A large mapped file would fill memory with its pages, which count as used.
+    if placement.nbytes >= LARGE_BYTES or (content is None and located.file is None):
+        return placement.stream_volume(file, *facts)
+    return placement.map_volume(map_file(file) if content is None or located.file else content, *facts)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:
@@ -380,6 +385,6 @@ def _four(values: list[Any]) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-def _description(reply: dict[str, Any]) -> Description:
+def _parse_description(reply: dict[str, Any]) -> Description:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in reply.items()}
-    return Description(**{**fields, "voxel_size": sandbox_child.voxel_size(reply["voxel_size"])})
+    return Description(**{**fields, "voxel_size": sandbox_child.parse_voxel_size(reply["voxel_size"])})

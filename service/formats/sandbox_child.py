@@ -1,6 +1,6 @@
-"""The process in which a TIFF is parsed and decoded: JSON in, JSON out, under limits of memory and file size.
+"""Child process that parses and decodes TIFFs: JSON in, JSON out, under limits of memory and file size.
 
-Started by `service.formats.sandbox` as `python -m`; it imports neither torch nor the rest of the service.
+`service.formats.sandbox` starts it as `python -m`; it imports neither torch nor the rest of the service.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from service.formats import tiff_reader
 from service.formats.parse_cache import ReadLog
 
 
-def voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
-    """From its fields, as they come out of JSON."""
+def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
+    """Parse a voxel size from its JSON fields."""
     return None if sizes is None else VoxelSize(**sizes)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What a child does with one request; only errors that a file or a folder may cause are caught.
+    """Answer one request; only errors that a file or a folder may cause are caught.
 
-    Beside a result that is no decoded file stands its `read_log`, the parts of `ReadLog`, or null.
+    A reply has a `result` and the `parts` of the file that decided it, null where they are unknown or pixels were
+    decoded; or an error by its slug or errno.
     """
-    stated = request["selection"]
-    selection = Selection(**{**stated, "voxel_size": voxel_size(stated["voxel_size"])})
+    fields = request["selection"]
+    selection = Selection(**{**fields, "voxel_size": parse_voxel_size(fields["voxel_size"])})
     path, limit_bytes, read_log = Path(request["path"]), request["limit_bytes"], ReadLog()
     try:
         if request["call"] == "inspect":
-            described = tiff_reader.inspect(path, selection, limit_bytes, read_log)
-            return {"result": asdict(described), "evidence": read_log.parts}
+            description = tiff_reader.inspect(path, selection, limit_bytes, read_log)
+            return {"result": asdict(description), "parts": read_log.parts}
         extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]), read_log)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
@@ -44,27 +45,27 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
-    plain = extract.path == path
+    is_decoded = extract.path != path
     return {
         "result": {
-            "file": None if plain else extract.path.name,
+            "file": extract.path.name if is_decoded else None,
             **asdict(extract.placement),
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
         },
-        "evidence": read_log.parts if plain else None,
+        "parts": None if is_decoded else read_log.parts,
     }
 
 
-def main(memory_bytes: int, decoded_bytes: int, seconds: float, held: Path) -> None:
-    """The child: read requests, one JSON object per line, until the parent closes the pipe.
+def main(memory_bytes: int, decoded_bytes: int, seconds: float, parent_file: Path) -> None:
+    """Answer requests, one JSON object per line, until the parent closes the pipe.
 
-    First it says whether it can open `held`, which leads to a file that the parent has open.
+    The first line tells the parent whether this process can open `parent_file`, a file that the parent has open.
     """
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _limit(memory_bytes, decoded_bytes)
-    replies.write(json.dumps({"opens": opens(held)}).encode() + b"\n")
+    replies.write(json.dumps({"opens": can_open(parent_file)}).encode() + b"\n")
     replies.flush()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, seconds + 5)
@@ -73,8 +74,8 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float, held: Path) -> N
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def opens(path: Path) -> bool:
-    """Whether this process can: not those of a parent that has changed its user, nor without its view of /proc."""
+def can_open(path: Path) -> bool:
+    """Whether this process can open a file; not that of a parent with another user, or another view of /proc."""
     try:
         path.open("rb").close()
     except OSError:

@@ -1,7 +1,7 @@
-"""Which image of a TIFF file is meant, and how its planes lie in the file: OME-TIFF, ImageJ, vendors, plain pages.
+"""Choice of the image in a TIFF, and its planes in the file: OME-TIFF, ImageJ, vendors, plain pages.
 
-tifffile reads tags and knows the containers. Whatever it makes of them is checked here against the pages that are
-really there, and what would need another file is left alone.
+tifffile reads tags and containers. Its results are checked here against the pages that exist, and no other file is
+followed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,27 @@ from service.formats.voxel_size import Calibration
 T = TypeVar("T")
 Page = TiffPage | TiffFrame
 
-# tifffile logs what it makes up for in bad files; here such files are refused with an error instead.
+# tifffile logs defects that it works around; here such files are refused with an error instead.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
 # Containers of slides, gels and diffraction patterns, and one that consists of several files: read as plain pages.
-_PLAIN = ("ndtiff", "sis", "svs", "scn", "qpi", "ndpi", "bif", "avs", "eer", "philips", "indica", "nih", "mdgel")
-_FOREIGN = (
+_READ_AS_PLAIN = (
+    "ndtiff",
+    "sis",
+    "svs",
+    "scn",
+    "qpi",
+    "ndpi",
+    "bif",
+    "avs",
+    "eer",
+    "philips",
+    "indica",
+    "nih",
+    "mdgel",
+)
+# Errors of tifffile, its codecs and NumPy for bad files.
+_DECODING_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -45,12 +60,12 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image as it lies in the file.
+    """One image as stored in the file.
 
     axes, shape  as stored, slowest first, dimensions of length 1 included
     pages        in C order of the leading dimensions, all of one layout
-    whole        all pixels follow the first page's offset without a gap, and `pages` is that one page
-    doubt        a clause: why the container's description cannot be used; "" where it can
+    whole        whether all pixels follow the first page's offset without a gap; `pages` is that one page
+    doubt        clause why the container's description cannot be used, "" where it can
     channels     names, as many as the file gives
     """
 
@@ -66,16 +81,16 @@ class StoredImage:
 
     @property
     def page(self) -> TiffPage:
-        """The page whose tags speak for all."""
-        return _speaker(self.pages)
+        """The page whose tags hold for all pages."""
+        return _keyframe(self.pages)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the pixels, in the byte order of the file."""
+        """Dtype of the pixels, in the byte order of the file."""
         return np.dtype(self.page.dtype).newbyteorder(self.page.parent.byteorder)
 
 
-def _speaker(pages: Sequence[Page]) -> TiffPage:
+def _keyframe(pages: Sequence[Page]) -> TiffPage:
     page = pages[0].keyframe
     if page is None:
         raise BadFile("The file is damaged: a page without tags.")
@@ -83,30 +98,30 @@ def _speaker(pages: Sequence[Page]) -> TiffPage:
 
 
 @contextmanager
-def translated(doing: str) -> Iterator[None]:
-    """Turn what tifffile, its codecs and NumPy raise for a bad file into BadFile, or TooLarge for lack of memory."""
+def translate_errors(doing: str) -> Iterator[None]:
+    """Turn errors of tifffile, its codecs and NumPy into BadFile, and lack of memory into TooLarge."""
     try:
         yield
     except MemoryError as error:
         raise TooLarge(f"{doing.capitalize()} needs more memory than one file may use.") from error
-    except _FOREIGN as error:
+    except _DECODING_ERRORS as error:
         text = " ".join(str(error).split())[:160]
         raise BadFile(f"The file is damaged or of an unknown kind: {doing} failed ({text or error!r}).") from error
 
 
 def open_pages(stream: BinaryIO) -> TiffFile:
-    """The tags of a TIFF, read from a stream without a name, so that no file beside it can be found or opened."""
-    flags: dict[str, Any] = {f"is_{kind}": False for kind in _PLAIN}
+    """Open a TIFF from a stream, without its path, so that tifffile can neither find nor open files beside it."""
+    flags: dict[str, Any] = {f"is_{kind}": False for kind in _READ_AS_PLAIN}
     return TiffFile(stream, name="stack.tif", _multifile=False, **flags)
 
 
-def find(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredImage:
-    """The image that a file is about: of several the largest, of equals the first.
+def find_image(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredImage:
+    """Find the image of a file: of several the largest, of equals the first.
 
-    With `trust` false a container whose description cannot be used is read as plain pages.
-    For use within `translated`. Raises BadFile where planes are missing, differ, or hold no pixels of a known kind.
+    With `trust` false a container whose description cannot be used is read as plain pages. Callers wrap it in
+    `translate_errors`. Raises BadFile where planes are missing, differ, or hold no pixels of a known kind.
     """
-    image = _described(tiff, structure)
+    image = _from_container(tiff, structure)
     if image.doubt and not trust:
         image = replace(_plain(tiff, structure), container=image.container)
     _check_alike([page.offset for page in image.pages], structure)
@@ -114,14 +129,14 @@ def find(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredI
     return replace(image, notes=(*image.notes, *metadata.remarks(image.page)))
 
 
-def _described(tiff: TiffFile, structure: Structure) -> StoredImage:
+def _from_container(tiff: TiffFile, structure: Structure) -> StoredImage:
     description = tiff.pages.first.description
     if tiff.is_mmstack:
         return _from_tifffile(tiff, structure, "mmstack")
     if tiff.is_ome:
         try:
             return _from_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
-        except ome.Unclear as error:
+        except ome.UnusableOme as error:
             return replace(_plain(tiff, structure), container="OME-TIFF", doubt=str(error))
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is cut short. Export the file again.")
@@ -133,12 +148,12 @@ def _described(tiff: TiffFile, structure: Structure) -> StoredImage:
 
 def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
     image = _largest(images, [math.prod(image.shape) * image.size_y * image.size_x for image in images])
-    pages = _frames(tiff, structure, image.pages)
-    page = _speaker(pages)
-    held = dict(zip(page.axes, page.shape, strict=True))
+    pages = _pages(tiff, structure, image.pages)
+    page = _keyframe(pages)
+    stored = dict(zip(page.axes, page.shape, strict=True))
     stated = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
-    if any(held.get(axis, 1) != length for axis, length in stated.items()):
-        raise BadFile(f"The OME-XML promises planes of {stated}, but the pages hold {held}. Export the file again.")
+    if any(stored.get(axis, 1) != length for axis, length in stated.items()):
+        raise BadFile(f"The OME-XML promises planes of {stated}, but the pages hold {stored}. Export the file again.")
     return StoredImage(
         container="OME-TIFF",
         axes=image.axes + page.axes,
@@ -146,7 +161,7 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         pages=pages,
         channels=image.channels,
         calibration=voxel_size.from_ome(image),
-        notes=_choice(len(images), image.name),
+        notes=_note_choice(len(images), image.name),
     )
 
 
@@ -156,42 +171,41 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
     _check_complete(tiff, structure, stated, container)
     if kind == "imagej":
         _check_alike(structure.offsets, structure)
-    every = [series for series in tiff.series if math.prod(series.shape)]
+    candidates = [series for series in tiff.series if math.prod(series.shape)]
     doubt = f"its metadata ({container}) contradict its pages"
-    if not every or every[0].kind != kind:
+    if not candidates or candidates[0].kind != kind:
         return replace(_plain(tiff, structure), container=container, doubt=doubt)
-    series = _largest(every, [math.prod(series.shape) for series in every])
+    series = _largest(candidates, [math.prod(series.shape) for series in candidates])
     whole = series.dataoffset is not None
     return StoredImage(
         container=container,
         axes=series.get_axes(squeeze=False),
         shape=tuple(series.get_shape(squeeze=False)),
-        pages=(series.keyframe,) if whole else _present(list(series)),
+        pages=(series.keyframe,) if whole else _require_all(list(series)),
         whole=whole,
         doubt=doubt if kind == "imagej" and 1 < stated < len(structure.offsets) else "",
         channels=metadata.channel_names(tiff, kind),
         calibration=metadata.calibration(tiff, series.keyframe, kind),
-        notes=_choice(len(every), series.name),
+        notes=_note_choice(len(candidates), series.name),
     )
 
 
 def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:
-    """Pages without a description. Those that differ are different images; smaller copies and masks are left out."""
+    """Group pages by layout into images, and take the largest one; smaller copies and masks are left out."""
     groups: dict[bytes, list[int]] = {}
     for index, offset in enumerate(structure.offsets):
         groups.setdefault(structure.layouts[offset], []).append(index)
-    every = [_frames(tiff, structure, indices) for indices in groups.values()]
-    full = [pages for pages in every if not (_speaker(pages).is_reduced or _speaker(pages).is_mask)]
-    every = full or every
-    pages = _largest(every, [len(pages) * _area(_speaker(pages)) for pages in every])
-    page, count = _speaker(pages), len(pages)
+    images = [_pages(tiff, structure, indices) for indices in groups.values()]
+    images = [pages for pages in images if not (_keyframe(pages).is_reduced or _keyframe(pages).is_mask)] or images
+    pages = _largest(images, [len(pages) * _area(_keyframe(pages)) for pages in images])
+    page, count = _keyframe(pages), len(pages)
     return StoredImage(
         container="TIFF",
         axes="I" * (count > 1) + page.axes,
         shape=(count,) * (count > 1) + page.shape,
         pages=pages,
         calibration=metadata.resolution(page).calibration(),
-        notes=_choice(len(every), ""),
+        notes=_note_choice(len(images), ""),
     )
 
 
@@ -199,7 +213,7 @@ def _largest(candidates: Sequence[T], sizes: Sequence[int]) -> T:
     return candidates[sizes.index(max(sizes))]
 
 
-def _choice(count: int, name: str) -> tuple[str, ...]:
+def _note_choice(count: int, name: str) -> tuple[str, ...]:
     if count == 1:
         return ()
     return (f"The file holds {count} images; the largest of them{f', {name!r},' if name else ''} is read.",)
@@ -209,14 +223,14 @@ def _area(page: TiffPage) -> int:
     return math.prod(n for axis, n in zip(page.axes, page.shape, strict=True) if axis != "S")
 
 
-def _frames(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
+def _pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
     _check_alike([structure.offsets[index] for index in indices], structure)
     tiff.pages.useframes = True
     tiff.pages.set_keyframe(indices[0])
     return tuple(tiff.pages[index] for index in indices)
 
 
-def _present(pages: Sequence[Page | None]) -> tuple[Page, ...]:
+def _require_all(pages: Sequence[Page | None]) -> tuple[Page, ...]:
     present = tuple(page for page in pages if page is not None)
     if len(present) < len(pages):
         missing = len(pages) - len(present)
@@ -225,19 +239,19 @@ def _present(pages: Sequence[Page | None]) -> tuple[Page, ...]:
 
 
 def _check_complete(tiff: TiffFile, structure: Structure, stated: int, container: str) -> None:
-    """Half of a stack must not pass for a single plane, which is what tifffile makes of it."""
-    page, there = tiff.pages.first, len(structure.offsets)
-    if there == 1 and page.is_final and page.nbytes:
-        there = max(1, (structure.size - page.dataoffsets[0]) // page.nbytes)
-    if stated > there:
+    """Raise BadFile where planes are missing; tifffile reads half a stack as a single plane."""
+    page, stored = tiff.pages.first, len(structure.offsets)
+    if stored == 1 and page.is_final and page.nbytes:
+        stored = max(1, (structure.size - page.dataoffsets[0]) // page.nbytes)
+    if stated > stored:
         raise BadFile(
-            f"The metadata ({container}) promise {stated} planes, but the file holds {there}: it is cut short or"
+            f"The metadata ({container}) promise {stated} planes, but the file holds {stored}: it is cut short or"
             " damaged. Copy or export it again."
         )
 
 
 def _check_alike(offsets: Sequence[int], structure: Structure) -> None:
-    """One page must speak for all: tifffile takes that for granted."""
+    """Raise BadFile for planes of different layouts; tifffile decodes all of them by the tags of the first."""
     layout = structure.layouts.get(offsets[0])
     for index, offset in enumerate(offsets):
         if structure.layouts.get(offset, layout) != layout:
@@ -249,9 +263,9 @@ def _check_alike(offsets: Sequence[int], structure: Structure) -> None:
 
 def _check_decodable(page: TiffPage) -> None:
     if page.dtype is None or np.dtype(page.dtype).kind not in "buif":
-        what = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
+        kind = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
         raise BadFile(
-            f"The pixels are {what}, which is not supported. Save them as 8, 16 or 32-bit integers or floats."
+            f"The pixels are {kind}, which is not supported. Save them as 8, 16 or 32-bit integers or floats."
         )
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)

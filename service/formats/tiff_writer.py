@@ -1,4 +1,4 @@
-"""Segmentation -> OME-TIFF."""
+"""Write a segmentation as OME-TIFF."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ from tifffile import TiffWriter
 from service.core.buffers import release_pages
 from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
 from service.formats import imagej, tiff_template
-from service.formats.tiff_reader import RELEASED_PAGES
 from service.formats.tiff_template import Streams, TiffTemplate
 
 Compress = Callable[[Array], Streams | None]
-# Beyond this many bytes of pixels a classic TIFF, whose offsets have 32 bits, might not hold its pages.
+"""Compresses planes [Z, Y, X] to zlib streams; None leaves planes of this kind to zlib."""
+
+# A classic TIFF has 32-bit offsets, and might not hold its pages beyond this many bytes of pixels.
 _CLASSIC_BYTES = 2**32 - 2**26
+# Files up to this size and number of pages are made in memory.
+_SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
 # Bytes of planes that are compressed in one call, if that is more than one plane.
 _BLOCK_BYTES = 2**22
-# So many blocks are compressed at the same time, while earlier ones are written.
-_AHEAD = 2
+# Number of blocks that are compressed at the same time, while earlier ones are written.
+_BLOCKS_AHEAD = 2
+# Number of pages between two releases of a mapped array's memory.
+_RELEASE_EVERY = 64
 
 
 class _Form(NamedTuple):
-    """Everything about a segmentation that files of such are alike in."""
+    """Everything that decides about a file but its pixels, UUID and number of objects."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -44,9 +49,9 @@ class _Form(NamedTuple):
     counted: bool
 
     @classmethod
-    def of(cls, made: Segmentation) -> Self:
-        shape, dtype = made.pixels.shape, made.pixels.dtype
-        return cls(shape, dtype, made.kind, made.names, made.voxel_size, made.count is not None)
+    def of(cls, segmentation: Segmentation) -> Self:
+        shape, dtype, counted = segmentation.pixels.shape, segmentation.pixels.dtype, segmentation.count is not None
+        return cls(shape, dtype, segmentation.kind, segmentation.names, segmentation.voxel_size, counted)
 
     @property
     def pages(self) -> int:
@@ -54,7 +59,7 @@ class _Form(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether a file of it is made in memory."""
+        """Whether a file of this form is made in memory."""
         return math.prod(self.shape) * self.dtype.itemsize <= _SMALL_BYTES and self.pages <= _SMALL_PAGES
 
 
@@ -65,8 +70,7 @@ def write(
 
     One page per plane, Deflate at its fastest level and no predictor, which every reader opens. BigTIFF, unless chosen,
     only where a classic TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution
-    tags, and to a second description for ImageJ's own reader, which knows no OME-XML. `compress` as in `encoded`; what
-    it leaves is compressed by the writer of the pages, in strips.
+    tags, and to a second description for ImageJ's own reader.
     """
     form = _Form.of(segmentation)
     if bigtiff is None:
@@ -74,38 +78,35 @@ def write(
     partial = path.with_name(f".{path.name}.part")
     try:
         with partial.open("w+b") as file:
-            if not bigtiff and (content := encoded(segmentation, compress)) is not None:
+            if not bigtiff and (content := encode(segmentation, compress)) is not None:
                 file.write(content)
             else:
                 pixels = segmentation.pixels
-                _write(file, form, _streams(pixels, compress) or pixels, _number(), bigtiff=bigtiff)
-                imagej.append(file, imagej.for_imagej(segmentation))
+                _write_pages(file, form, _compress_planes(pixels, compress) or pixels, _make_uuid(), bigtiff=bigtiff)
+                imagej.append_description(file, imagej.describe(segmentation))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def encoded(segmentation: Segmentation, compress: Compress = lambda _pixels: None) -> bytes | None:
-    """The file that `write` writes, where it is small; None: too large to be made in memory.
-
-    compress  gives the zlib streams of the planes and where each of them ends, or None, which leaves that to zlib
-    """
+def encode(segmentation: Segmentation, compress: Compress = lambda _pixels: None) -> bytes | None:
+    """Return the bytes that `write` writes, or None where the file is too large to be made in memory."""
     form = _Form.of(segmentation)
     if not form.is_small:
         return None
-    streams = compress(segmentation.pixels) or _compressed(segmentation.pixels)
-    return _stencil(form).filled(streams, _number(), imagej.for_imagej(segmentation))
+    streams = compress(segmentation.pixels) or _compress_by_zlib(segmentation.pixels)
+    return _template(form).render(streams, _make_uuid(), imagej.describe(segmentation))
 
 
-def _number() -> str:
-    """A UUID of a file's own: nobody has to be unable to guess it, so it needs no call of the system."""
+def _make_uuid() -> str:
+    """Return a random UUID. It need not be unpredictable, so no system call is spent on it."""
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
 @lru_cache(maxsize=32)
-def _stencil(form: _Form) -> TiffTemplate:
-    made = Segmentation(
-        # Of the pixels only the shape matters.
+def _template(form: _Form) -> TiffTemplate:
+    segmentation = Segmentation(
+        # The template needs only the shape of the pixels.
         np.broadcast_to(np.zeros((), form.dtype), form.shape),
         form.kind,
         form.voxel_size,
@@ -114,22 +115,23 @@ def _stencil(form: _Form) -> TiffTemplate:
     )
 
     def write(stream: BinaryIO) -> None:
-        _write(stream, form, itertools.repeat(b"\0", form.pages), tiff_template.NUMBER, bigtiff=False)
+        pages = itertools.repeat(b"\0", form.pages)
+        _write_pages(stream, form, pages, tiff_template.UUID_PLACEHOLDER, bigtiff=False)
 
-    return TiffTemplate.cut(write, imagej.for_imagej(made))
+    return TiffTemplate.prepare(write, imagej.describe(segmentation))
 
 
-def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
-    """Pixels as they are, or pages compressed by then, in a file with this UUID."""
-    pages = _pages(pixels) if isinstance(pixels, np.ndarray) else pixels
-    plain = pages is not pixels
-    planes = len(form.shape) == 3
+def _write_pages(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:
+    """Write a TIFF with this UUID from an array, or from pages that are compressed already."""
+    pages = _planes(pixels) if isinstance(pixels, np.ndarray) else pixels
+    is_array = pages is not pixels
+    has_channels = len(form.shape) == 4
     metadata: dict[str, object] = {
         "UUID": number,
         "Creator": "StackSeg",
-        "axes": "ZYX" if planes else "CZYX",
+        "axes": "CZYX" if has_channels else "ZYX",
         "Name": form.kind,
-        "Channel": {"Name": form.kind if planes else [_printable(name) for name in form.names]},
+        "Channel": {"Name": [_printable(name) for name in form.names] if has_channels else form.kind},
     }
     resolution = None
     if form.voxel_size is not None:
@@ -144,58 +146,55 @@ def _write(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number:
             photometric="minisblack",
             compression="adobe_deflate",
             compressionargs={"level": 1},
-            rowsperstrip=None if plain else form.shape[-2],
+            rowsperstrip=None if is_array else form.shape[-2],
             resolution=resolution,
             resolutionunit="CENTIMETER" if resolution else None,
             metadata=metadata,
             software="StackSeg",
-            maxworkers=len(os.sched_getaffinity(0)) if plain else 1,
+            maxworkers=len(os.sched_getaffinity(0)) if is_array else 1,
         )
 
 
-def _pages(pixels: Array) -> Iterator[Array]:
-    """The planes [Y, X] of an array of any shape; of one that lies on disk, a few at a time are in memory."""
+def _planes(pixels: Array) -> Iterator[Array]:
+    """Yield the planes [Y, X] of an array, and keep only a few planes of a mapped one in memory."""
     for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
-        if number % RELEASED_PAGES == 0:
+        if number % _RELEASE_EVERY == 0:
             release_pages(pixels)
         yield pixels[index]
 
 
-def _streams(pixels: Array, compress: Compress) -> Iterator[bytes] | None:
-    """Planes [Z, Y, X] as `compress` makes them, one after the other; None where it leaves them to others."""
+def _compress_planes(pixels: Array, compress: Compress) -> Iterator[bytes] | None:
+    """Return the compressed planes of [Z, Y, X] one by one, or None where `compress` does not take them."""
     if pixels.ndim != 3 or compress(pixels[:1]) is None:
         return None
-    return _one_by_one(pixels, compress)
+    return _compress_blocks(pixels, compress)
 
 
-def _one_by_one(pixels: Array, compress: Compress) -> Iterator[bytes]:
+def _compress_blocks(pixels: Array, compress: Compress) -> Iterator[bytes]:
+    """Yield the compressed planes of [Z, Y, X]; the next few blocks are compressed in threads meanwhile."""
     count = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
     blocks = (pixels[begin : begin + count] for begin in range(0, len(pixels), count))
-    for streams, ends in _ahead(lambda planes: compress(planes) or _compressed(planes), blocks):
-        release_pages(pixels)
-        for start, end in itertools.pairwise((0, *ends.tolist())):
-            yield streams[start:end].tobytes()
+
+    def compress_block(planes: Array) -> Streams:
+        return compress(planes) or _compress_by_zlib(planes)
+
+    with ThreadPoolExecutor(_BLOCKS_AHEAD, "compress") as threads:
+        pending = deque(threads.submit(compress_block, block) for block in itertools.islice(blocks, _BLOCKS_AHEAD))
+        while pending:
+            streams, ends = pending.popleft().result()
+            release_pages(pixels)
+            for start, end in itertools.pairwise((0, *ends.tolist())):
+                yield streams[start:end].tobytes()
+            pending.extend(threads.submit(compress_block, block) for block in itertools.islice(blocks, 1))
 
 
-def _ahead(compressed: Callable[[Array], Streams], blocks: Iterator[Array]) -> Iterator[Streams]:
-    """What comes of each, in order; that of the next few is made in threads meanwhile."""
-    with ThreadPoolExecutor(_AHEAD, "compress") as crew:
-        coming = deque(crew.submit(compressed, block) for block in itertools.islice(blocks, _AHEAD))
-        while coming:
-            yield coming.popleft().result()
-            coming.extend(crew.submit(compressed, block) for block in itertools.islice(blocks, 1))
-
-
-def _compressed(pixels: Array) -> Streams:
-    """Compress planes by zlib, which is faster than the writer's encoder for small ones; little-endian."""
+def _compress_by_zlib(pixels: Array) -> Streams:
+    """Compress little-endian planes by zlib, which is faster than tifffile's encoder for small ones."""
     little = pixels.dtype.newbyteorder("<")
-    streams = [zlib.compress(np.ascontiguousarray(plane, little).data, 1) for plane in _pages(pixels)]
+    streams = [zlib.compress(np.ascontiguousarray(plane, little).data, 1) for plane in _planes(pixels)]
     return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
 
 
 def _printable(name: str) -> str:
-    """Without the control characters that XML cannot carry."""
+    """Drop the control characters that XML cannot carry."""
     return "".join(letter for letter in name if letter.isprintable())
-
-
-_SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10

@@ -1,7 +1,7 @@
-"""Voxel sizes as files state them: numbers in many units, under many names, often missing or wrong.
+"""Voxel sizes from files: numbers in many units, under many names, often missing or wrong.
 
-Every size becomes micrometres or None. A file never fails for its voxel size: what is not a positive length in
-a known unit counts as unknown, and a note says so.
+Every size becomes micrometres or None. A file never fails for its voxel size: a value that is not a positive length in
+a known unit counts as unknown, and leaves a note.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SI = {
 }  # fmt: skip
 _INCH = 25_400.0
 
-# All of UnitsLength of the OME schema that are lengths, and what ImageJ and others write for the common ones.
+# All lengths in UnitsLength of the OME schema, and spellings of the common ones by ImageJ and others.
 MICROMETRES: dict[str, float] = {
     **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI.items()},
     "Å": 1e-4,
@@ -48,7 +48,7 @@ for _word, _metres in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a file says of its sampling: micrometres along z, y, x, each None where unknown, and where it says so."""
+    """Sampling of a file: micrometres along z, y, x, each None where unknown, and the name of its source."""
 
     z: float | None
     y: float | None
@@ -57,13 +57,13 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def voxel_size(self) -> VoxelSize | None:
-        """All three edges, or None."""
+        """Return the voxel size where all three edges are known, else None."""
         if self.z is None or self.y is None or self.x is None:
             return None
         return VoxelSize(self.z, self.y, self.x)
 
     def remarks(self) -> tuple[str, ...]:
-        """The notes, and what is known where not all three edges are."""
+        """Return the notes, with one more on the known edges where others are missing."""
         known = {axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None}
         if not known or len(known) == 3:
             return self.notes
@@ -78,19 +78,18 @@ NOTHING = Calibration(None, None, None, "not stated")
 
 
 def micrometres(unit: str) -> float | None:
-    """Length of a unit in um; None for "pixel", "reference frame" and whatever is no known unit of length.
+    """Return the length of a unit in um, None for "pixel", "reference frame" and unknown units.
 
-    Understands the micro sign as U+00B5, U+03BC, "u", ImageJ's escape and as UTF-8 read as Latin-1.
+    The micro sign may be U+00B5, U+03BC, "u", ImageJ's escape, or UTF-8 that was read as Latin-1.
     """
     name = unit.strip().strip("\0")
     for alias in ("\\u00B5", "\\u00b5", "Âµ", "Î¼", "μ"):
         name = name.replace(alias, "µ")
-    found = MICROMETRES.get(name)
-    return found if found is not None else MICROMETRES.get(name.lower())
+    return MICROMETRES.get(name, MICROMETRES.get(name.lower()))
 
 
 def length(value: Any, unit: str) -> float | None:
-    """`value` of `unit` in um, or None where that is not a length that a microscope may have resolved."""
+    """Convert `value` of `unit` to um; None where it is no number or beyond `PLAUSIBLE_LENGTHS`."""
     factor = micrometres(unit)
     try:
         size = float(value) * factor if factor is not None else math.nan
@@ -99,8 +98,8 @@ def length(value: Any, unit: str) -> float | None:
     return size if PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1] else None
 
 
-def _along(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
-    """One edge; a value that was meant as one and is none leaves a note."""
+def _convert_edge(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
+    """Convert one edge to um; a value that is no plausible length leaves a note."""
     if value in (None, ""):
         return None
     size = length(value, unit)
@@ -118,17 +117,17 @@ class Resolution:
     unit: str
 
     def pixel(self, index: int) -> float | str | None:
-        """Units per pixel along x (0) or y (1)."""
+        """Return the units per pixel along x (0) or y (1); "1/0" for a ratio that is not a number."""
         ratio = self.ratios[index]
         if ratio is None:
             return None
         return ratio[1] / ratio[0] if ratio[0] else "1/0"
 
     def calibration(self) -> Calibration:
-        """Pixel size in the plane, where the tags state one that a microscope may have.
+        """Return the pixel size in the plane, where the tags state a plausible one.
 
-        Dots per inch are what image editors and screens leave behind (72, 96, 300); only centimetres, and pixels below
-        20 um, are believed. The distance between planes is in no tag.
+        Image editors and screens write meaningless dots per inch (72, 96, 300), so only centimetres, and pixels below
+        20 um, count. No tag holds the distance between planes.
         """
         y, x = length(self.pixel(1), self.unit), length(self.pixel(0), self.unit)
         if self.unit != "cm" or not y or not x or max(y, x) > 20:
@@ -137,21 +136,21 @@ class Resolution:
 
 
 def from_ome(image: OmeImage) -> Calibration:
-    """PhysicalSizeX, Y, Z with their units."""
+    """Convert PhysicalSizeX, Y, Z with their units."""
     notes: list[str] = []
-    z, y, x = (_along(a, s, u, notes) for a, s, u in zip("zyx", image.sizes, image.units, strict=True))
+    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", image.sizes, image.units, strict=True))
     return Calibration(z, y, x, "OME-XML", tuple(notes)) if any((z, y, x)) or notes else NOTHING
 
 
 def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
-    """`spacing` and `unit` as ImageJ writes them: z as a length, x and y in the resolution tags, as pixels per unit."""
+    """Convert ImageJ's `spacing` and `unit`: z is a length, x and y are pixels per unit in the resolution tags."""
     unit = str(metadata.get("unit") or "")
     if micrometres(unit) is None:
         return tags.calibration() if not unit else NOTHING
     notes: list[str] = []
-    z = _along("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
-    y = _along("y", tags.pixel(1), str(metadata.get("yunit") or unit), notes)
-    x = _along("x", tags.pixel(0), unit, notes)
+    z = _convert_edge("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
+    y = _convert_edge("y", tags.pixel(1), str(metadata.get("yunit") or unit), notes)
+    x = _convert_edge("x", tags.pixel(0), unit, notes)
     if tags.ratios == ((1, 1), (1, 1)):
         notes.append(
             f"The file states exactly one pixel per {unit[:16]} in the plane, which some programs also write when they"
@@ -161,7 +160,7 @@ def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> 
 
 
 def from_lengths(sizes: Sequence[Any], unit: str, source: str) -> Calibration:
-    """Edges along z, y, x in one unit, as vendors' headers have them."""
+    """Convert edges along z, y, x in one unit."""
     notes: list[str] = []
-    z, y, x = (_along(axis, size, unit, notes) for axis, size in zip("zyx", sizes, strict=True))
+    z, y, x = (_convert_edge(axis, size, unit, notes) for axis, size in zip("zyx", sizes, strict=True))
     return Calibration(z, y, x, source, tuple(notes))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from service.core import config
 from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutputExists
-from service.formats.sandbox import held
+from service.formats.sandbox import descriptor_path
 
 COPY_BYTES = 2**26
 # Opens a folder to look names up in it.
@@ -73,7 +73,7 @@ class HostFiles:
             finally:
                 os.close(handle)
         try:
-            yield Source(held(file), parts[-1])
+            yield Source(descriptor_path(file), parts[-1])
         finally:
             os.close(file)
 

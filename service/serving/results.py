@@ -108,7 +108,7 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = tiff_writer.encoded(result.segmentation, deflation.compress)
+        content = tiff_writer.encode(result.segmentation, deflation.compress)
     if content is None:
         return None
     return _label_answer(received.folder / LABELS, result.segmentation, stages, content)

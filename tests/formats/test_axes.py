@@ -30,7 +30,7 @@ NAMES = ("DAPI", "GFP", "gfp", "")
     ],
 )
 def test_axes_of_the_file_are_used(stored: str, shape: tuple[int, ...], expected: str) -> None:
-    layout = axes.understand(stored, shape, None)
+    layout = axes.resolve_axes(stored, shape, None)
 
     assert layout.axes == expected
     assert bool(layout.notes) == any(letter in stored for letter in "QI")
@@ -49,42 +49,42 @@ def test_axes_of_the_file_are_used(stored: str, shape: tuple[int, ...], expected
 )
 def test_what_the_file_leaves_open_is_refused_with_the_way_out(stored: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(AmbiguousAxes, match=r"axes=") as caught:
-        axes.understand(stored, shape, None)
+        axes.resolve_axes(stored, shape, None)
 
     assert " x ".join(map(str, shape)) in str(caught.value)
 
 
 def test_a_doubted_description_is_refused_for_stacks_and_noted_for_planes() -> None:
     with pytest.raises(AmbiguousAxes, match=r"because of rain.*axes="):
-        axes.understand("IYX", (5, 6, 7), None, "because of rain")
+        axes.resolve_axes("IYX", (5, 6, 7), None, "because of rain")
 
-    assert "because of rain" in axes.understand("YX", (6, 7), None, "because of rain").notes[0]
-    assert axes.understand("IYX", (5, 6, 7), "TYX", "because of rain").axes == "TYX"
+    assert "because of rain" in axes.resolve_axes("YX", (6, 7), None, "because of rain").notes[0]
+    assert axes.resolve_axes("IYX", (5, 6, 7), "TYX", "because of rain").axes == "TYX"
 
 
 @pytest.mark.parametrize("override", ["TYX", "tyx", "CYX", "ZYX", "XYZ"])
 def test_the_override_wins(override: str) -> None:
-    assert axes.understand("ZYX", (5, 6, 7), override) == Layout(override.upper(), (5, 6, 7))
+    assert axes.resolve_axes("ZYX", (5, 6, 7), override) == Layout(override.upper(), (5, 6, 7))
 
 
 def test_the_override_may_name_or_leave_out_dimensions_of_length_one() -> None:
     stored, shape = "TZCYXS", (1, 5, 2, 6, 7, 1)
 
-    assert axes.understand(stored, shape, "TCYX") == Layout("TCYX", (5, 2, 6, 7))
-    assert axes.understand(stored, shape, "ZTCYXS") == Layout("ZTCYXS", shape)
+    assert axes.resolve_axes(stored, shape, "TCYX") == Layout("TCYX", (5, 2, 6, 7))
+    assert axes.resolve_axes(stored, shape, "ZTCYXS") == Layout("ZTCYXS", shape)
 
 
 @pytest.mark.parametrize("override", ["", "ZY", "ZYYX", "ZYXQ", "ZZYX", "YX", "CZYX", "TCZYX", "Z Y X", "ÄYX"])
 def test_an_override_that_does_not_fit_names_the_stored_shape_or_the_letters(override: str) -> None:
     with pytest.raises(BadParameter, match=r"5 x 6 x 7|TZCYXS"):
-        axes.understand("ZYX", (5, 6, 7), override)
+        axes.resolve_axes("ZYX", (5, 6, 7), override)
 
 
 @given(st.text(max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=6))
 def test_any_override_fits_or_is_a_bad_parameter(override: str, shape: list[int]) -> None:
     stored = "TZCYXS"[-len(shape) :]
     try:
-        layout = axes.understand("QQQQYX"[-len(stored) :], shape, override)
+        layout = axes.resolve_axes("QQQQYX"[-len(stored) :], shape, override)
     except BadParameter:
         return
     assert len(layout.axes) == len(layout.shape)
@@ -94,13 +94,12 @@ def test_any_override_fits_or_is_a_bad_parameter(override: str, shape: list[int]
 @pytest.mark.parametrize("shape", [(0, 5, 5), (3, 0, 5), (3, 5, 0)])
 def test_nothing_is_not_a_stack(shape: tuple[int, ...]) -> None:
     with pytest.raises(BadFile, match="without pixels"):
-        axes.understand("ZYX", shape, None)
+        axes.resolve_axes("ZYX", shape, None)
 
 
 def test_channels_and_samples_count_together() -> None:
     layout = Layout("ZCYXS", (5, 2, 6, 7, 3))
 
-    assert layout.channels == 6
     assert axes.select(layout, ("",) * 6, Selection()).channels == (0, 1, 2, 3, 4, 5)
 
 
@@ -136,8 +135,8 @@ def test_a_time_point_that_is_not_there_is_refused(time: int) -> None:
 
 
 def test_the_way_out_of_a_time_series_names_both_parameters() -> None:
-    sentence = axes.must_choose_time(Layout("TYX", (5, 6, 7)))
+    sentence = axes.explain_time_choice(Layout("TYX", (5, 6, 7)))
 
     assert "time=0 to time=4" in sentence
     assert "axes=ZYX" in sentence
-    assert "axes=" not in axes.must_choose_time(Layout("TZYX", (5, 3, 6, 7)))
+    assert "axes=" not in axes.explain_time_choice(Layout("TZYX", (5, 3, 6, 7)))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from service.formats.deflate import LONGEST_LINE, Deflation
+from service.formats.deflate import MAX_LINE_BYTES, Deflation
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def test_every_plane_comes_back(
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 def test_the_longest_lines_come_back_and_longer_ones_are_left_to_others(kernel: Deflation, dtype: str) -> None:
-    width = LONGEST_LINE // np.dtype(dtype).itemsize
+    width = MAX_LINE_BYTES // np.dtype(dtype).itemsize
     line = np.random.default_rng(0).integers(0, 256, (1, 1, width)).astype(dtype)
     # The line above, and one pixel beyond it, which is as far as a repetition may lie back.
     planes = np.concatenate((line, line, np.roll(line, 1), line), axis=1)
     np.testing.assert_array_equal(inflated(kernel, planes), planes)
-    assert len((kernel.compress(planes) or ((), ()))[0]) < 2 * LONGEST_LINE
+    assert len((kernel.compress(planes) or ((), ()))[0]) < 2 * MAX_LINE_BYTES
     assert kernel.compress(np.zeros((1, 2, width + 1), dtype)) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from service.core.errors import BadFile
 from service.formats import ome
-from service.formats.ome import Unclear
+from service.formats.ome import UnusableOme
 
 NAMESPACE = "http://www.openmicroscopy.org/Schemas/OME/2016-06"
 SIZES = 'SizeX="8" SizeY="6" SizeZ="3" SizeC="2" SizeT="1"'
@@ -127,7 +127,7 @@ STACK = 'SizeX="8" SizeY="6" SizeZ="2" SizeC="1" SizeT="1"'
     ],
 )
 def test_what_leaves_the_pages_open_is_unclear(text: str, message: str) -> None:
-    with pytest.raises(Unclear, match=message):
+    with pytest.raises(UnusableOme, match=message):
         ome.parse(text, 2)
 
 

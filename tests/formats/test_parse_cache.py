@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from service.core.errors import AmbiguousAxes
 from service.core.volume import Description, Selection, VoxelSize
 from service.formats import sandbox_child
-from service.formats.parse_cache import MOST_BYTES, MOST_PARTS, ParseCache, Part, ReadLog, renumbered
+from service.formats.parse_cache import MOST_BYTES, MOST_PARTS, ParseCache, Part, ReadLog, renumber_uuids
 from service.formats.sandbox import Reader
 
 LIMIT = 2**28
@@ -76,7 +76,7 @@ def test_no_byte_beside_the_evidence_decides(container: str, call: str, tmp_path
     path.write_bytes(content)
     told = answer(path, call)
     known: ParseCache[dict[str, Any]] = ParseCache()
-    known.keep("?", content, told["evidence"], told)
+    known.keep("?", content, told["parts"], told)
     assert known.find("?", content) == told
 
     planes = [content.find(plane.tobytes()) for plane in stack]
@@ -154,18 +154,18 @@ def described(own: bytes, *planes: bytes) -> bytes:
 
 
 def test_which_files_are_the_same_is_all_that_is_left_of_their_identifiers() -> None:
-    assert renumbered(described(OWN, OWN)) == renumbered(described(OTHER, OTHER))
-    assert renumbered(described(OWN, OWN)) != renumbered(described(OWN, OTHER))
-    assert renumbered(described(OWN, OTHER, OTHER)) != renumbered(described(OWN, OTHER, THIRD))
-    assert renumbered(described(OWN, OTHER, THIRD)) == renumbered(described(THIRD, OWN, OTHER))
-    assert len(renumbered(described(OWN, OTHER))) == len(described(OWN, OTHER))
+    assert renumber_uuids(described(OWN, OWN)) == renumber_uuids(described(OTHER, OTHER))
+    assert renumber_uuids(described(OWN, OWN)) != renumber_uuids(described(OWN, OTHER))
+    assert renumber_uuids(described(OWN, OTHER, OTHER)) != renumber_uuids(described(OWN, OTHER, THIRD))
+    assert renumber_uuids(described(OWN, OTHER, THIRD)) == renumber_uuids(described(THIRD, OWN, OTHER))
+    assert len(renumber_uuids(described(OWN, OTHER))) == len(described(OWN, OTHER))
     for text in (
         b"Name='urn:uuid:%s'" % OWN,
         b'UUID="%s"' % OWN,
         b'UUID="urn:uuid:%s"' % OWN[1:],
         described(b"x" * 36),
     ):
-        assert renumbered(text) == text
+        assert renumber_uuids(text) == text
 
 
 @pytest.mark.parametrize("decoding", [False, True])
@@ -176,7 +176,7 @@ def test_identifiers_are_kept_from_who_parses_and_pixels_are_not_changed(decodin
     stream.read(8)
     if decoding:
         read_log.end()
-    assert stream.read() == (content[8:] if decoding else renumbered(content[8:]))
+    assert stream.read() == (content[8:] if decoding else renumber_uuids(content[8:]))
     assert read_log.parts == (None if decoding else (*HEADER, Part(8, len(content), text=True)))
 
 
@@ -237,9 +237,9 @@ class Asked(Reader):
 
     asked = 0
 
-    def _ask(self, *arguments: Any) -> Any:
+    def _call(self, *arguments: Any) -> Any:
         self.asked += 1
-        return super()._ask(*arguments)
+        return super()._call(*arguments)
 
 
 @pytest.fixture

@@ -350,7 +350,7 @@ def test_whether_files_without_a_name_are_read_is_known_once_a_process_has_start
         assert not reader.opens
         reader.inspect(path, Selection())
         assert reader.opens
-    assert not sandbox_child.opens(Path(f"/proc/{os.getpid()}/fd/99999"))
+    assert not sandbox_child.can_open(Path(f"/proc/{os.getpid()}/fd/99999"))
 
 
 def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
@@ -365,7 +365,7 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
     good = sandbox_child.answer(request)["result"]
 
     class Lying(Reader):
-        def _ask(self, *_: object) -> tuple[dict[str, Any], None]:
+        def _call(self, *_: object) -> tuple[dict[str, Any], None]:
             return self.lie, None
 
     for lie in (

@@ -1,0 +1,210 @@
+"""OME-TIFF out: labels, classes and probabilities, small and large, as this and other readers see them."""
+
+from __future__ import annotations
+
+import io
+import uuid
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from service.core.volume import Segmentation, Selection, VoxelSize
+from service.formats import tiff_reader, tiff_writer
+
+LIMIT = 2**28
+ALL = Selection()
+
+
+def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArray[Any]:
+    rng = np.random.default_rng(len(shape) if seed is None else seed)
+    if np.dtype(dtype).kind == "f":
+        return rng.normal(size=shape).astype(dtype)
+    return rng.integers(0, 120, shape).astype(dtype)
+
+
+def pixels(path: Path) -> NDArray[Any]:
+    return tiff_reader.read(path, ALL, LIMIT).array()
+
+
+@pytest.mark.parametrize("kind", ["labels", "classes"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_labels_come_back_as_they_were(tmp_path: Path, kind: Any, dtype: str) -> None:
+    labels = noise(5, 70, 90, dtype=dtype)
+    path = tmp_path / "labels.ome.tif"
+
+    tiff_writer.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
+
+    found = tiff_reader.inspect(path, ALL, LIMIT)
+    assert (found.container, found.axes, found.stored_shape) == ("OME-TIFF", "ZYX", (5, 70, 90))
+    assert (found.dtype, found.channels, found.notes) == (dtype, (kind,), ())
+    assert found.voxel_size == VoxelSize(0.5, 0.2, 0.1)
+    np.testing.assert_array_equal(pixels(path)[0], labels)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["labels.ome.tif"]
+
+
+def test_probabilities_keep_the_names_of_their_classes(tmp_path: Path) -> None:
+    scores = noise(3, 5, 70, 90, dtype="float32")
+    path, names = tmp_path / "scores.ome.tif", ("background", 'nuclei <&> "µ"', "edge\0s")
+
+    tiff_writer.write(Segmentation(scores, "probabilities", None, names=names), path)
+
+    found = tiff_reader.inspect(path, ALL, LIMIT)
+    assert (found.axes, found.dtype, found.voxel_size) == ("CZYX", "float32", None)
+    assert found.channels == ("background", 'nuclei <&> "µ"', "edges")
+    np.testing.assert_array_equal(pixels(path), scores)
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_other_readers_see_the_same(tmp_path: Path, bigtiff: bool) -> None:
+    scores, path = noise(2, 5, 70, 90, dtype="float32"), tmp_path / "scores.ome.tif"
+    segmentation = Segmentation(scores, "probabilities", VoxelSize(0.5, 0.2, 0.1), names=("a", "b"))
+
+    tiff_writer.write(segmentation, path, bigtiff=bigtiff)
+
+    with tifffile.TiffFile(path) as file:
+        assert file.is_bigtiff == bigtiff
+        assert file.series[0].kind == "ome"
+        assert file.series[0].axes == "CZYX"
+        np.testing.assert_array_equal(file.asarray(), scores)
+        assert file.pages.first.tags["ResolutionUnit"].value == tifffile.RESUNIT.CENTIMETER
+        assert file.pages.first.get_resolution("micrometer") == pytest.approx((10, 5))
+        imagej = file.imagej_metadata or {}
+        assert (imagej["slices"], imagej["channels"], imagej["unit"]) == (5, 2, "cm")
+        assert imagej["spacing"] == pytest.approx(0.5e-4)
+    with tifffile.TiffFile(path, is_ome=False) as file:
+        assert file.series[0].kind == "imagej"
+        assert file.series[0].axes == "CZYX"
+        np.testing.assert_array_equal(file.asarray(), scores)
+
+
+def test_labels_are_compressed(tmp_path: Path) -> None:
+    labels = np.repeat(np.arange(8, dtype=np.uint16), 64 * 64 * 4).reshape(-1, 64, 64)
+    path = tmp_path / "labels.ome.tif"
+
+    tiff_writer.write(Segmentation(labels, "labels"), path)
+
+    assert path.stat().st_size < labels.nbytes / 4
+
+
+def test_writing_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "labels.ome.tif"
+    path.write_bytes(b"old")
+
+    with pytest.raises(tifffile.OmeXmlError):
+        tiff_writer.write(Segmentation(np.zeros((2, 3, 4), np.int64), "labels"), path)
+
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("labels.ome.tif", b"old")]
+
+
+size = st.floats(1e-4, 1e4)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40)),
+    voxel_size=st.none() | st.builds(VoxelSize, size, size, size),
+    dtype=st.sampled_from(["uint8", "uint16", "uint32"]),
+    channels=st.none() | st.lists(st.text(max_size=12), min_size=2, max_size=4),
+)
+def test_whatever_is_written_is_read_the_same(
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    voxel_size: VoxelSize | None,
+    dtype: str,
+    channels: list[str] | None,
+) -> None:
+    path = tmp_path / "any.ome.tif"
+    if channels is None:
+        array = noise(*shape, dtype=dtype)
+        segmentation = Segmentation(array, "labels", voxel_size)
+    else:
+        array = noise(len(channels), *shape, dtype="float32")
+        segmentation = Segmentation(array, "probabilities", voxel_size, names=tuple(channels))
+
+    tiff_writer.write(segmentation, path)
+    volume = tiff_reader.read(path, ALL, LIMIT)
+
+    assert volume.shape == (array.shape if array.ndim == 4 else (1, *array.shape))
+    assert volume.dtype == array.dtype
+    assert volume.voxel_size == voxel_size
+    np.testing.assert_array_equal(volume.array().reshape(array.shape), array)
+
+
+@pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000), (1100, 40, 30)])
+def test_small_results_are_compressed_as_well_as_large_ones_and_read_alike(
+    tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    """Small ones of not too many pages are not written page by page."""
+    labels = np.zeros(shape, np.uint16)
+    labels[:, shape[1] // 4 : -5, 3::7] = np.arange(1, shape[0] + 1)[:, None, None]
+    path = tmp_path / "labels.ome.tif"
+    tiff_writer.write(Segmentation(labels.transpose(0, 2, 1), "labels", VoxelSize(1, 2, 3), count=shape[0]), path)
+    assert path.stat().st_size < labels.nbytes / 10
+    with tifffile.TiffFile(path) as file:
+        assert {page.compression for page in file.pages} == {8}
+        assert len(file.pages) == shape[0]
+    np.testing.assert_array_equal(tifffile.imread(path), labels.transpose(0, 2, 1))
+
+
+def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Path) -> None:
+    """The pages of such files are laid out once."""
+    made = [noise(5, 17, 23, dtype="uint16", seed=seed) for seed in range(3)]
+    identifiers = set()
+    for count, labels in zip((1, 2**32 - 1, 70), made, strict=True):
+        path = tmp_path / f"{count}.ome.tif"
+        tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
+        with tifffile.TiffFile(path) as file:
+            np.testing.assert_array_equal(file.asarray(), labels)
+            assert (file.imagej_metadata or {})["max"] == count
+            identifiers.add(str(file.ome_metadata).partition('UUID="urn:uuid:')[2][:36])
+    assert len(identifiers) == 3
+    assert all(str(uuid.UUID(identifier)) == identifier for identifier in identifiers)
+
+
+def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def compress(planes: Any) -> Any:
+        if planes.dtype != np.uint8:
+            return None
+        asked.append(len(planes))
+        streams = [zlib.compress(plane.tobytes(), 9) for plane in planes]
+        return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
+
+    def written(pixels: Any, **how: Any) -> list[int]:
+        """How many planes were compressed at once, and that they are those of the file."""
+        asked.clear()
+        path = tmp_path / "labels.tif"
+        tiff_writer.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
+        with tifffile.TiffFile(path) as file:
+            np.testing.assert_array_equal(file.asarray(), pixels)
+            assert len(file.pages) == len(pixels)
+            assert 'PhysicalSizeZ="3' in str(file.ome_metadata)
+        return asked.copy()
+
+    labels = noise(4, 9, 8, dtype="uint8")
+    assert written(labels) == [4]
+    assert written(labels.astype(np.uint16)) == []
+    # One to see whether it does, then blocks of as many as may be in memory.
+    assert written(labels, bigtiff=True) == [1, 4]
+    monkeypatch.setattr(tiff_writer, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 3 * labels[0].nbytes)
+    assert written(labels) == [1, 3, 1]
+    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 1)
+    assert written(labels) == [1, 1, 1, 1, 1]
+    assert written(labels.astype(np.uint16)) == []
+
+
+@pytest.mark.parametrize("byteorder", "<>")
+def test_small_files_hold_pixels_of_either_byte_order(byteorder: str) -> None:
+    stack = noise(3, 9, 11).astype(f"{byteorder}u2")
+    content = tiff_writer.encode(Segmentation(stack, "labels", None, 7))
+    assert content is not None
+    np.testing.assert_array_equal(tifffile.imread(io.BytesIO(content)), stack)
