@@ -17,7 +17,7 @@ import uvicorn
 from numpy.typing import NDArray
 
 from service.api.app import create_app
-from service.api.server import configured
+from service.api.server import build_config
 from service.core.config import Settings
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
@@ -58,7 +58,7 @@ def serve(
 ) -> Iterator[Live]:
     app = create_app(settings)
     app.state.runtime = Runtime(settings, load)
-    config = configured(app, host="127.0.0.1", port=0)
+    config = build_config(app, host="127.0.0.1", port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

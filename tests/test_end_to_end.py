@@ -24,7 +24,7 @@ from live import Answer, Live, as_tiff, classes, eager, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
-from service.api.api_keys import hash_of
+from service.api.api_keys import hash_key
 from service.api.uploads import BLOCK_BYTES, UPLOAD_MEMORY, UPLOAD_MEMORY_BYTES
 from service.core.config import Settings
 from service.core.volume import Segmentation
@@ -477,7 +477,7 @@ def test_command_line_serves_https_to_who_has_a_key_and_logs_json(bands_reposito
     config = tmp_path / "config.yaml"
     config.write_text(
         f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\nserver: {{scratch_folder: {tmp_path}}}\n"
-        f"access: {{keys: {{ada: '{hash_of('secret')}'}}}}\nlogging: {{format: json}}\n"
+        f"access: {{keys: {{ada: '{hash_key('secret')}'}}}}\nlogging: {{format: json}}\n"
     )
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0"]
     command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]

@@ -20,12 +20,12 @@ from live import as_tiff
 from paths import ROOT
 
 from service.__main__ import main
-from service.api.api_keys import Keys, hash_of
+from service.api.api_keys import ApiKeys, hash_key
 from service.cli.serve import is_public
 from service.core.config import read_settings
 from service.models.spec import ModelSpec
 
-HASHED = f"{{ada: {hash_of('secret')}}}"
+HASHED = f"{{ada: {hash_key('secret')}}}"
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_key_is_printed_with_the_lines_by_which_the_service_knows_it(
     path = tmp_path / "config.yaml"
     path.write_text("\n".join(lines[lines.index("access:") :]))
     settings = read_settings(path, {})
-    assert Keys(settings.access.keys).caller(key) == "microscope-3"
+    assert ApiKeys(settings.access.keys).authenticate(key) == "microscope-3"
     assert key not in path.read_text()
 
 

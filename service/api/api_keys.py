@@ -1,4 +1,4 @@
-"""Who may use the service and how much of it: API keys, known by their hashes only, with a rate and a number at a time.
+"""API keys, of which the service knows only hashes, and the rate limit of each.
 
 A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess that a slow hash would protect.
 """
@@ -20,26 +20,26 @@ PREFIX = "stackseg_"
 SCHEME = "sha256:"
 
 
-def new_key() -> str:
-    """A key that nobody has seen."""
+def generate_key() -> str:
+    """Return a new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def hash_of(key: str) -> str:
-    """What the configuration holds of a key."""
+def hash_key(key: str) -> str:
+    """Return the hash of a key, as the configuration holds it."""
     return SCHEME + hashlib.sha256(key.encode()).hexdigest()
 
 
-class Keys:
-    """The keys that are let in, name -> hash. Without any, everyone is let in as `anonymous`."""
+class ApiKeys:
+    """The known keys, as hashes by name. Without any, every caller is `anonymous`."""
 
     def __init__(self, hashes: Mapping[str, str]) -> None:
         self._hashes = dict(hashes)
 
-    def caller(self, key: str | None) -> str:
-        """The name of the key that was shown. Raises Unauthorized.
+    def authenticate(self, key: str | None) -> str:
+        """Return the name of a key. Raises Unauthorized.
 
-        Every known hash is compared, each in constant time: how long it takes tells nothing about any of them.
+        Every known hash is compared, each in constant time, so that the time taken tells nothing about any of them.
         """
         if not self._hashes:
             return ANONYMOUS
@@ -48,17 +48,17 @@ class Keys:
                 "This service asks for an API key: send `Authorization: Bearer KEY` or `X-API-Key: KEY`. Its operator"
                 " makes keys with `stackseg key NAME`."
             )
-        shown, found = hash_of(key), None
+        sent, caller = hash_key(key), None
         for name, known in self._hashes.items():
-            if hmac.compare_digest(shown, known):
-                found = name
-        if found is None:
+            if hmac.compare_digest(sent, known):
+                caller = name
+        if caller is None:
             raise Unauthorized("The API key is not known here: it was mistyped, or its operator has taken it back.")
-        return found
+        return caller
 
 
 class RateLimit:
-    """What one caller may still do. For use in one thread, that of the event loop.
+    """Token bucket and concurrency limit of one caller. For use in one thread, that of the event loop.
 
     Args:
         per_minute: requests in a minute, all of which may come at once; 0: any number
@@ -67,25 +67,25 @@ class RateLimit:
 
     def __init__(self, per_minute: int, at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._at_once, self._clock = per_minute, at_once, clock
-        self._left = float(per_minute)
-        self._seen = clock()
+        self._tokens = float(per_minute)
+        self._refilled = clock()
         self._running = 0
 
-    def spend(self) -> None:
-        """Count one request. Raises RateLimited with the seconds after which the next one will be let in."""
+    def count_request(self) -> None:
+        """Take one token. Raises RateLimited with the seconds until there is one again."""
         if not self._per_minute:
             return
-        now, pace = self._clock(), self._per_minute / 60
-        self._left = min(self._left + (now - self._seen) * pace, float(self._per_minute))
-        self._seen = now
-        if self._left < 1:
+        now, per_second = self._clock(), self._per_minute / 60
+        self._tokens = min(self._tokens + (now - self._refilled) * per_second, float(self._per_minute))
+        self._refilled = now
+        if self._tokens < 1:
             message = f"This key may send {self._per_minute} requests a minute, and has; wait and send it again."
-            raise RateLimited(message, math.ceil((1 - self._left) / pace))
-        self._left -= 1
+            raise RateLimited(message, math.ceil((1 - self._tokens) / per_second))
+        self._tokens -= 1
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Count one request that is being worked on, for the time of the block. Raises RateLimited."""
+    def hold_slot(self) -> Iterator[None]:
+        """Count one running request for the time of the block. Raises RateLimited where too many run."""
         if self._at_once and self._running >= self._at_once:
             message = f"{self._running} requests of this key are being worked on, and no more may; wait for one to end."
             raise RateLimited(message, 1)

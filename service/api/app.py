@@ -1,4 +1,4 @@
-"""The service assembled: routes, middleware, and what lives as long as the application."""
+"""Assemble the FastAPI application: routes, middleware, exception handlers and lifespan."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
-from service.api.auth import HEALTH, METHODS, READ, SENT, Guard, Hosts
+from service.api.auth import (
+    CORS_METHODS,
+    CORS_REQUEST_HEADERS,
+    CORS_RESPONSE_HEADERS,
+    HEALTH_PATH,
+    ApiKeyAuth,
+    TrustedHosts,
+)
 from service.api.direct_route import DirectDispatch
-from service.api.middleware import DrainBody, RequestLog, SafeHeaders
+from service.api.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.problems import (
-    HANDLERS,
+    EXCEPTION_HANDLERS,
     KEY_SCHEMES,
     Problem,
-    answer_error,
-    answer_unexpected,
+    handle_error,
+    handle_unexpected,
     problem_responses,
 )
 from service.api.routes import docs, hardware, health, inspect, jobs, models, segment
@@ -34,36 +41,38 @@ _ENDPOINTS = (segment, jobs, inspect, models, health, hardware, docs)
 
 
 class Application(FastAPI):
-    """FastAPI documents errors as JSON of its own; ours are problem documents of one schema."""
+    """A FastAPI application whose OpenAPI document has problem documents instead of FastAPI's own errors."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the schema of the problem documents, and API keys where they are asked for."""
+        """Return the OpenAPI document, with the schema of problem documents, and API keys where they are required."""
         document = super().openapi()
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
         for methods in document["paths"].values():
             for operation in methods.values():
-                # Else the name of the function, with capitals.
+                # FastAPI would show the capitalised name of the function.
                 operation["summary"] = operation["description"].partition("\n")[0].partition(".")[0]
         if self.state.runtime.settings.access.keys:
             document["components"]["securitySchemes"] = KEY_SCHEMES
             document["security"] = [{name: []} for name in KEY_SCHEMES]
             for path, methods in document["paths"].items():
-                if HEALTH.fullmatch(path):
+                if HEALTH_PATH.fullmatch(path):
                     methods["get"]["security"] = []
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Everything around the routes, the outermost last: the answer to an unforeseen error passes through it too."""
+        """Wrap FastAPI's own middleware, the outermost last: answers to unexpected errors pass through ours too."""
         access = self.state.runtime.settings.access
-        stack: ASGIApp = Guard(super().build_middleware_stack(), access, answer_error)
+        stack: ASGIApp = ApiKeyAuth(super().build_middleware_stack(), access, handle_error)
         if access.origins:
-            stack = CORSMiddleware(stack, access.origins, METHODS, SENT, expose_headers=READ)
-        stack = Hosts(stack, access, answer_error)
-        return RequestLog(SafeHeaders(DrainBody(stack)))
+            stack = CORSMiddleware(
+                stack, access.origins, CORS_METHODS, CORS_REQUEST_HEADERS, expose_headers=CORS_RESPONSE_HEADERS
+            )
+        stack = TrustedHosts(stack, access, handle_error)
+        return RequestLog(SecurityHeaders(DrainBody(stack)))
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The service as an ASGI application; its runtime starts and stops with the lifespan. Raises ConfigError."""
+    """Return the service as an ASGI application; its lifespan starts and stops the runtime. Raises ConfigError."""
     app = Application(
         title="StackSeg",
         version=version("stackseg"),
@@ -82,11 +91,11 @@ def create_app(settings: Settings) -> FastAPI:
     for module in _ENDPOINTS:
         app.include_router(module.router)
     app.add_middleware(DirectDispatch, routes=app.state.endpoints)
-    # Once more, as around the framework's own routes.
-    app.add_middleware(ExceptionMiddleware, handlers=HANDLERS)
-    for kind, handler in HANDLERS.items():
+    # Direct routes lie outside of the handlers that FastAPI itself puts around its routes.
+    app.add_middleware(ExceptionMiddleware, handlers=EXCEPTION_HANDLERS)
+    for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_exception_handler(Exception, answer_unexpected)
+    app.add_exception_handler(Exception, handle_unexpected)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Who gets in: the host that a request names, the API key that it shows, and how often that key may be used."""
+"""ASGI middleware that refuses requests: by the host that they name, and by API key and its rate limits."""
 
 from __future__ import annotations
 
@@ -10,91 +10,100 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.api_keys import ANONYMOUS, Keys, RateLimit
+from service.api.api_keys import ANONYMOUS, ApiKeys, RateLimit
 from service.api.headers import RawHeaders, find_header, get_header
 from service.core.config import Access
 from service.core.errors import Misdirected, RateLimited, Unauthorized
 
-# Open without a key and under any name: what probes ask for, which know neither.
-HEALTH = re.compile(r"(/v[12])?/health(/live|/ready)?")
-# Open without a key: it says nothing that the project does not publish, and browsers cannot send a key for a page.
-DOCUMENTATION = re.compile(r"/(docs(/[a-z.]+)?|openapi\.json)?")
+# Open without a key and under any host name: probes know neither.
+HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
+# Open without a key: the project publishes all of it, and browsers cannot send a key for a page.
+DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|openapi\.json)?")
 
-# For browsers: what a page on another origin may send, and read of an answer.
-METHODS = ("GET", "POST", "DELETE")
-SENT = ("Authorization", "Content-Type", "If-None-Match", "Prefer", "X-API-Key", "X-Filename", "X-Request-ID")
-READ = (
+# CORS: methods and headers that a page on another origin may send, and headers of an answer that it may read.
+CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_REQUEST_HEADERS = (
+    "Authorization",
+    "Content-Type",
+    "If-None-Match",
+    "Prefer",
+    "X-API-Key",
+    "X-Filename",
+    "X-Request-ID",
+)
+CORS_RESPONSE_HEADERS = (
     "Content-Disposition", "ETag", "Location", "Retry-After", "Server-Timing", "X-Cache", "X-Request-ID",
     "X-StackSeg-Model", "X-StackSeg-Note", "X-StackSeg-Objects", "X-StackSeg-Voxel-Size",
 )  # fmt: skip
 
-Answer = Callable[[Request, Exception], Response]
+ErrorHandler = Callable[[Request, Exception], Response]
 
 
-class Hosts:
-    """Refuses requests for a host that is not among the configured ones, which keeps DNS rebinding out."""
+class TrustedHosts:
+    """Middleware that refuses hosts other than the configured ones, against DNS rebinding."""
 
-    def __init__(self, app: ASGIApp, access: Access, answer: Answer) -> None:
-        self._app, self._answer = app, answer
+    def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
+        self._app, self._handle_error = app, handle_error
         self._hosts = tuple(host.lower() for host in access.hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._hosts or HEALTH.fullmatch(scope["path"]):
+        if scope["type"] != "http" or not self._hosts or HEALTH_PATH.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
-        host = host_of(get_header(scope, b"host"))
-        if any(matches(host, pattern) for pattern in self._hosts):
+        host = parse_host(get_header(scope, b"host"))
+        if any(matches_host(host, pattern) for pattern in self._hosts):
             await self._app(scope, receive, send)
             return
         error = Misdirected("The service does not answer for this host name; its operator may add it to access.hosts.")
-        await self._answer(Request(scope), error)(scope, receive, send)
+        await self._handle_error(Request(scope), error)(scope, receive, send)
 
 
-class Guard:
-    """Lets in who shows a known key and has not used it too much; `scope["state"]["caller"]` then has its name."""
+class ApiKeyAuth:
+    """Middleware that lets in known keys within their rate limits; `scope["state"]["caller"]` then has the name."""
 
-    def __init__(self, app: ASGIApp, access: Access, answer: Answer) -> None:
-        self._app, self._answer = app, answer
-        self._keys = Keys(access.keys)
+    def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
+        self._app, self._handle_error = app, handle_error
+        self._keys = ApiKeys(access.keys)
         limits = access.requests_per_minute, access.requests_at_once
-        self._allowances = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
+        self._rate_limits = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with ExitStack() as held:
+        with ExitStack() as slots:
             try:
-                self._admit(scope, held)
+                self._admit(scope, slots)
             except (Unauthorized, RateLimited) as error:
-                await self._answer(Request(scope), error)(scope, receive, send)
+                await self._handle_error(Request(scope), error)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope, held: ExitStack) -> None:
+    def _admit(self, scope: Scope, slots: ExitStack) -> None:
+        """Name the caller and count the request, until `slots` is closed. Raises Unauthorized and RateLimited."""
         state = scope.setdefault("state", {})
-        if HEALTH.fullmatch(scope["path"]) or DOCUMENTATION.fullmatch(scope["path"]):
+        if HEALTH_PATH.fullmatch(scope["path"]) or DOCUMENTATION_PATH.fullmatch(scope["path"]):
             state["caller"] = ANONYMOUS
             return
-        caller = state["caller"] = self._keys.caller(shown_key(scope["headers"]))
-        rate_limit = self._allowances[caller]
+        caller = state["caller"] = self._keys.authenticate(extract_key(scope["headers"]))
+        rate_limit = self._rate_limits[caller]
         if scope["method"] == "POST":
-            held.enter_context(rate_limit.hold())
-        rate_limit.spend()
+            slots.enter_context(rate_limit.hold_slot())
+        rate_limit.count_request()
 
 
-def shown_key(headers: RawHeaders) -> str | None:
-    """The key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`."""
+def extract_key(headers: RawHeaders) -> str | None:
+    """Return the key in `Authorization: Bearer KEY`, else in `X-API-Key: KEY`; None without either."""
     scheme, _, key = find_header(headers, b"authorization").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None
 
 
-def host_of(header: str) -> str:
-    """The host of a Host header, without its port, in lower case; an IPv6 address without its brackets."""
+def parse_host(header: str) -> str:
+    """Return the host of a Host header, without its port, in lower case; an IPv6 address without its brackets."""
     host = header.strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
 
 
-def matches(host: str, pattern: str) -> bool:
-    """Whether a host is the one of a pattern, or below `*.` of one."""
+def matches_host(host: str, pattern: str) -> bool:
+    """Return whether a host equals a pattern, or lies below the domain of a pattern that begins with `*.`."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

@@ -1,4 +1,9 @@
-"""How the bytes of a connection come in: many at a time, copied no more often than they must be."""
+"""An HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and drains at shutdown.
+
+asyncio otherwise reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times: a body of
+33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md). The file can be deleted: uvicorn
+then serves with its own protocol, without the limits, refusals and draining below, and `server.py` loses `Connection`.
+"""
 
 from __future__ import annotations
 
@@ -19,67 +24,67 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.api.headers import get_header
-from service.api.middleware import SAFE, number_of
-from service.api.problems import PROBLEM_TYPE, problem_members
+from service.api.middleware import SECURITY_HEADERS, choose_request_id
+from service.api.problems import PROBLEM_TYPE, problem_document
 from service.core import logs
 from service.core.errors import NotReady, RequestError
 
 log = logging.getLogger("service.access")
 
-# What is read at a time, and so what a request holds of its body before it is asked for more.
+# Bytes read at a time, and so the most that a request holds of its body before it asks for more.
 READ_BYTES = 2 * 2**20
-# The same before it has asked for any: while it waits for its turn, or for whether it is let in.
-AHEAD_BYTES = 2**16
-# Of a request line and headers, and of what else frames a body: more is refused.
-HEAD_BYTES = 2**16
-# Requests that a client may send before it has the answer to the first.
-MOST_UNANSWERED = 16
-# So much of a body is copied to go with its head.
-JOINED_BYTES = 2**16
+# Bytes read of a body that nobody has asked for: its request waits for its turn, or for admission.
+READ_AHEAD_BYTES = 2**16
+# Limit of a request line with headers, and of chunk headers and trailers.
+MAX_HEAD_BYTES = 2**16
+# Requests that a client may send before the answer to the first.
+MAX_UNANSWERED = 16
+# The largest piece of a body that is copied to be sent together with the head of its answer.
+MAX_JOINED_BYTES = 2**16
 
 
 class Refused(ValueError):
-    """A head that is not to be answered; the message goes to the client."""
+    """Request head that the application shall not see; the message goes to the client."""
 
 
-class _Room(threading.local):
-    """Where an event loop reads to, for all connections: what was read is taken out before the loop does more."""
+class _ReadBuffer(threading.local):
+    """Memory that an event loop reads to, shared by all connections: bytes are taken out before the loop goes on."""
 
     def __init__(self) -> None:
-        # A view, whose slices are the same memory: what reads TLS asks for the rest of what it was given.
-        self.buffer = memoryview(bytearray(READ_BYTES))
+        # A view, whose slices are the same memory: the TLS transport slices what `get_buffer` returns.
+        self.memory = memoryview(bytearray(READ_BYTES))
 
 
-_ROOM = _Room()
+_READ_BUFFER = _ReadBuffer()
 
 
-class _Answer:
-    """The transport as whoever answers one request sees it: the head of an answer goes with the beginning of its body.
+class _JoiningTransport:
+    """Transport of one answer that sends its head together with the beginning of its body.
 
-    Each is a call of the system otherwise, and the client wakes up for each.
+    This saves a system call, and the client wakes up once instead of twice.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._transport = cycle.transport
-        # Which holds this: it would stay, with what it has of a body, until Python looks for cycles.
+        # Weak, since the cycle refers to this: both, with a body, would stay until the garbage collector runs.
         self._cycle = weakref.proxy(cycle)
         self._head: bytes | None = None
         self._begun = False
 
     def write(self, data: bytes) -> None:
-        """The first piece of an answer is its head."""
+        """Send a piece; the first one is the head of the answer and waits for the second."""
         if self._cycle.response_started and not self._begun:
             self._head, self._begun = data, True
             return
         head, self._head = self._head, None
-        if head is not None and len(data) <= JOINED_BYTES:
+        if head is not None and len(data) <= MAX_JOINED_BYTES:
             data = head + data
         elif head is not None:
             self._transport.write(head)
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Nothing follows the head."""
+        """Send the head where nothing follows it."""
         if self._head is not None:
             self.write(b"")
 
@@ -87,20 +92,22 @@ class _Answer:
         return self._transport.is_closing()
 
     def close(self) -> None:
+        """Send the head if it still waits, and close the connection."""
         self.flush()
         _close(self._transport)
 
 
 def _close(transport: asyncio.Transport) -> None:
-    """Once: who closes a transport of TLS twice can neither ask it anything nor end it any more."""
+    """Close a transport unless that was done: one of TLS that is closed twice can neither be asked nor aborted."""
     if not transport.is_closing():
         transport.close()
 
 
-def _unsent(transport: asyncio.Transport) -> bool:
-    """Whether the client lacks some of what was written, or may.
+def _has_unsent(transport: asyncio.Transport) -> bool:
+    """Return whether written bytes may not have reached the client.
 
-    A transport of TLS does not tell what waits in the one beneath it, but as long as anything does the system has work.
+    A TLS transport does not tell what waits in the transport beneath it, but while anything does, the socket has unsent
+    bytes too.
     """
     socket = transport.get_extra_info("socket")
     if transport.get_write_buffer_size() or socket is None:
@@ -108,75 +115,73 @@ def _unsent(transport: asyncio.Transport) -> bool:
     try:
         return any(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
     except (OSError, ValueError):
-        # A system that does not tell, or a socket that was closed.
+        # The system does not tell, or the socket was closed.
         return True
 
 
-class _Flow(FlowControl):
-    """Reads on for who asks for more, unless too much has come that nobody has asked for.
+class _ReadFlow(FlowControl):
+    """Flow control that resumes reading only while few bytes wait that nobody has asked for.
 
-    held   bytes of bodies that were read and not received; of a connection, which holds this
-    asked  whether it is a request's body that was asked for
+    count_unread  returns bytes of bodies that were read and not received; a weak reference to the connection's method
+    body_asked    whether a request has asked for its body
     """
 
-    def __init__(self, transport: asyncio.Transport, held: weakref.WeakMethod[Callable[[], int]]) -> None:
+    def __init__(self, transport: asyncio.Transport, count_unread: weakref.WeakMethod[Callable[[], int]]) -> None:
         super().__init__(transport)
-        self._held, self.asked = held, False
+        self._count_unread, self.body_asked = count_unread, False
 
     def resume_reading(self) -> None:
-        known = self._held()
-        held = 0 if known is None else known()
-        if held < AHEAD_BYTES:
-            self.asked = not held
+        """Resume reading, unless too many bytes wait already."""
+        count_unread = self._count_unread()
+        unread = 0 if count_unread is None else count_unread()
+        if unread < READ_AHEAD_BYTES:
+            self.body_asked = not unread
             super().resume_reading()
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """A connection of a client whose bodies come in large pieces.
+    """Connection of a client; the event loop reads into one buffer, from where bytes go straight to the request."""
 
-    The event loop otherwise reads into new memory, a few pages at a time, and what it read is put together and taken
-    apart again on its way; here it goes to one place, and from there to the bytes that the request receives.
-    """
-
-    flow: _Flow
-    _framing = 0
-    # When anything came last, by the clock of the loop.
-    _heard = 0.0
-    # Since when, by the same clock, it is closed on this side and all that was written has come to the client.
-    _over: float | None = None
+    flow: _ReadFlow
+    _framing_bytes = 0
+    # When bytes came last, by the clock of the loop.
+    _last_received = 0.0
+    # Since when the connection is closed on this side and all written bytes have reached the client.
+    _sent_all_since: float | None = None
     # Requests without a whole answer, the one that is worked on first.
     _unanswered: tuple[RequestResponseCycle, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """Whatever comes is read, at first."""
+        """Start reading."""
         super().connection_made(transport)
-        self.flow = _Flow(transport, weakref.WeakMethod(self._held))
+        self.flow = _ReadFlow(transport, weakref.WeakMethod(self._count_unread))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
-        """Where the loop puts what comes next."""
-        # What comes belongs to the newest request, and what was asked for to the one that is worked on.
-        wanted = self.flow.asked and not self.pipeline and self.cycle.more_body and not self._held()
-        return _ROOM.buffer if wanted else _ROOM.buffer[:AHEAD_BYTES]
+        """Return the memory for the next bytes."""
+        # Bytes that come belong to the newest request, but it is the oldest one that has asked for its body.
+        wanted = self.flow.body_asked and not self.pipeline and self.cycle.more_body and not self._count_unread()
+        return _READ_BUFFER.memory if wanted else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
-    def _held(self) -> int:
+    def _count_unread(self) -> int:
+        """Return bytes of bodies that were read and not received."""
         return sum(len(cycle.body) for cycle in self._unanswered)
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes have come."""
-        self._framing += nbytes
-        self._heard = self.loop.time()
-        with _ROOM.buffer[:nbytes] as data:
+        """Parse bytes that are in the buffer, and stop reading where too many wait."""
+        self._framing_bytes += nbytes
+        self._last_received = self.loop.time()
+        with _READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
-        if self.cycle is not None and self.cycle.more_body and self._held() >= AHEAD_BYTES:
-            # Until it was received. What is less mostly was by the next turn of the loop, and after the end of a body
-            # nothing follows that is worth two calls of the system.
+        if self.cycle is not None and self.cycle.more_body and self._count_unread() >= READ_AHEAD_BYTES:
+            # Until the request has received them. Fewer bytes are mostly received by the next turn of the loop, and the
+            # little that follows the end of a body is not worth two system calls.
             self.flow.pause_reading()
-        if self._framing > HEAD_BYTES:
-            # Whoever sends a head without end would fill the memory.
+        if self._framing_bytes > MAX_HEAD_BYTES:
+            # A head without end would fill the memory.
             self.send_400_response("The head of the request is too long.")
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come, which may not be there for longer."""
+        """Parse bytes, whose memory is used again afterwards."""
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
@@ -189,85 +194,93 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
-            # After a request that offers another protocol, as Java's clients do, the parser expects that, and no body.
-            head = self._without_upgrade()
+            # After an offer of another protocol, which Java's clients send, the parser expects no body.
+            head = self._drop_upgrade()
             self.parser = HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self._parse(head)
             self._parse(data[upgrade.args[0] :])
 
-    def _without_upgrade(self) -> bytes:
-        """The head that was read, but for the offer, which may be ignored (RFC 9110, 7.8)."""
+    def _drop_upgrade(self) -> bytes:
+        """Return the head that was read without its offer, which a server may ignore (RFC 9110, 7.8)."""
         first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
         return b"\r\n".join((first, *headers, b"", b""))
 
     def send_400_response(self, msg: str) -> None:
-        """Read no further; the reason is told where it cannot be taken for an answer that is owed, or a part of one."""
-        if self.cycle is None or self.cycle.response_complete or self._arriving:
-            self.transport.write(self._refusal(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
+        """Close the connection; send the reason where it cannot be taken for an answer to an earlier request."""
+        if self.cycle is None or self.cycle.response_complete or self._awaits_body:
+            self.transport.write(self._refuse(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
         _close(self.transport)
 
     def shutdown(self) -> None:
-        """Close it, now or once the answer is whole, unless that was done."""
+        """Close the connection, now or once the answer is complete."""
         if not self.transport.is_closing():
             super().shutdown()
 
-    def give_up(self, seconds: float) -> None:
-        """Now that the service stops: close it unless an answer is owed, and also where a body stalls for so long.
+    def close_if_stalled(self, seconds: float) -> None:
+        """Close the connection of a stopping service, unless an answer is owed or a body still arrives.
 
-        Those who still send are heard as long as something comes, or is not read because nobody has asked for it.
+        A body has stalled when nothing came for `seconds`, while its request was asking for more.
         """
         if self.transport.is_closing():
-            self._leave(seconds)
+            self._abort_if_sent(seconds)
             return
         self.shutdown()
         now = self.loop.time()
         if self.flow.read_paused and seconds > 0:
-            self._heard = now
-        if self._arriving and now - self._heard >= seconds and not self.transport.is_closing():
+            self._last_received = now
+        if self._awaits_body and now - self._last_received >= seconds and not self.transport.is_closing():
             late = NotReady("The service is stopping, and the body has not come; send it again when it is back.")
             retry = {"Retry-After": str(late.retry_after)}
-            self.transport.write(self._refusal(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
+            self.transport.write(self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
             self.transport.close()
 
-    def _leave(self, seconds: float) -> None:
-        """End it although the client does not end TLS, so many seconds after that was all it was waited for."""
+    def _abort_if_sent(self, seconds: float) -> None:
+        """Abort a closed connection whose client does not end TLS, `seconds` after all bytes have reached it."""
         now = self.loop.time()
-        if _unsent(self.transport):
-            self._over = None
-        elif self._over is None:
-            # Not even where there is no time left: between two turns of the loop the system may just have sent it all.
-            self._over = now
-        elif now - self._over >= seconds:
+        if _has_unsent(self.transport):
+            self._sent_all_since = None
+        elif self._sent_all_since is None:
+            # Never at once: the system may have sent the last bytes only since the previous turn of the loop.
+            self._sent_all_since = now
+        elif now - self._sent_all_since >= seconds:
             self.transport.abort()
 
     @property
-    def _arriving(self) -> bool:
-        """Whether the rest of a body is all that the client is waited for, and nothing was answered yet."""
+    def _awaits_body(self) -> bool:
+        """Whether the connection only waits for the rest of a body, and no answer has begun."""
         cycle = self.cycle
         return cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
 
-    def _refusal(self, status: HTTPStatus, slug: str, reason: str, more: Mapping[str, str] | None = None) -> bytes:
-        """A problem document, as the application answers with, after which nothing follows; the log has it too."""
-        number = self._number()
-        log.info("%d %s %s: %s", status, number, slug, reason, extra=logs.fields(request_id=number, problem=slug))
-        content = json.dumps(problem_members(slug, status, reason, number)).encode()
-        headers = {**SAFE, **(more or {}), "Content-Type": PROBLEM_TYPE, "X-Request-ID": number, "Connection": "close"}
+    def _refuse(self, status: HTTPStatus, slug: str, reason: str, more: Mapping[str, str] | None = None) -> bytes:
+        """Return the bytes of a last answer, a problem document as the application sends it, and log it."""
+        request_id = self._request_id()
+        log.info(
+            "%d %s %s: %s", status, request_id, slug, reason, extra=logs.fields(request_id=request_id, problem=slug)
+        )
+        content = json.dumps(problem_document(slug, status, reason, request_id)).encode()
+        headers = {
+            **SECURITY_HEADERS,
+            **(more or {}),
+            "Content-Type": PROBLEM_TYPE,
+            "X-Request-ID": request_id,
+            "Connection": "close",
+        }
         lines = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
         lines += [f"{name.decode()}: {value.decode()}" for name, value in self.server_state.default_headers]
         return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
 
-    def _number(self) -> str:
-        """Of the request whose head, or body, is being read: what the application calls it, if that knows it."""
+    def _request_id(self) -> str:
+        """Return the id of the request that is being read, the one that the application gave it if it knows it."""
         scope = cast("Scope | None", self.scope)
         if scope is None:
-            return number_of("")
+            return choose_request_id("")
         known: str | None = scope["state"].get("request_id")
-        return known or number_of(get_header(scope, b"x-request-id"))
+        return known or choose_request_id(get_header(scope, b"x-request-id"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody waits for an answer any more; uvicorn tells it the last request alone."""
+        """Tell all unanswered requests; uvicorn tells the last one alone."""
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
@@ -275,56 +288,56 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """The parser has read the head of a request. An error raised here ends the connection."""
-        self._framing = 0
+        """Begin a request after the parser has read its head. An error raised here ends the connection."""
+        self._framing_bytes = 0
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            # It comes again, without the offer.
+            # `_parse` feeds the head again, without the offer.
             return
         self._check_head()
         super().on_headers_complete()
-        self.cycle.transport = _Answer(self.cycle)  # type: ignore[assignment] # of a transport all that is used
+        self.cycle.transport = _JoiningTransport(self.cycle)  # type: ignore[assignment] # all methods that are used
         self._unanswered += (self.cycle,)
-        self.flow.asked = False
+        self.flow.body_asked = False
 
     def _check_head(self) -> None:
-        """Raise Refused for what is not to be answered."""
+        """Raise Refused for a head that the application shall not see."""
         if self.parser.get_method() == b"CONNECT":
             raise Refused("This service is no proxy.")
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             raise Refused("The head of the request is too long.")
-        if len(self._unanswered) >= MOST_UNANSWERED:
+        if len(self._unanswered) >= MAX_UNANSWERED:
             raise Refused("Too many requests were sent ahead.")
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            # RFC 9112, 3.2: whoever stands before this service might go by another one than its guard.
+            # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.
             raise Refused("The request must name one host.")
         if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
-            # Whose end is that of its last chunk, and what is in the chunks would be taken for the file.
+            # The content of the chunks would be taken for the file.
             raise Refused("A body comes as it is or in chunks: no other Transfer-Encoding is read.")
 
     def on_response_complete(self) -> None:
-        """An answer is whole, if only its head; what else comes of the request's body is for nobody."""
+        """Send a head that still waits, and forget answered requests; the rest of their bodies is dropped."""
         for cycle in self._unanswered:
-            cast("_Answer", cycle.transport).flush()
+            cast("_JoiningTransport", cycle.transport).flush()
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
         super().on_response_complete()
-        self.flow.asked = False
+        self.flow.body_asked = False
 
     def on_body(self, body: bytes) -> None:
-        """The parser has read a piece of a body."""
-        self._framing = 0
+        """Hand a piece of a body to its request."""
+        self._framing_bytes = 0
         if not self.cycle.response_complete:
-            self._add(body)
+            self._append_body(body)
             self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """The parser has read the end of a request."""
-        self._framing = 0
+        """End a request after the parser has read all of it."""
+        self._framing_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def _add(self, body: bytes) -> None:
-        """To what waits to be received; mostly that is nothing, and there is nothing to put it together with."""
+    def _append_body(self, body: bytes) -> None:
+        """Append to the bytes that wait to be received; mostly none wait, and the piece is not copied."""
         waiting: bytes | bytearray = self.cycle.body
         if isinstance(waiting, bytearray) and waiting:
             waiting += body

@@ -1,4 +1,4 @@
-"""What happens around every request: a number, a line in the log, headers for browsers, an ear for who still sends."""
+"""ASGI middleware around every request: access log, security headers, and receiving the rest of a refused body."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from service.core import logs
 
 log = logging.getLogger("service.access")
 
-LINGER_SECONDS = 20.0
-# What a client may call its request: nothing that could forge a line of a log, or fill it.
+DRAIN_SECONDS = 20.0
+# Ids that a client may give its request: none can forge a line of the log, or fill it.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
 
-# What a browser may load for a page, and for any other answer. Swagger UI has pictures and styles in its own text.
-PAGE = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-NOTHING = "default-src 'none'; frame-ancestors 'none'"
-# The headers of `SafeHeaders` for all but pages.
-SAFE = {
-    "Content-Security-Policy": NOTHING,
+# Content security policies for pages and for all other answers. Swagger UI has inline pictures and styles.
+PAGE_POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+POLICY = "default-src 'none'; frame-ancestors 'none'"
+# For all answers but pages.
+SECURITY_HEADERS = {
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
-SAFE_FOR_PAGES = SAFE | {"Content-Security-Policy": PAGE}
+PAGE_SECURITY_HEADERS = SECURITY_HEADERS | {"Content-Security-Policy": PAGE_POLICY}
 
 
-def _raw(headers: dict[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+def _encode(headers: dict[str, str]) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
 
 
-_SAFE, _SAFE_FOR_PAGES = _raw(SAFE), _raw(SAFE_FOR_PAGES)
+_RAW_HEADERS, _RAW_PAGE_HEADERS = _encode(SECURITY_HEADERS), _encode(PAGE_SECURITY_HEADERS)
 
 
 class RequestLog:
-    """Gives every request a number, unless it brings a sane one, and one line in the log when it is over."""
+    """Middleware that gives every request an id and writes one line to the log when it is over."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,46 +54,50 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number = number_of(get_header(scope, b"x-request-id"))
-        scope.setdefault("state", {})["request_id"] = number
+        request_id = choose_request_id(get_header(scope, b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), 500
-        told: list[tuple[bytes, bytes]] = []
+        headers: list[tuple[bytes, bytes]] = []
 
-        async def note(message: Message) -> None:
-            nonlocal status, told
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, headers
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = told = [*message["headers"], (b"x-request-id", number.encode())]
+                message["headers"] = headers = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        token = logs.request_id.set(number)
+        token = logs.request_id.set(request_id)
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, send_with_id)
         finally:
-            _tell(scope, number, status, time.perf_counter() - began, told)
+            _log_request(scope, request_id, status, time.perf_counter() - began, headers)
             logs.request_id.reset(token)
 
 
-def number_of(proposed: str) -> str:
-    """The number of a request: what the client calls it where that can be trusted in a log, else a new one."""
+def choose_request_id(proposed: str) -> str:
+    """Return the id that the client proposes where it is harmless in a log, else a new one."""
     if REQUEST_ID.fullmatch(proposed):
         return proposed
-    # Which nobody has to be unable to guess, so it needs no call of the system.
+    # It need not be hard to guess, which saves a system call.
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
-def _tell(scope: Scope, number: str, status: int, seconds: float, told: RawHeaders) -> None:
+def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
+    """Count the request in the metrics and log it."""
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     if "app" in scope and hasattr(scope["app"].state, "runtime"):
         scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
-    model, objects = find_header(told, b"x-stackseg-model") or None, find_header(told, b"x-stackseg-objects") or None
+    model, objects = (
+        find_header(headers, b"x-stackseg-model") or None,
+        find_header(headers, b"x-stackseg-objects") or None,
+    )
     path = UNPRINTABLE.sub("?", scope["path"])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
     members: dict[str, Any] = {
-        "request_id": number,
+        "request_id": request_id,
         "caller": caller,
         "method": scope["method"],
         "path": path,
@@ -103,21 +107,21 @@ def _tell(scope: Scope, number: str, status: int, seconds: float, told: RawHeade
         "problem": problem,
         "model": model,
         "objects": int(objects) if objects else None,
-        "stages": stages_of(find_header(told, b"server-timing")),
+        "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
-    said = {name: value for name, value in members.items() if value is not None}
-    arguments = (scope["method"], path, status, seconds, number, extras)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=logs.fields(**said))
+    known = {name: value for name, value in members.items() if value is not None}
+    arguments = (scope["method"], path, status, seconds, request_id, extras)
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=logs.fields(**known))
 
 
-def stages_of(timing: str) -> dict[str, float] | None:
-    """Milliseconds by stage, from a Server-Timing header; None without one."""
+def parse_server_timing(timing: str) -> dict[str, float] | None:
+    """Return milliseconds by stage from a Server-Timing header; None without one."""
     stages = STAGE.findall(timing)
     return {name: float(duration) for name, duration in stages} or None
 
 
-class SafeHeaders:
-    """Headers that keep browsers from guessing what an answer is, framing it, or telling others where it came from."""
+class SecurityHeaders:
+    """Middleware with headers that keep browsers from guessing media types, framing answers and sending referrers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,25 +134,25 @@ class SafeHeaders:
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
-                # The page of the documentation loads what is beside it; no other answer has anything to load.
+                # The page of the documentation loads its own scripts and styles; no other answer loads anything.
                 page = find_header(headers, b"content-type").startswith("text/html")
-                said = {name for name, _ in headers}
-                more = _SAFE_FOR_PAGES if page else _SAFE
-                message["headers"] = [*headers, *(header for header in more if header[0] not in said)]
+                present = {name for name, _ in headers}
+                more = _RAW_PAGE_HEADERS if page else _RAW_HEADERS
+                message["headers"] = [*headers, *(header for header in more if header[0] not in present)]
             await send(message)
 
         await self._app(scope, receive, add)
 
 
 class DrainBody:
-    """Receives the rest of a body that was refused, for a while, before the refusal is sent.
+    """Middleware that receives the rest of a refused body, for a while, before the refusal is sent.
 
     Otherwise the connection would be reset under a client that is still sending, and many clients, Python's own among
     them, then report the broken connection instead of the answer. Clients that asked first (Expect: 100-continue), and
     were not yet told to go on, are answered at once. Where a body is not received to its end, the connection ends.
     """
 
-    def __init__(self, app: ASGIApp, seconds: float = LINGER_SECONDS) -> None:
+    def __init__(self, app: ASGIApp, seconds: float = DRAIN_SECONDS) -> None:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,22 +161,22 @@ class DrainBody:
             return
         begun = complete = False
 
-        async def listen() -> Message:
+        async def receive_message() -> Message:
             nonlocal begun, complete
             begun = True
             message = await receive()
             complete = not message.get("more_body", False)
             return message
 
-        async def answer(message: Message) -> None:
+        async def send_after_body(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
                 if begun or not get_header(scope, b"expect"):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds):
                             while not complete:
-                                await listen()
+                                await receive_message()
                 if not complete:
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
-        await self._app(scope, listen, answer)
+        await self._app(scope, receive_message, send_after_body)

@@ -1,4 +1,4 @@
-"""Errors -> problem documents (RFC 9457), and the one table of their status codes."""
+"""Exception handlers that answer errors with problem documents (RFC 9457), and the table of HTTP statuses."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ class Problem(BaseModel):
     instance: str
 
 
-def problem_members(slug: str, status: int, detail: str, number: str) -> dict[str, Any]:
-    """The members of a `Problem`, as JSON has them, in the answer to the request of that number."""
+def problem_document(slug: str, status: int, detail: str, request_id: str) -> dict[str, Any]:
+    """Return the members of a `Problem` as JSON, in the answer to a request with this id."""
     return {
         "type": f"urn:stackseg:problem:{slug}",
         "title": slug.replace("-", " ").capitalize(),
         "status": status,
         "detail": detail,
-        "instance": _urn(number),
+        "instance": _instance_urn(request_id),
     }
 
 
-def _urn(number: str) -> str:
-    """The number of a request as a URI; a client may have given it one that is no UUID."""
+def _instance_urn(request_id: str) -> str:
+    """Return the id of a request as a URI; an id that a client has chosen need not be a UUID."""
     try:
-        return uuid.UUID(number).urn
+        return uuid.UUID(request_id).urn
     except ValueError:
-        return f"urn:stackseg:request:{number}"
+        return f"urn:stackseg:request:{request_id}"
 
 
-# Looked up along the class's __mro__: a class without a row of its own has its parent's status.
+# Looked up along the __mro__ of a class: one without a row of its own has the status of its parent.
 STATUS: dict[type[errors.StackSegError], int] = {
     errors.StackSegError: 500,
     errors.RequestError: 400,
@@ -88,11 +88,11 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.OutOfStorage: 507,
     errors.TimedOut: 504,
     errors.ModelError: 500,
-    # Nobody reads this answer; the number is what proxies log for a client that hung up.
+    # Nobody reads this answer; proxies log this status for a client that disconnected.
     errors.Cancelled: 499,
 }
-Handler = Callable[[Request, Exception], Response]
-# How the OpenAPI document speaks of API keys.
+ErrorHandler = Callable[[Request, Exception], Response]
+# OpenAPI security schemes for API keys.
 KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -100,26 +100,31 @@ KEY_SCHEMES = {
 
 
 def status_of(error: errors.StackSegError) -> int:
-    """The HTTP status of an error: of its class, or of the nearest parent in the table."""
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    """Return the HTTP status of an error: of its class, or of the nearest parent in the table."""
+    return _status_of_type(type(error))
 
 
-def problem(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
-    """An answer as RFC 9457 has it."""
+def _status_of_type(error_type: type[errors.StackSegError]) -> int:
+    return next(STATUS[parent] for parent in error_type.__mro__ if parent in STATUS)
+
+
+def problem_response(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
+    """Return a problem document as the answer, and note its slug for the access log."""
     state = request.scope.setdefault("state", {})
     state["problem"] = slug
-    number = state.get("request_id") or str(uuid.uuid4())
-    return JSONResponse(problem_members(slug, status, detail, number) | members, status, media_type=PROBLEM_TYPE)
+    request_id = state.get("request_id") or str(uuid.uuid4())
+    return JSONResponse(problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_TYPE)
 
 
-def answer_error(request: Request, error: Exception) -> Response:
+def handle_error(request: Request, error: Exception) -> Response:
+    """Answer an error of the service's own tree, with the headers that belong to it."""
     if not isinstance(error, errors.StackSegError):
-        return answer_unexpected(request, error)
+        return handle_unexpected(request, error)
     status = status_of(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
-    response = problem(request, status, error.slug, str(error), **members)
+    response = problem_response(request, status, error.slug, str(error), **members)
     if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
         response.headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, errors.Unauthorized):
@@ -127,66 +132,67 @@ def answer_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _answer_validation(request: Request, error: Exception) -> Response:
+def _handle_validation_error(request: Request, error: Exception) -> Response:
     faults = error.errors() if isinstance(error, RequestValidationError) else []
-    return problem(request, 422, errors.BadParameter.slug, explain(faults))
+    return problem_response(request, 422, errors.BadParameter.slug, explain(faults))
 
 
-def _answer_http(request: Request, error: Exception) -> Response:
+def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase}: {request.method} {request.url.path}. See /docs."
-    answer = problem(request, status, phrase.lower().replace(" ", "-"), detail)
+    answer = problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         answer.headers.update(error.headers)
-    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _methods(request)):
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _allowed_methods(request)):
         answer.headers["Allow"] = ", ".join(sorted(methods))
     return answer
 
 
-def _methods(request: Request) -> set[str]:
+def _allowed_methods(request: Request) -> set[str]:
     """Collect the methods of all routes at the request's path; the framework names those of the first alone."""
     endpoints: list[APIRoute] = request.app.state.endpoints
     here = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
     return set().union(*(endpoint.methods or () for endpoint in here))
 
 
-def answer_unexpected(request: Request, _error: Exception) -> Response:
+def handle_unexpected(request: Request, _error: Exception) -> Response:
+    """Answer an error that was not foreseen, without telling what it was."""
     detail = "Something went wrong in the service; its log tells more under the number in `instance`."
-    response = problem(request, 500, "internal-error", detail)
-    # Such an error passes on to the server, which then closes the connection: nobody should send a request into it.
+    response = problem_response(request, 500, "internal-error", detail)
+    # The server closes the connection after such an error: no client should send another request on it.
     response.headers["Connection"] = "close"
     return response
 
 
-HANDLERS: dict[type[Exception], Handler] = {
-    errors.StackSegError: answer_error,
-    RequestValidationError: _answer_validation,
-    HTTPException: _answer_http,
+EXCEPTION_HANDLERS: dict[type[Exception], ErrorHandler] = {
+    errors.StackSegError: handle_error,
+    RequestValidationError: _handle_validation_error,
+    HTTPException: _handle_http_exception,
 }
 
 
 def problem_responses() -> dict[int | str, dict[str, Any]]:
-    """Every error status with an example of each problem that leads to it, for the OpenAPI document."""
-    kinds: dict[int, list[type[errors.StackSegError]]] = {}
-    for kind in (*STATUS, *_WITHOUT_ROW):
-        if kind not in _ABSTRACT:
-            kinds.setdefault(next(STATUS[parent] for parent in kind.__mro__ if parent in STATUS), []).append(kind)
+    """Return every error status with an example of each of its problems, for the OpenAPI document."""
+    types_by_status: dict[int, list[type[errors.StackSegError]]] = {}
+    for error_type in (*STATUS, *_WITHOUT_ROW):
+        if error_type not in _ABSTRACT:
+            types_by_status.setdefault(_status_of_type(error_type), []).append(error_type)
     return {
         status: {
-            "description": "; ".join(kind.slug for kind in raised),
+            "description": "; ".join(error_type.slug for error_type in raised),
             "content": {
                 PROBLEM_TYPE: {
                     "schema": {"$ref": f"#/components/schemas/{Problem.__name__}"},
-                    "examples": {kind.slug: {"value": _example(kind, status)} for kind in raised},
+                    "examples": {error_type.slug: {"value": _example(error_type, status)} for error_type in raised},
                 }
             },
         }
-        for status, raised in sorted(kinds.items())
+        for status, raised in sorted(types_by_status.items())
     }
 
 
-# What is raised with the status of its parent.
+# Errors that have the status of their parent.
 _WITHOUT_ROW = (
     errors.QueueFull,
     errors.NotReady,
@@ -196,10 +202,11 @@ _WITHOUT_ROW = (
     errors.NonFiniteScores,
     errors.InternalError,
 )
-# Parents that are never raised themselves, and the one that is never answered.
+# Parents that are never raised themselves, and the one error that is never answered.
 _ABSTRACT = (errors.StackSegError, errors.RequestError, errors.CapacityError, errors.ModelError, errors.Cancelled)
 
 
-def _example(kind: type[errors.StackSegError], status: int) -> dict[str, Any]:
-    meaning = (kind.__doc__ or "").partition("\n")[0]
-    return problem_members(kind.slug, status, meaning, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")
+def _example(error_type: type[errors.StackSegError], status: int) -> dict[str, Any]:
+    """Return a problem document with the first line of the docstring as its detail."""
+    meaning = (error_type.__doc__ or "").partition("\n")[0]
+    return problem_document(error_type.slug, status, meaning, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")

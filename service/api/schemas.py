@@ -1,4 +1,4 @@
-"""The JSON that the service speaks. Dataclasses of lower layers appear in it as they are."""
+"""Pydantic models of JSON answers. Dataclasses of lower layers appear in them unchanged."""
 
 from __future__ import annotations
 

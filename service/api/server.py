@@ -1,4 +1,4 @@
-"""The process that serves: sockets, uvicorn, and draining."""
+"""Run uvicorn: configuration, listening sockets, and draining at a signal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from service.serving.runtime import Runtime
 
 # From glibc's malloc.h.
 _M_ARENA_MAX = -8
-# So many new objects before Python looks for cycles among them: a request makes thousands, and hardly any.
+# New objects before Python collects cycles among them: a request makes thousands of objects, and hardly a cycle.
 YOUNG_OBJECTS = 50_000
-# While the service stops: how long nothing may come of an upload, and how often that is looked at.
+# While the service stops: how long an upload may stall, and how often that is checked.
 STALLED_SECONDS = 5.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class Server(uvicorn.Server):
@@ -39,39 +39,39 @@ class Server(uvicorn.Server):
         self._runtime, self._stalled_seconds = runtime, stalled_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT: finish what was begun within the time to drain, accept nothing new."""
+        """Handle SIGTERM or SIGINT: accept nothing new, and finish what was begun within the time to drain."""
         self._runtime.drain()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close what is idle, wait for answers that are owed, and for bodies as long as they arrive."""
+        """Close idle connections, wait for answers that are owed, and for bodies as long as they arrive."""
         for server in self.servers:
             server.close()
-        # Since Python 3.12 they would be waited for until clients that began no more than TLS have ended that.
+        # Python 3.12 and later would wait for clients that have only begun a TLS handshake.
         self.servers = []
-        giving_up = asyncio.create_task(self._give_up_uploads())
+        closing = asyncio.create_task(self._close_stalled_uploads())
         try:
             await super().shutdown(sockets)
         finally:
-            giving_up.cancel()
+            closing.cancel()
 
-    async def _give_up_uploads(self) -> None:
-        """Those that stall, all once the time to drain is over, and what was accepted at the last moment."""
-        over = time.monotonic() + self._runtime.settings.server.drain_seconds
+    async def _close_stalled_uploads(self) -> None:
+        """Close stalled uploads, all uploads after the time to drain, and connections accepted at the last moment."""
+        deadline = time.monotonic() + self._runtime.settings.server.drain_seconds
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
-                    connection.give_up(self._stalled_seconds if time.monotonic() < over else 0)
+                    connection.close_if_stalled(self._stalled_seconds if time.monotonic() < deadline else 0)
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:
-    """Serve until a signal ends it; prints the address. False if a thread would not end. Raises ConfigError."""
-    _share_freed_memory()
+    """Serve until a signal, and print the address. Return False if a thread would not end. Raises ConfigError."""
+    _limit_malloc_arenas()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings)
     runtime: Runtime = app.state.runtime
-    config = configured(
+    config = build_config(
         app,
         ssl_keyfile=settings.server.ssl_keyfile,
         ssl_certfile=settings.server.ssl_certfile,
@@ -86,31 +86,31 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: None)
-        sys.stdout.write(f"StackSeg listens on {address_of(listener, secure=config.is_ssl)}\n")
+        sys.stdout.write(f"StackSeg listens on {format_address(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
         Server(config, runtime).run(sockets=[listener])
     return runtime.ended
 
 
-def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
-    """How the application is served; `more` as uvicorn has it."""
+def build_config(app: ASGIApp, **more: Any) -> uvicorn.Config:
+    """Return the configuration of uvicorn for an application; `more` are further arguments of it."""
     return uvicorn.Config(
         app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, **more
     )
 
 
-def _share_freed_memory() -> None:
-    """Let all threads take from what any of them has freed.
+def _limit_malloc_arenas() -> None:
+    """Let all threads allocate from two arenas of glibc.
 
-    The C library otherwise keeps a pool for each of many threads, and the process grows for hours until all are full.
+    Otherwise glibc keeps an arena for each of many threads, and the process grows for hours until all are full.
     """
-    # Other C libraries have no such function, and no such pools.
+    # Other C libraries have neither the function nor the arenas.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError."""
+    """Return a listening TCP socket; port 0 takes a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -118,8 +118,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error}.") from error
 
 
-def address_of(listener: socket.socket, *, secure: bool = False) -> str:
-    """The address to type into a browser."""
+def format_address(listener: socket.socket, *, secure: bool = False) -> str:
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if secure else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -21,10 +21,10 @@ def run(options: argparse.Namespace, _settings: Settings) -> int:
     """Print a new API key, and the lines of the configuration that hold its hash."""
     if not re.fullmatch(KEY_NAME, options.name):
         raise BadParameter(f"{options.name!r}: use up to 64 letters, digits and . _ @ -, a letter or digit first.")
-    key = api_keys.new_key()
+    key = api_keys.generate_key()
     sys.stdout.write(
         f"The key of {options.name}, shown this once; sent as `Authorization: Bearer KEY` or `X-API-Key: KEY`:\n\n"
         f"{key}\n\nFor the configuration, which holds only its hash:\n\n"
-        f'access:\n  keys:\n    "{options.name}": {api_keys.hash_of(key)}\n'
+        f'access:\n  keys:\n    "{options.name}": {api_keys.hash_key(key)}\n'
     )
     return 0

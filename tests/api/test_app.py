@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from service.api.app import create_app
 from service.api.problems import STATUS, status_of
-from service.api.server import address_of, listen
+from service.api.server import format_address, listen
 from service.core import errors
 from service.core.config import Settings
 from service.serving.parameters import Query
@@ -288,7 +288,7 @@ def test_port_zero_takes_a_free_port_and_tells_it(host: str) -> None:
         pytest.skip("this system has no IPv6")
     with listen(host, 0) as listener:
         port = listener.getsockname()[1]
-        assert address_of(listener) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        assert format_address(listener) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
 def test_address_in_use_is_a_configuration_error() -> None:

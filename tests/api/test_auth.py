@@ -17,15 +17,15 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from starlette.testclient import TestClient
 
-from service.api.api_keys import hash_of
+from service.api.api_keys import hash_key
 from service.api.app import create_app
-from service.api.auth import host_of, matches, shown_key
+from service.api.auth import extract_key, matches_host, parse_host
 from service.core import logs
 from service.core.config import Settings
 from service.serving.runtime import Runtime
 
 ADA, BOB = "stackseg_ada", "stackseg_bob"
-KEYS = {"ada": hash_of(ADA), "bob": hash_of(BOB)}
+KEYS = {"ada": hash_key(ADA), "bob": hash_key(BOB)}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 TIFF = {"Content-Type": "image/tiff"}
 
@@ -236,19 +236,19 @@ def test_only_configured_hosts_are_answered_for(locked: TestClient, host: str, s
     [("[::1]:8000", "::1"), ("[::1]", "::1"), ("10.0.0.1:80", "10.0.0.1"), ("A.Org", "a.org"), ("", ""), ("[", "")],
 )
 def test_host_of_a_header(header: str, host: str) -> None:
-    assert host_of(header) == host
+    assert parse_host(header) == host
 
 
 def test_pattern_is_for_what_lies_below_it() -> None:
-    assert matches("a.b.org", "*.b.org")
-    assert not matches("b.org", "*.b.org")
-    assert not matches("xb.org", "*.b.org")
+    assert matches_host("a.b.org", "*.b.org")
+    assert not matches_host("b.org", "*.b.org")
+    assert not matches_host("xb.org", "*.b.org")
 
 
 def test_bearer_goes_before_the_other_header() -> None:
-    assert shown_key([(b"authorization", b"Bearer a"), (b"x-api-key", b"b")]) == "a"
-    assert shown_key([(b"authorization", b"Basic a"), (b"x-api-key", b"b")]) == "b"
-    assert shown_key([]) is None
+    assert extract_key([(b"authorization", b"Bearer a"), (b"x-api-key", b"b")]) == "a"
+    assert extract_key([(b"authorization", b"Basic a"), (b"x-api-key", b"b")]) == "b"
+    assert extract_key([]) is None
 
 
 def test_pages_of_a_configured_origin_may_call(locked: TestClient) -> None:

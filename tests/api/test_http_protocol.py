@@ -24,10 +24,17 @@ import uvicorn
 from live import until
 from starlette.types import Receive, Scope, Send
 
-from service.api.http_protocol import AHEAD_BYTES, HEAD_BYTES, JOINED_BYTES, MOST_UNANSWERED, READ_BYTES, Connection
+from service.api.http_protocol import (
+    MAX_HEAD_BYTES,
+    MAX_JOINED_BYTES,
+    MAX_UNANSWERED,
+    READ_AHEAD_BYTES,
+    READ_BYTES,
+    Connection,
+)
 from service.api.middleware import RequestLog
 from service.api.problems import Problem
-from service.api.server import Server, configured
+from service.api.server import Server, build_config
 from service.core.config import Settings
 
 SECONDS = 20
@@ -56,7 +63,7 @@ class Echo:
 
 @contextmanager
 def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
-    with running(uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
+    with running(uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
         yield address
 
 
@@ -75,7 +82,7 @@ def running(server: uvicorn.Server) -> Iterator[tuple[str, int]]:
 def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
     """The service's own server, without the service."""
     runtime: Any = SimpleNamespace(settings=Settings.model_validate({"server": {"drain_seconds": drain_seconds}}))
-    return Server(configured(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
+    return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 
 def head(*headers: str) -> bytes:
@@ -206,7 +213,7 @@ def test_body_that_nobody_receives_is_not_read() -> None:
     assert sent < 16 * 2**20 + READ_BYTES
 
 
-@pytest.mark.parametrize("ahead", [b"", head(), head() * (MOST_UNANSWERED - 2)], ids=["the first", "next", "last"])
+@pytest.mark.parametrize("ahead", [b"", head(), head() * (MAX_UNANSWERED - 2)], ids=["the first", "next", "last"])
 def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> None:
     """Many connections would otherwise hold many times the memory that there is for uploads."""
     ended, busy, deaf, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BYTES)
@@ -222,7 +229,7 @@ def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> Non
                     await asyncio.sleep(0.01)
         await Echo()(scope, receive, send)
 
-    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+    server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
     with running(server) as address, ExitStack() as held:
         held.callback(ended.set)
         other, *clients = (held.enter_context(socket.create_connection(address, SECONDS)) for _ in range(1 + number))
@@ -237,7 +244,7 @@ def test_little_is_read_of_bodies_that_nobody_has_asked_for(ahead: bytes) -> Non
         busy.set()
         until(lambda: deaf == number, SECONDS)
         bodies = [len(connection.cycle.body) for connection in server.server_state.connections if connection.cycle]
-        assert 0 < sum(bodies) < number * 2 * AHEAD_BYTES
+        assert 0 < sum(bodies) < number * 2 * READ_AHEAD_BYTES
 
 
 def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> None:
@@ -258,7 +265,7 @@ def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> No
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    server = uvicorn.Server(configured(app, host="127.0.0.1", port=0, lifespan="off"))
+    server = uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off"))
     with running(server) as address, socket.create_connection(address, SECONDS) as client, ExitStack() as held:
         held.callback(ended.set)
         first = head(f"Content-Length: {len(body)}")
@@ -269,7 +276,7 @@ def test_little_is_read_of_the_next_body_while_the_first_request_listens() -> No
         (connection,) = server.server_state.connections
         until(lambda: connection.cycle.body, SECONDS)
         time.sleep(0.2)
-        assert len(connection.cycle.body) < 2 * AHEAD_BYTES
+        assert len(connection.cycle.body) < 2 * READ_AHEAD_BYTES
 
 
 def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -> None:
@@ -292,27 +299,27 @@ def test_rest_of_a_body_that_nobody_wanted_does_not_hold_up_the_next_request() -
 def test_head_without_end_is_refused(begin: bytes, line: bytes) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(begin)
-        assert taken(narrow(client), line, most=100 * HEAD_BYTES) < 32 * HEAD_BYTES
+        assert taken(narrow(client), line, most=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
 
 
 def test_trailers_without_end_end_the_connection() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
         client.sendall(head("Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n")
-        assert taken(narrow(client), b"X-Many: 1\r\n" * 100, most=100 * HEAD_BYTES) < 32 * HEAD_BYTES
+        assert taken(narrow(client), b"X-Many: 1\r\n" * 100, most=100 * MAX_HEAD_BYTES) < 32 * MAX_HEAD_BYTES
 
 
 def test_head_of_some_length_is_read() -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head("X-Long: " + "a" * (HEAD_BYTES // 2), "Content-Length: 3"))
+        client.sendall(head("X-Long: " + "a" * (MAX_HEAD_BYTES // 2), "Content-Length: 3"))
         client.sendall(b"abc")
         assert answer(client) == b"abc"
 
 
-LONG = "a" * HEAD_BYTES
+LONG = "a" * MAX_HEAD_BYTES
 
 
 @pytest.mark.parametrize(
-    "long", [head(f"X-Long: {LONG}"), head(*["X: 1"] * HEAD_BYTES), f"GET /{LONG} HTTP/1.1\r\n\r\n".encode()]
+    "long", [head(f"X-Long: {LONG}"), head(*["X: 1"] * MAX_HEAD_BYTES), f"GET /{LONG} HTTP/1.1\r\n\r\n".encode()]
 )
 def test_head_too_long_is_refused_also_where_its_end_has_come(long: bytes) -> None:
     with served(Echo()) as address, socket.create_connection(address, SECONDS) as client:
@@ -372,13 +379,13 @@ def test_what_was_answered_or_closed_is_gone_at_once() -> None:
 def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head() * MOST_UNANSWERED)
+        client.sendall(head() * MAX_UNANSWERED)
         until(lambda: gated.asked == 1, SECONDS)
         gated.opened.set()
         content = b""
-        while content.count(b"\r\n\r\nok") < MOST_UNANSWERED:
+        while content.count(b"\r\n\r\nok") < MAX_UNANSWERED:
             content += client.recv(2**16)
-        assert gated.asked == MOST_UNANSWERED
+        assert gated.asked == MAX_UNANSWERED
         client.sendall(head())
         assert answer(client) == b"ok"
 
@@ -387,7 +394,7 @@ def test_requests_sent_ahead_without_end_end_the_connection() -> None:
     """Each would take memory, and a few bytes are enough for one."""
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head() * (MOST_UNANSWERED + 1))
+        client.sendall(head() * (MAX_UNANSWERED + 1))
         # Not even a refusal, which would be taken for the answer to the first.
         assert client.recv(1) == b""
         until(lambda: gated.left == 1, SECONDS)
@@ -432,8 +439,8 @@ def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], d
     ("sent", "reason"),
     [
         (b"nonsense\r\n\r\n", "Invalid"),
-        (b"\r\n" * (HEAD_BYTES // 2 + 1), "too long"),
-        (head(f"X-Long: {'a' * HEAD_BYTES}"), "too long"),
+        (b"\r\n" * (MAX_HEAD_BYTES // 2 + 1), "too long"),
+        (head(f"X-Long: {'a' * MAX_HEAD_BYTES}"), "too long"),
         (head("Host: there"), "one host"),
         (head("Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
         (head("Transfer-Encoding: chunked") + b"nonsense\r\n", "Invalid"),
@@ -574,7 +581,7 @@ class Pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, JOINED_BYTES, JOINED_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 1, 1000, MAX_JOINED_BYTES, MAX_JOINED_BYTES + 1])
 def test_an_answer_is_its_head_and_then_its_body(size: int) -> None:
     body = random.Random(size).randbytes(size)
     with served(Pieces(body, length=size)) as address, socket.create_connection(address, SECONDS) as client:
@@ -697,11 +704,11 @@ def test_what_the_system_has_not_sent_is_not_cut() -> None:
             abort=lambda: aborted.append(clock.now),
         )
         for clock.now in (1.0, 2.0, 99.0):
-            connection.give_up(5)
+            connection.close_if_stalled(5)
         while sent:
             sent -= len(client.recv(2**20))
         # Until the system has heard that all of it came.
         time.sleep(0.5)
         for clock.now in (100.0, 104.0, 105.0):
-            connection.give_up(5)
+            connection.close_if_stalled(5)
     assert aborted == [105.0]

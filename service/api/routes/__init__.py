@@ -1,1 +1,1 @@
-"""HTTP endpoints: receive, await, answer; they compute nothing."""
+"""HTTP endpoints, one module per resource."""

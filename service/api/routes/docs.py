@@ -1,7 +1,6 @@
-"""`/docs`: the endpoints in the browser, to try them out.
+"""GET /docs: Swagger UI, served from files of this host.
 
-Swagger UI comes with the service, from the package that carries its files: a browser that reaches nothing else shows
-the page all the same, and no other host's scripts see what is entered there.
+A browser without Internet access shows the page too, and no other host's scripts see what is entered there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 
 router = APIRouter(include_in_schema=False)
 
-SHIPPED = Path(fastapi_swagger.__file__).parent / "resources"
+RESOURCES = Path(fastapi_swagger.__file__).parent / "resources"
 FILES = {"page.js": "swagger-ui-bundle.js", "page.css": "swagger-ui.css", "icon.png": "favicon-32x32.png"}
 
 # Addresses are relative, so that a proxy may put the service below a path of its own.
@@ -40,7 +39,7 @@ START = """SwaggerUIBundle({
   url: "openapi.json", dom_id: "#page", deepLinking: true, tryItOutEnabled: true, defaultModelsExpandDepth: 0,
 });
 """
-KEPT = {"Cache-Control": "max-age=3600"}
+CACHE_HEADERS = {"Cache-Control": "max-age=3600"}
 
 
 @router.get("/")
@@ -55,9 +54,9 @@ async def docs() -> HTMLResponse:
 
 @router.get("/docs/{name}")
 async def part(name: str) -> Response:
-    """What the page is made of."""
+    """Return a script, style or picture of the page. Raises HTTPException 404."""
     if name == "start.js":
-        return Response(START, media_type="text/javascript", headers=KEPT)
+        return Response(START, media_type="text/javascript", headers=CACHE_HEADERS)
     if name not in FILES:
         raise HTTPException(404)
-    return FileResponse(SHIPPED / FILES[name], headers=KEPT)
+    return FileResponse(RESOURCES / FILES[name], headers=CACHE_HEADERS)

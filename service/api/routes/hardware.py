@@ -1,4 +1,4 @@
-"""GET /gpu and GET /metrics: how the hardware and the process are doing."""
+"""GET /gpu and GET /metrics: state of hardware and process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
         )
         for worker in runtime.device_workers
     ]
-    found = (
+    message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
-    return GpuReport(message=found, gpus=list(gpus), cpu=hardware.cpu(), devices=devices, models=models)
+    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), devices=devices, models=models)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -1,4 +1,4 @@
-"""Health: alive as long as the process answers, ready once the models that are loaded at start are warm."""
+"""GET /health: alive as long as the process answers, ready once the models that are loaded at start are warm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.core.errors import NotReady
 
 router = APIRouter(tags=["health"])
 
-# The same under the paths that other inference servers use, so that existing probes work unchanged.
+# Paths of other inference servers too, so that existing probes work unchanged.
 PREFIXES = ("", "/v1", "/v2")
 
 
@@ -50,5 +50,5 @@ for _prefix in PREFIXES:
         router.add_api_route(f"{_prefix}/health/{_name}", _endpoint, include_in_schema=_prefix == "")
         router.add_api_route(f"{_prefix}/health/{_name}", _endpoint, methods=["HEAD"], include_in_schema=False)
 
-# What many load balancers and `wget --spider` ask with; the status is all that they look at.
+# Many load balancers and `wget --spider` send HEAD and look at the status alone.
 router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)

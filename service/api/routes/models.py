@@ -1,4 +1,4 @@
-"""GET /models: what is served, and how it runs here."""
+"""GET /models: facts and state of the models that are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter(tags=["models"])
 @router.get("/models")
 async def list_models(runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
-    models = [_info(model) for model in runtime.models.states()]
+    models = [_describe(model) for model in runtime.models.states()]
     default = runtime.settings.models.default or default_name(model.name for model in models)
     return ModelList(default=default, models=models)
 
@@ -25,10 +25,10 @@ async def list_models(runtime: RuntimeDependency) -> ModelList:
 @router.get("/models/{name}")
 async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
-    return _info(runtime.models.state(name))
+    return _describe(runtime.models.state(name))
 
 
-def _info(model: ModelState) -> ModelInfo:
+def _describe(model: ModelState) -> ModelInfo:
     spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
     if spec is None:
         return ModelInfo(name=model.name, state=model.state, problem=model.problem)
