@@ -20,6 +20,10 @@ WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"
 _NEUTRAL = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
 NEUTRAL = frozenset(_NEUTRAL.split())
 MAX_DEPTH = 32
+AXES_NOTE = (
+    "The network gets the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
+    "them the other way round: try it on a stack whose answer you know."
+)
 
 
 def recognises(root: Path) -> bool:
@@ -31,9 +35,7 @@ def read(root: Path) -> Draft:
     """Read a bundle into a draft. Raise UnsupportedPackage where it is damaged."""
     metadata = read_mapping(root / "configs" / "metadata.json")
     config = _resolve_references(read_mapping(_find_inference_config(root)))
-    file, kind = next(((root / name, kind) for name, kind in WEIGHTS if (root / name).is_file()), (None, None))
-    if file is None or kind is None:
-        raise UnsupportedPackage(f"models: there is neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]}.")
+    file, kind = _find_weights(root)
     content: dict[str, Any] = {
         "name": metadata.get_text("name", root.name),
         "version": metadata.get_text("version", "1"),
@@ -66,11 +68,14 @@ def read(root: Path) -> Draft:
         problems["decoding"] = (
             "postprocessing: does not say by an argmax over several outputs what labels are made from."
         )
-    notes = (
-        "The network gets the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
-        "them the other way round: try it on a stack whose answer you know.",
-    )
-    return Draft(content, file, kind, problems={k: v for k, v in problems.items() if v}, notes=notes)
+    return Draft(content, file, kind, problems=problems, notes=(AXES_NOTE,))
+
+
+def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
+    for name, kind in WEIGHTS:
+        if (root / name).is_file():
+            return root / name, kind
+    raise UnsupportedPackage(f"models: there is neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]}.")
 
 
 def _find_inference_config(root: Path) -> Path:
