@@ -81,9 +81,9 @@ def test_more_windows_at_once_must_bring_more_than_memory_is_worth():
 def test_newcomers_run_in_turn_with_the_fastest_so_far():
     world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1})
     world.tune(EAGER, COMPILED)
-    duel = world.calls[world.calls.index(COMPILED) :]
-    assert duel[:6] == [COMPILED, EAGER] * 3
-    assert duel.count(COMPILED) == duel.count(EAGER)
+    turns = world.calls[world.calls.index(COMPILED) :]
+    assert turns[:6] == [COMPILED, EAGER] * 3
+    assert turns.count(COMPILED) == turns.count(EAGER)
 
 
 @pytest.mark.parametrize(("difference", "word"), [(0.0011, "0.11% of the labels differ"), (math.nan, "not finite")])
@@ -248,7 +248,7 @@ def test_where_all_fail_in_the_final_nothing_runs():
         world.tune(EAGER, COMPILED)
 
 
-def test_a_duel_has_one_round_where_no_time_is_left():
+def test_a_round_has_one_round_where_no_time_is_left():
     world = World({("eager", "fp32"): 30.0, ("compiled", "fp32"): 25.0})
     world.tune(COMPILED, EAGER, seconds=100.0)
     assert world.calls.count(EAGER) == 3, "once each in its first turns, in those after them, and in the final"

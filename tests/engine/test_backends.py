@@ -1,4 +1,3 @@
-import copy
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,6 @@ from service.core import config, hardware
 from service.engine import backends, base
 from service.engine.backends import BACKENDS, build, list_configs
 from service.engine.plans import EngineConfig
-from service.engine.precision import DTYPES
-from service.engine.prepare import prepare
-from service.models.architectures import ShuffleUNet
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -121,35 +117,6 @@ def test_scores_last_where_each_call_gives_new_ones(monkeypatch, network, owns_s
     assert build(Counting(), EXAMPLE, make_config("other"), config.Engine()).owns_scores == owns_scores
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled(precision):
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        *(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.PReLU()),
-        *(nn.Conv3d(16, 32, 2, stride=2), nn.ReLU(), nn.Conv3d(32, 2, 1)),
-    )
-    module = module.eval().requires_grad_(requires_grad=False).to(DTYPES[precision])
-    example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
-    engine_config = make_config("winograd", precision, memory_format="channels_last_3d")
-    built = build(module, example, engine_config, config.Engine())
-    assert built.any_batch_size
-    with torch.inference_mode():
-        expected = copy.deepcopy(module).float()(example.float())
-        difference = (built.network(example).float() - expected).abs().max()
-    assert difference <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
-
-
-def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
-    module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 2, 1))
-    example = torch.rand(2, 8, 8, 8, 8).to(torch.bfloat16, memory_format=torch.channels_last_3d)
-    wide = prepare(module, CPU, torch.bfloat16, torch.channels_last_3d)
-    built = build(wide, example, make_config("winograd", "bf16", memory_format="channels_last_3d"), config.Engine())
-    with torch.inference_mode():
-        scores, expected = built.network(example), wide(example)
-    assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
-    assert (scores - expected).abs().max() <= 0.02 * expected.abs().max()
-
-
 def test_winograd_is_what_is_tried_first_in_the_narrowest_precision_that_it_computes():
     configs = list_configs(config.Engine(), CPU, ("bf16", "fp32"), 2)
     assert configs[0] == make_config("winograd", "bf16", "channels_last_3d")
@@ -220,30 +187,6 @@ def test_compile_modes(setting, device, kind, expected):
     assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
 
 
-def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
-    def modes(**settings):
-        return BACKENDS["winograd"].compile_modes(config.Engine(**settings), CPU)
-
-    assert modes() == modes(kind="winograd") == (None, "default")
-    assert modes(kind="winograd", compile_mode="default") == ("default",)
-
-
 def test_an_engine_of_its_own_precision_keeps_float32_outside():
     assert backends.batch_dtype(make_config("openvino", "bf16")) == torch.float32
     assert backends.batch_dtype(make_config("eager", "bf16")) == torch.bfloat16
-
-
-def test_what_every_stream_keeps_is_counted():
-    network = ShuffleUNet(1, 2, (16, 32))
-    module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    weights = backends.weight_bytes(BACKENDS["winograd"].transform(module))
-    one, four = (
-        build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), config.Engine()) for streams in (1, 4)
-    )
-    # At the least what goes into a convolution at full size, and what comes of it.
-    kept = one.nbytes - weights
-    assert kept >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
-    assert four.nbytes - weights == 4 * kept
-    with torch.inference_mode():
-        assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
-    assert build(module, EXAMPLE, make_config("eager"), config.Engine()).score_bytes is None
