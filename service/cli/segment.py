@@ -90,10 +90,10 @@ def _segment(  # noqa: PLR0913, PLR0917
 ) -> Result:
     """Read and segment the stack, and write the result."""
     from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
-    from service.inference.batcher import device_of  # noqa: PLC0415
+    from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
 
-    with device_of(settings) as device:
+    with open_batcher(settings) as device:
         with stages.measure("read"):
             volume = tiff_reader.read(options.input, query.selection, settings.limits.decoded_bytes, scratch)
         with stages.measure("load"):

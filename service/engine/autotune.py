@@ -36,8 +36,9 @@ _LEFT = "only"
 # Beginning of the verdict on a configuration that was not tried for want of time.
 OUT_OF_TIME = f"skipped: {_LEFT}"
 
-# Errors of a network that does not run here.
-FAILURES = (RuntimeError, OSError, ImportError, MemoryError)
+# Errors of an engine that cannot run a network, and those of a trial, which may also take too much memory.
+ENGINE_FAILURES = (RuntimeError, OSError, ImportError)
+FAILURES = (*ENGINE_FAILURES, MemoryError)
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""The threads that may touch a device: each is a stream of batches of windows, of several requests where it can.
+"""The threads that own a device: each computes a stream of batches, with windows of several requests where it can.
 
 Preparing, decoding and writing happen in the threads of the requests; what these wait for here is the network. Windows
 of requests that run through the same one share the room of a batch, as most networks take the same time however full it
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -23,95 +23,28 @@ from torch import Tensor
 from service.core import hardware
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
+from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch
 from service.inference.windows.blending import Slab
-from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
+from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# How often a request that waits looks whether it was cancelled, even if the device does not answer any more.
-LOOK_SECONDS = 0.2
+# A waiting request checks as often whether it was cancelled, even if the device does not answer any more.
+POLL_SECONDS = 0.2
 # For a batch that is being computed while nobody waits for it any more.
 CLOSE_SECONDS = 5.0
 
 
-class Share(NamedTuple):
-    """What one batch was for one request: its windows, its part of the batch's slots and of the device's seconds."""
-
-    windows: int
-    slots: float
-    seconds: float
-
-
-class _BatchSlice:
-    """Windows of one request on their way through the network, and what came of them once that is known."""
-
-    def __init__(self, request: _WindowRequest, part: WindowSlice) -> None:
-        self.request, self.part, self.windows = request, part, len(part.places)
-        self.outcome: Tensor | Exception | None = None
-        self.share: Share | None = None
-
-
-class _WindowRequest:
-    """The windows of one request, between its own thread and the device's, whose lock guards what several change."""
-
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        window: SlidingWindow,
-        image: Image,
-        overlap: float,
-        due: float,
-        cancelled: Callable[[], bool],
-        progress: Callable[[int, int], None],
-        share: Callable[[Share], None],
-    ) -> None:
-        self.window, self.due, self.cancelled = window, due, cancelled
-        self.progress, self.share = progress, share
-        self.scan = window.scan(image, overlap)
-        # In the order in which they are blended, whatever the order in which they arrive.
-        self.batch_slices: deque[_BatchSlice] = deque()
-        self.blending = False
-        # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
-        self.answers: SimpleQueue[Slab | None] = SimpleQueue()
-        # Of the slabs, those that its thread has not taken.
-        self.untaken = 0
-        self.error: Exception | None = None
-        self.failed = self.over = False
-
-    @property
-    def wants(self) -> bool:
-        """Whether it can use a place in the next batch.
-
-        Windows are left, what came of earlier ones was taken, and not too much waits for a batch that is slow.
-        """
-        in_step = not self.untaken and len(self.batch_slices) <= self.window.streams
-        return self.scan.left > 0 and not self.failed and in_step
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more is computed or blended; the first error is the one that is told."""
-        if not self.failed:
-            self.failed, self.error = True, error
-            self.answers.put(None)
-
-    def give(self, slabs: Sequence[Slab]) -> None:
-        """What became final, to its thread."""
-        self.untaken += len(slabs)
-        for slab in slabs:
-            self.answers.put(slab)
-        if self.scan.done == self.scan.total:
-            self.over = True
-            self.answers.put(None)
-
-
 class _Batch(NamedTuple):
-    """What a thread computes next: windows of these requests, in this stream, while so many share the device."""
+    """A batch to compute: windows of requests, its stream, and how many streams share the device meanwhile."""
 
-    batch_slices: list[_BatchSlice]
+    batch_slices: list[BatchSlice]
     stream: int
-    among: int
+    sharing: int
 
 
 class _Running(NamedTuple):
-    """A batch that is being computed: which since the start, through which windows, in which of their streams."""
+    """A batch that is being computed: its number since the start, its windows, and its stream of these."""
 
     number: int
     window: SlidingWindow
@@ -119,7 +52,7 @@ class _Running(NamedTuple):
 
 
 class WindowBatcher:
-    """Owns the threads, named `name`. Before `start` and after `close` nothing is computed.
+    """The owner of a device's threads, named `name`. Before `start` and after `close` nothing is computed.
 
     streams  batches that are computed at the same time, at most, of models that want so many
     divide   called in a stream's thread before it computes, with the number of streams that share the device then
@@ -135,13 +68,13 @@ class WindowBatcher:
     looked at where windows or a call come, and where slabs are taken; whoever ends a batch or a call looks by itself.
     """
 
-    def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _among: None) -> None:
+    def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _streams: None) -> None:
         self._divide = divide
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         # Threads that wait for work, and that nobody has woken.
         self._idle = 0
-        self._requests: list[_WindowRequest] = []
+        self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
         self._calling = self._closed = False
         self._batches = 0
@@ -166,7 +99,7 @@ class WindowBatcher:
             thread.start()
 
     def close(self) -> None:
-        """Give up what is left and end the threads; whoever waits gets Cancelled."""
+        """Give up the remaining work and end the threads; callers that wait get Cancelled."""
         with self._lock:
             self._closed = True
             self._work.notify_all()
@@ -180,7 +113,10 @@ class WindowBatcher:
         return not any(thread.is_alive() for thread in self._threads)
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, run in a thread of the device while no batch is computed. Raises Cancelled."""
+        """Run `work` in a thread of the device while no batch is computed, and return its result.
+
+        Raises what `work` raises, and Cancelled.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -190,17 +126,17 @@ class WindowBatcher:
                 future.set_exception(error)
 
         with self._lock:
-            self._check()
+            self._check_open()
             self._calls.append(run)
             self._wake()
         while True:
             try:
-                return future.result(LOOK_SECONDS)
+                return future.result(POLL_SECONDS)
             except TimeoutError:
                 if future.done():
                     raise
                 with self._lock:
-                    self._check()
+                    self._check_open()
 
     def run(  # noqa: PLR0913
         self,
@@ -214,68 +150,69 @@ class WindowBatcher:
         share: Callable[[Share], None] = lambda _share: None,
         due: float = 0.0,
     ) -> Iterator[Slab]:
-        """Scores of `image` as `SlidingWindow.run` gives and refuses them, computed in the device's threads.
+        """Yield the scores of `image` as `SlidingWindow.run` does, computed in the device's threads.
 
-        `share` is told there, by one at a time, of each batch with windows of this image. Raises Cancelled.
+        `share` is called there, by one thread at a time, for each batch with windows of this image. Raises Cancelled,
+        and what `SlidingWindow.run` raises.
         """
-        request = _WindowRequest(window, image, overlap, due, cancelled, progress, share)
+        request = WindowRequest(window, image, overlap, due, cancelled, progress, share)
         with self._lock:
-            self._check()
+            self._check_open()
             self._requests.append(request)
             self._wake()
         try:
-            while (slab := self._next(request)) is not None:
+            while (slab := self._next_slab(request)) is not None:
                 yield slab
         finally:
             with self._lock:
                 request.failed = True
                 self._requests.remove(request)
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise Cancelled("the device is given up")
 
-    def _next(self, request: _WindowRequest) -> Slab | None:
-        """The next slab of this lane; None after the last one."""
-        slab = self._answer(request)
+    def _next_slab(self, request: WindowRequest) -> Slab | None:
+        """Return the next slab of the request; None after the last one. Raises the error of the request."""
+        slab = self._wait_for_slab(request)
         if request.error is not None:
             error, request.error = request.error, None
             try:
                 raise error
             finally:
-                del error  # which knows this frame, and with it the lane
+                del error  # which refers to this frame, and with it to the request
         if slab is not None and request.scan.left:
             with self._lock:
                 request.untaken -= 1
                 self._wake()
         return slab
 
-    def _answer(self, request: _WindowRequest) -> Slab | None:
+    def _wait_for_slab(self, request: WindowRequest) -> Slab | None:
         while True:
             try:
-                return request.answers.get(timeout=LOOK_SECONDS)
+                return request.answers.get(timeout=POLL_SECONDS)
             except Empty:
                 with self._lock:
-                    self._check()
+                    self._check_open()
             if request.cancelled():
                 raise Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows")
 
     def _wake(self) -> None:
-        """Let a thread that has nothing to do look for work, if there is some. With the lock."""
+        """Wake an idle thread if there is work. Call it with the lock."""
         if self._idle and (self._may_call() or self._may_compute()):
             self._idle -= 1
             self._work.notify()
 
     @torch.inference_mode()
     def _loop(self, thread: int) -> None:
-        shared_by = 0
+        last_sharing = 0
         done: Literal["nothing", "batch", "call"] = "nothing"
         while (work := self._wait(thread, done)) is not None:
-            among = work.among if isinstance(work, _Batch) else 1
-            if among != shared_by:
-                # Only then: torch forgets what it has prepared for another number of threads.
-                self._divide(among)
-                shared_by = among
+            sharing = work.sharing if isinstance(work, _Batch) else 1
+            if sharing != last_sharing:
+                # Only on a change: torch forgets what it has prepared for another number of threads.
+                self._divide(sharing)
+                last_sharing = sharing
             if isinstance(work, _Batch):
                 self._compute(work)
                 done = "batch"
@@ -286,7 +223,7 @@ class WindowBatcher:
             del work  # holds images and models, and the next may be hours away
 
     def _wait(self, thread: int, done: Literal["nothing", "batch", "call"]) -> Callable[[], None] | _Batch | None:
-        """What to do next, after what is done: a call, or a batch. None at the end."""
+        """Note what is done, and wait for the next call or batch. None at the end."""
         with self._lock:
             if done == "batch":
                 del self._busy[thread]
@@ -313,29 +250,29 @@ class WindowBatcher:
             if not request.failed and not request.over and request.cancelled():
                 request.fail(Cancelled(f"given up after {request.scan.done} of {request.scan.total} windows"))
 
-    def _may_compute(self) -> list[_WindowRequest]:
-        """Whose windows may be computed now; none where there are none, or not yet."""
+    def _may_compute(self) -> list[WindowRequest]:
+        """Return the requests whose windows may be computed now."""
         if self._calls or self._calling:
             return []
-        requests = self._chosen()
-        return requests if requests and self._admits(requests) else []
+        requests = self._choose_requests()
+        return requests if requests and self._may_add(requests) else []
 
-    def _next_batch(self, thread: int, requests: Sequence[_WindowRequest]) -> _Batch:
-        """Windows of these."""
+    def _next_batch(self, thread: int, requests: Sequence[WindowRequest]) -> _Batch:
+        """Fill the next batch with windows of these requests."""
         window = requests[0].window
-        # Those that have to take slabs first count too: they will be back in a moment.
+        # Requests that have to take slabs first count too: they will be back in a moment.
         left = sum([request.scan.left for request in self._requests if request.window is window and not request.failed])
-        among = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.capacity))
+        sharing = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.capacity))
         taken = [running.stream for running in self._busy.values()]
         stream = 0
         while stream in taken:
             stream += 1
         self._batches += 1
         self._busy[thread] = _Running(self._batches, window, stream)
-        return _Batch(_fill_batch(requests, window.capacity), stream, among)
+        return _Batch(fill_batch(requests, window.capacity), stream, sharing)
 
-    def _admits(self, requests: Sequence[_WindowRequest]) -> bool:
-        """Whether a batch of windows of these may be computed beside those that are."""
+    def _may_add(self, requests: Sequence[WindowRequest]) -> bool:
+        """Return whether a batch of these requests may be computed beside those that are being computed."""
         if not self._busy:
             return True
         window = requests[0].window
@@ -344,9 +281,9 @@ class WindowBatcher:
             return False
         return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
 
-    def _chosen(self) -> list[_WindowRequest]:
-        """Those with windows in the next batch, the one that must have some first."""
-        requests = [request for request in self._requests if request.wants]
+    def _choose_requests(self) -> list[WindowRequest]:
+        """Return the requests for the next batch, first the one whose turn it is."""
+        requests = [request for request in self._requests if request.is_ready]
         if len(requests) < 2:
             return requests
         if self._batches % 2:
@@ -357,12 +294,12 @@ class WindowBatcher:
 
     def _compute(self, batch: _Batch) -> None:
         if not self._forward(batch) and len(batch.batch_slices) > 1:
-            # Whose fault it was does not show; alone, each gets what it deserves.
+            # The error does not tell which request caused it, so each is computed alone.
             for batch_slice in batch.batch_slices:
                 self._forward(batch._replace(batch_slices=[batch_slice]))
 
     def _forward(self, batch: _Batch) -> bool:
-        """Compute and blend; False where nothing was computed, which is told to a request that is on its own."""
+        """Compute and blend a batch; False for an error, which a request that is alone in its batch gets."""
         began = time.monotonic()
         batch_slices = batch.batch_slices
         window, taken = batch_slices[0].request.window, sum([batch_slice.windows for batch_slice in batch_slices])
@@ -370,40 +307,40 @@ class WindowBatcher:
             scores = window.forward([batch_slice.part for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(batch_slices) == 1:
-                self._arrive(batch_slices[0], error)
+                self._finish(batch_slices[0], error)
             return False
-        each = (time.monotonic() - began) / batch.among / taken
-        for batch_slice, own in zip(batch_slices, scores, strict=True):
-            mine = batch_slice.windows
-            batch_slice.share = Share(mine, mine * window.slots(taken) / taken, mine * each)
-            self._arrive(batch_slice, own)
+        each = (time.monotonic() - began) / batch.sharing / taken
+        for batch_slice, outcome in zip(batch_slices, scores, strict=True):
+            count = batch_slice.windows
+            batch_slice.share = Share(count, count * window.slots(taken) / taken, count * each)
+            self._finish(batch_slice, outcome)
         return True
 
-    def _arrive(self, batch_slice: _BatchSlice, outcome: Tensor | Exception) -> None:
-        """Blend what came of these windows, and what has waited for it; or leave it to whoever blends those before."""
+    def _finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
+        """Blend computed windows and those that waited for them, or leave that to the thread that blends before."""
         request = batch_slice.request
         waits = request.blending or request.batch_slices[0] is not batch_slice
         if waits and isinstance(outcome, Tensor) and not request.window.owns_scores:
-            # Where it lies, this stream's next batch may lie before it is blended.
-            outcome = _kept(outcome)
+            # This stream's next batch may overwrite the scores before they are blended.
+            outcome = copy_scores(outcome)
         with self._lock:
             batch_slice.outcome = outcome
             if request.blending or request.batch_slices[0] is not batch_slice:
                 return
             request.blending = True
-        landing: _BatchSlice | None = batch_slice
-        while landing is not None:
-            landing = self._land(landing)
+        following: BatchSlice | None = batch_slice
+        while following is not None:
+            following = self._blend(following)
 
-    def _land(self, batch_slice: _BatchSlice) -> _BatchSlice | None:
-        """Blend one; gives the next, if that has arrived."""
+    def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
+        """Blend one slice, and return the next if that was computed."""
         request = batch_slice.request
-        outcome = [] if request.failed else _blended(batch_slice)
+        outcome = [] if request.failed else blend(batch_slice)
         with self._lock:
             if isinstance(outcome, Exception):
                 request.fail(outcome)
             elif not request.failed:
-                request.give(outcome)
+                request.hand_over(outcome)
             request.batch_slices.popleft()
             if request.batch_slices and request.batch_slices[0].outcome is not None:
                 return request.batch_slices[0]
@@ -411,56 +348,23 @@ class WindowBatcher:
             return None
 
 
-def _fill_batch(requests: Sequence[_WindowRequest], capacity: int) -> list[_BatchSlice]:
-    """As many of their windows as there is room for."""
-    fill_batch = []
-    for request in requests:
-        if not capacity:
-            break
-        batch_slice = _BatchSlice(request, request.scan.take(capacity))
-        request.batch_slices.append(batch_slice)
-        fill_batch.append(batch_slice)
-        capacity -= batch_slice.windows
-    return fill_batch
-
-
-def _kept(scores: Tensor) -> Tensor | Exception:
-    """A copy, or that there is no memory for one."""
-    try:
-        return scores.clone()
-    except (RuntimeError, MemoryError) as error:
-        return error
-
-
-def _blended(batch_slice: _BatchSlice) -> list[Slab] | Exception:
-    """The slabs that became final, of which the request is told, or what was wrong with these scores."""
-    if not isinstance(batch_slice.outcome, Tensor) or batch_slice.share is None:
-        return batch_slice.outcome if isinstance(batch_slice.outcome, Exception) else RuntimeError("not computed")
-    request, (scan, places) = batch_slice.request, batch_slice.part
-    try:
-        slabs = scan.blend(places, batch_slice.outcome)
-        request.share(batch_slice.share)
-        request.progress(scan.done, scan.total)
-    except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
-        return error
-    return slabs
-
-
 @contextmanager
-def device_of(settings: Settings) -> Iterator[WindowBatcher]:
-    """The device of `settings.device.name` as a station has it, for as long as nobody serves. Raises ConfigError."""
-    device = make_device(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
-    device.start()
+def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
+    """Start a batcher for `settings.device.name` where no service runs, and close it at the end. Raises ConfigError."""
+    batcher = make_batcher(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
+    batcher.start()
     try:
-        yield device
+        yield batcher
     finally:
-        device.close()
-        device.join(CLOSE_SECONDS)
+        batcher.close()
+        batcher.join(CLOSE_SECONDS)
 
 
-def make_device(settings: Settings, *, on_host: bool) -> WindowBatcher:
-    """Make a device with as many streams as a model may have at most, each of which gets its part of the cores."""
+def make_batcher(settings: Settings, *, on_host: bool) -> WindowBatcher:
+    """Make a batcher with the most streams that a model may have, each of which gets its part of the cores."""
     cores = settings.device.threads or hardware.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
-    return WindowBatcher("device", most if on_host else 1, lambda among: hardware.use_threads(max(cores // among, 1)))
+    return WindowBatcher(
+        "device", most if on_host else 1, lambda streams: hardware.use_threads(max(cores // streams, 1))
+    )

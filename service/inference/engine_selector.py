@@ -1,4 +1,4 @@
-"""A network made ready to run: as the operator fixed it, as an earlier start found out, or as trials tell now."""
+"""Make a network ready to run: as the operator fixed it, as an earlier start found out, or as trials tell now."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from service.models.spec import ModelSpec
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest on a CPU,
 # where ATen has a slow path for small batches; a GPU needs several to be busy at all.
 CPU_BATCH, CUDA_BATCH = 2, 8
-# Batches at the same time, likewise: on a CPU two teams of half the cores each wait less than one of all.
+# Batches at the same time where nothing was tuned yet: on a CPU two teams of half the cores wait less than one of all.
 CPU_STREAMS = 2
 # Share of the free memory that the layers of one batch may take while engines are compared.
 MEMORY_SHARE = 0.5
-# What a foreign engine raises where it cannot run a network.
-FAILURES = (RuntimeError, OSError, ImportError)
 UNTUNED = (
     "It was loaded on demand, and ways to run it were never compared: name it in models.load for one start, or run "
     "stackseg bench with it, and the fastest is known from then on."
@@ -57,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadyEngine:
-    """A network that has run.
+    """A network that runs, and how it was made.
 
     window       calls it
     module       what it was made from, to be run eagerly with other batch sizes
@@ -81,7 +79,7 @@ class ReadyEngine:
 
 
 class EngineSelector:
-    """Builds any config for one model on one device, and finds the one to use.
+    """Builds any configuration of an engine for one model on one device, and selects the one to use.
 
     network       as loaded, float32 on the CPU
     window_bytes  float32 that its layers take for one window
@@ -103,7 +101,7 @@ class EngineSelector:
         tf32.use(settings.engine, device)
 
     def preliminary(self) -> EngineConfig:
-        """What can run before anything was tried: eager, with whatever else is fixed."""
+        """Return the configuration before anything was tried: eager, with whatever else is fixed."""
         name = precision.choose(self._settings.engine.precision, self._native).name
         return self._eager(name)
 
@@ -124,11 +122,11 @@ class EngineSelector:
             try:
                 ready = self.build(plan.choice)
                 return replace(ready, plan=plan, cached=True, warnings=(*ready.warnings, *_failures(plan)))
-            except FAILURES as error:
+            except autotune.ENGINE_FAILURES as error:
                 reason = backends.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
         if not tune:
-            return self._quick()
+            return self._build_quick()
         ready = self._tune(circumstances)
         if ready.plan is not None:
             _keep(folder, ready.plan)
@@ -136,11 +134,11 @@ class EngineSelector:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the network as it was loaded."""
+        """Bytes of the weights of the network as it was loaded."""
         return weight_bytes(self._network)
 
     def build(self, config: EngineConfig) -> ReadyEngine:
-        """Make a config run. Raises RuntimeError, OSError or ImportError where it does not."""
+        """Build a configuration. Raises RuntimeError, OSError or ImportError where it does not run."""
         module = self.module(config)
         window = self.sliding_window(module, config, config.sw_batch_size)
         built = backends.build(module, window.batch, config, self._settings.engine)
@@ -151,19 +149,19 @@ class EngineSelector:
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
     def module(self, config: EngineConfig) -> nn.Module:
-        """The prepared module that a config is built from."""
+        """Prepare the module that a configuration is built from."""
         memory_format = backends.MEMORY_FORMATS[config.memory_format]
         return prepare(self._network, self._device, backends.batch_dtype(config), memory_format)
 
     def reference(self, batch_size: int) -> SlidingWindow:
-        """Windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
+        """Return windows through the network exactly as it was loaded: eager, float32 without TF32, nothing folded."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
             network = tf32.without_tf32(network)
         return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Windows through `network` in the layout and dtype of `config`, and in its streams unless memory was short."""
+        """Return windows through `network` as `config` says; a batch that is smaller than its own has one stream."""
         windows = self._settings.windows
         return SlidingWindow(
             network,
@@ -178,7 +176,7 @@ class EngineSelector:
         )
 
     def circumstances(self) -> dict[str, str]:
-        """Everything that a plan depends on, by name."""
+        """Return everything that a plan depends on, by name."""
         spec, settings = self._spec, self._settings
         facts: dict[str, object] = {
             "weights": spec.weights.sha256,
@@ -212,7 +210,7 @@ class EngineSelector:
         for config in configs:
             try:
                 return self._build_warned(config, *warnings)
-            except FAILURES as error:
+            except autotune.ENGINE_FAILURES as error:
                 if config == self._eager(self._safe_precision):
                     raise
                 log.warning("%s does not run in %s: %s", self._spec.identifier, config, error)
@@ -222,7 +220,7 @@ class EngineSelector:
         return self._build_warned(self._eager(self._safe_precision), *warnings)
 
     def _requested(self, name: str) -> EngineConfig:
-        """The engine that was asked for, in the precision of that name."""
+        """Return the engine that was asked for, in the precision of that name."""
         settings = self._settings.engine
         backend = backends.BACKENDS[settings.kind]
         memory_format = backend.allowed_formats(settings, self._device)[0]
@@ -232,24 +230,24 @@ class EngineSelector:
 
     @property
     def _safe_precision(self) -> str:
-        """The precision that needs no comparison: what was asked for, else that of the network as it was loaded."""
+        """The precision that needs no comparison: the requested one, else that of the network as it was loaded."""
         wanted = self._settings.engine.precision
         return "fp32" if wanted == "auto" else wanted
 
-    def _quick(self) -> ReadyEngine:
-        """The first engine that is made quickly and gives the labels of the network as it was loaded, else eager."""
+    def _build_quick(self) -> ReadyEngine:
+        """Build the first engine that is made quickly and gives the labels of the network as loaded, else eager."""
         agreement = self._agreement()
         for config in self._candidates(self._streams):
-            quick = config.engine != "eager" and backends.slow_build_seconds(config) <= QUICK_BUILD
-            if not quick or self._obstacle(config) is not None:
+            is_quick = config.engine != "eager" and backends.slow_build_seconds(config) <= QUICK_BUILD
+            if not is_quick or self._explain_skip(config) is not None:
                 continue
             try:
                 ready = self.build(config)
-                right = agreement.difference(ready.window) <= self._tolerance
-            except FAILURES as error:
+                agrees = agreement.difference(ready.window) <= self._tolerance
+            except autotune.ENGINE_FAILURES as error:
                 log.warning("%s does not run in %s: %s", self._spec.identifier, config, backends.first_line(error))
                 continue
-            if right:
+            if agrees:
                 return replace(ready, warnings=(*ready.warnings, UNTUNED))
         return self._build_warned(self._eager(self._safe_precision), UNTUNED)
 
@@ -263,7 +261,7 @@ class EngineSelector:
         return settings.tolerance if settings.precision == "auto" else 1.0
 
     def _candidates(self, streams: int) -> list[EngineConfig]:
-        """All that the settings leave open, in so many streams where that is possible."""
+        """List the configurations that the settings leave open, in so many streams where that is possible."""
         settings = self._settings.engine
         names = precision.list_precisions(settings.precision, self._native)
         return [
@@ -276,14 +274,14 @@ class EngineSelector:
         agreement = self._agreement()
         rules = autotune.Rules(settings.tune_seconds, self._tolerance)
 
-        # Those in the race are held by it, and what has left it gives its memory back.
-        alone: WeakValueDictionary[EngineConfig, ReadyEngine] = WeakValueDictionary()
+        # The tuner holds candidates that are still compared; the others give their memory back.
+        built: WeakValueDictionary[EngineConfig, ReadyEngine] = WeakValueDictionary()
         threads = StreamThreads()
 
-        def enter(config: EngineConfig) -> autotune.Candidate[ReadyEngine]:
-            first = alone.get(replace(config, streams=1))
+        def make_candidate(config: EngineConfig) -> autotune.Candidate[ReadyEngine]:
+            first = built.get(replace(config, streams=1))
             if first is None or backends.BACKENDS[config.engine].divides_cores:
-                ready = alone[config] = self.build(config)
+                ready = built[config] = self.build(config)
             else:
                 window = first.window.with_streams(config.streams)
                 # With fewer cores for each call other algorithms may be chosen.
@@ -297,7 +295,7 @@ class EngineSelector:
             throughput = Throughput(ready.window, agreement.row, OVERLAP, agreement.decoder, threads)
             return autotune.Candidate(throughput, throughput.windows, lambda: agreement.difference(ready.window), ready)
 
-        tuner = autotune.Tuner(enter, rules, explain_skip=self._obstacle)
+        tuner = autotune.Tuner(make_candidate, rules, explain_skip=self._explain_skip)
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
             candidates = self._candidates(1 if self._more_streams else self._streams)
@@ -311,8 +309,8 @@ class EngineSelector:
         warnings = (*won.result.warnings, *_failures(plan))
         return replace(won.result, plan=plan, seconds=tuner.seconds, warnings=warnings)
 
-    def _obstacle(self, config: EngineConfig) -> str | None:
-        """Why a config must not be tried, None if it may."""
+    def _explain_skip(self, config: EngineConfig) -> str | None:
+        """Return why a configuration must not be tried; None if it may."""
         backend = backends.BACKENDS[config.engine]
         if (missing := backend.explain_missing()) is not None:
             return missing
@@ -329,7 +327,7 @@ class EngineSelector:
 
     @property
     def _batch_size(self) -> int:
-        """Where tuning begins, and what is taken where it does not happen."""
+        """Windows per call where tuning begins, or where nothing is tuned."""
         return batch_size(self._settings, self._device)
 
     @property
@@ -341,12 +339,12 @@ class EngineSelector:
 
     @property
     def _streams(self) -> int:
-        """What is taken where nothing is tuned."""
+        """Batches at the same time where nothing is tuned."""
         return streams(self._settings, self._device)
 
     @property
     def _more_streams(self) -> tuple[int, ...]:
-        """What to try besides a single one; nothing where the number is fixed."""
+        """Numbers of streams to try besides one; none where the number is fixed."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return ()
         return autotune.list_stream_counts(torch.get_num_threads(), MAX_STREAMS)
@@ -361,14 +359,14 @@ class EngineSelector:
 
 
 def batch_size(settings: Settings, device: torch.device) -> int:
-    """Windows per call where nothing else is known: what is configured, else what suits the device."""
+    """Return the windows per call where nothing else is known: the configured ones, else what suits the device."""
     if settings.windows.sw_batch_size != "auto":
         return settings.windows.sw_batch_size
     return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
 
 
 def streams(settings: Settings, device: torch.device) -> int:
-    """Batches at the same time where nothing else is known: what is configured, else what suits the device."""
+    """Return the batches at the same time where nothing else is known: as configured, else what suits the device."""
     if device.type != "cpu":
         return 1
     wanted = settings.engine.streams
@@ -376,7 +374,7 @@ def streams(settings: Settings, device: torch.device) -> int:
 
 
 def _failures(plan: EnginePlan) -> tuple[str, ...]:
-    """What an operator may want to repair, so that more can be tried."""
+    """Return warnings about trials that failed, which an operator may want to repair."""
     failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
     warnings = [f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed]
     if any(trial.verdict.startswith(autotune.OUT_OF_TIME) for trial in plan.trials):

@@ -17,11 +17,12 @@ from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegEr
 from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
-from service.inference.batcher import Share, make_device
+from service.inference.batcher import make_batcher
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.memory import is_out_of_memory
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
+from service.inference.window_request import Share
 from service.models.spec import ModelSpec
 from service.serving.job import FreeMemory, Job, Needs
 from service.serving.job_queue import JobQueue, JobThreads
@@ -81,7 +82,7 @@ class DeviceWorker:
             unloaded=self._unloaded,
             lock=loading_lock,
         )
-        self._device = make_device(settings, on_host=self._on_host)
+        self._device = make_batcher(settings, on_host=self._on_host)
         # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
         self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(

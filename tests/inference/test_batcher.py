@@ -15,7 +15,8 @@ from fakes import until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.inference.batcher import Share, WindowBatcher
+from service.inference.batcher import WindowBatcher
+from service.inference.window_request import Share
 from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow
 
@@ -200,7 +201,7 @@ def test_large_one_that_is_due_gets_half_of_the_device_however_many_small_ones_c
         here = [window.max().item() for window in batch]
         seen.extend(here)
         others = 5 - sum(value > 1 for value in here) - (seen.count(1) == 20)
-        until(lambda: stop.is_set() or sum(request.wants for request in list(requests.device._requests)) >= others)
+        until(lambda: stop.is_set() or sum(request.is_ready for request in list(requests.device._requests)) >= others)
         return network(batch)
 
     window = windows(crowded, 2)

@@ -17,11 +17,12 @@ from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, base, cuda_graph, precision, torch_compile
+from service.engine.autotune import ENGINE_FAILURES
 from service.engine.cpu import winograd
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
-from service.inference.engine_selector import FAILURES, EngineSelector
+from service.inference.engine_selector import EngineSelector
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load_network
 from service.models.spec import ModelSpec
@@ -122,7 +123,7 @@ def build_and_compare(
         log.info("building %s x%d", builder.name, builder.windows)
         try:
             runners.append(builder.build())
-        except FAILURES as error:
+        except ENGINE_FAILURES as error:
             yield Row(group, builder.name, builder.windows, backends.first_line(error))
     yield from compare_runners(group, runners, peak)
 

@@ -30,7 +30,7 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Size
 from service.engine.plans import EngineConfig
-from service.inference.batcher import device_of
+from service.inference.batcher import open_batcher
 from service.inference.result import EngineReport
 from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
@@ -129,7 +129,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
     if plan.baseline and not requests.PLAIN.exists():
         raise BadParameter(f"--baseline needs benchmarks/{requests.PLAIN.name} of a clone, and there is none here.")
     torch_device = hardware.choose_device(settings.device.name)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, device_of(settings) as device:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, open_batcher(settings) as device:
         folder = Path(name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
         if plan.cold:

@@ -11,7 +11,7 @@ from service.cli.benchmark.networks import Row
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.inference.batcher import device_of
+from service.inference.batcher import open_batcher
 from service.inference.segmenter import Segmenter
 
 SETTINGS = Settings.model_validate(
@@ -62,7 +62,7 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
         override_settings(SETTINGS, "engine", {"streams": streams}), "device", {"threads": streams}
     )
     shape = (16, 40, 70)
-    with device_of(settings) as device:
+    with open_batcher(settings) as device:
         segmenter, calls = Segmenter(bands, settings), []
 
         def counted(network):
@@ -89,7 +89,7 @@ def test_a_bare_loop_makes_the_forwards_of_the_windows_in_as_many_streams(bands,
 
 def test_a_bare_loop_ends_with_fewer_windows_where_the_network_takes_them(bands, tmp_path):
     settings = override_settings(override_settings(SETTINGS, "engine", {"streams": 1}), "windows", {"sw_batch_size": 4})
-    with device_of(settings) as device:
+    with open_batcher(settings) as device:
         segmenter, calls = Segmenter(bands, settings), []
         device.call(segmenter.warm_up)
         window = segmenter._ready.window

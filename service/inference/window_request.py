@@ -1,0 +1,116 @@
+"""The windows of one request on their way through batches: taken, computed, blended in order, handed to its thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from torch import Tensor
+
+from service.inference.windows.blending import Slab
+from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
+
+
+class Share(NamedTuple):
+    """The part of one request in a batch: its windows, its share of the batch's slots and of the device's seconds."""
+
+    windows: int
+    slots: float
+    seconds: float
+
+
+class BatchSlice:
+    """Windows of one request in one batch, and their scores or the error once they were computed."""
+
+    def __init__(self, request: WindowRequest, part: WindowSlice) -> None:
+        self.request, self.part, self.windows = request, part, len(part.places)
+        self.outcome: Tensor | Exception | None = None
+        self.share: Share | None = None
+
+
+class WindowRequest:
+    """The windows of one request, between its own thread and those of the device, whose lock guards shared state."""
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        window: SlidingWindow,
+        image: Image,
+        overlap: float,
+        due: float,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+        share: Callable[[Share], None],
+    ) -> None:
+        self.window, self.due, self.cancelled = window, due, cancelled
+        self.progress, self.share = progress, share
+        self.scan = window.scan(image, overlap)
+        # In the order in which they are blended, whatever the order in which they are computed.
+        self.batch_slices: deque[BatchSlice] = deque()
+        self.blending = False
+        # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
+        self.answers: SimpleQueue[Slab | None] = SimpleQueue()
+        # Slabs that its thread has not taken.
+        self.untaken = 0
+        self.error: Exception | None = None
+        self.failed = self.over = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can use a place in the next batch.
+
+        Windows are left, its thread has taken all slabs, and few batches wait for one that is slow.
+        """
+        keeps_up = not self.untaken and len(self.batch_slices) <= self.window.streams
+        return self.scan.left > 0 and not self.failed and keeps_up
+
+    def fail(self, error: Exception) -> None:
+        """Stop computing and blending, and raise `error` in the thread of the request unless another one came first."""
+        if not self.failed:
+            self.failed, self.error = True, error
+            self.answers.put(None)
+
+    def hand_over(self, slabs: Sequence[Slab]) -> None:
+        """Hand finished slabs to the thread of the request."""
+        self.untaken += len(slabs)
+        for slab in slabs:
+            self.answers.put(slab)
+        if self.scan.done == self.scan.total:
+            self.over = True
+            self.answers.put(None)
+
+
+def fill_batch(requests: Sequence[WindowRequest], capacity: int) -> list[BatchSlice]:
+    """Take as many windows of the requests as the batch has capacity for."""
+    batch_slices = []
+    for request in requests:
+        if not capacity:
+            break
+        batch_slice = BatchSlice(request, request.scan.take(capacity))
+        request.batch_slices.append(batch_slice)
+        batch_slices.append(batch_slice)
+        capacity -= batch_slice.windows
+    return batch_slices
+
+
+def copy_scores(scores: Tensor) -> Tensor | Exception:
+    """Return a copy, or the error if there is no memory for one."""
+    try:
+        return scores.clone()
+    except (RuntimeError, MemoryError) as error:
+        return error
+
+
+def blend(batch_slice: BatchSlice) -> list[Slab] | Exception:
+    """Blend computed windows and count them; return the slabs that became final, or what was wrong with the scores."""
+    if not isinstance(batch_slice.outcome, Tensor) or batch_slice.share is None:
+        return batch_slice.outcome if isinstance(batch_slice.outcome, Exception) else RuntimeError("not computed")
+    request, (scan, places) = batch_slice.request, batch_slice.part
+    try:
+        slabs = scan.blend(places, batch_slice.outcome)
+        request.share(batch_slice.share)
+        request.progress(scan.done, scan.total)
+    except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
+        return error
+    return slabs
