@@ -55,14 +55,13 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
     Raises AmbiguousAxes where the file does not name its axes, BadParameter where the override does not fit, BadFile
     where a dimension is empty, or negative, as a signed tag may have it.
     """
-    if len(axes) < 2 or min(shape) < 1:
-        raise BadFile(f"The file holds an image without pixels: its stored shape is {_format_shape(shape)}.")
+    _check_has_pixels(axes, shape)
     if override is not None:
         return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
     is_plane = len(axes.replace("S", "")) <= 2
     if not _has_plane(axes) or (doubt and not is_plane):
-        raise _ambiguous(axes, shape, doubt if _has_plane(axes) else "")
+        raise _ambiguous(axes, shape, doubt)
     notes = (f"The file's description is not used: {doubt}.",) if doubt else ()
     if set(axes) <= set(LETTERS):
         return Layout(axes, shape, notes)
@@ -74,6 +73,11 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
     raise _ambiguous(axes, shape)
 
 
+def _check_has_pixels(axes: str, shape: Sequence[int]) -> None:
+    if len(axes) < 2 or min(shape) < 1:
+        raise BadFile(f"The file holds an image without pixels: its stored shape is {_format_shape(shape)}.")
+
+
 def _has_plane(axes: str) -> bool:
     """Whether Y and X are among the axes, and no axis occurs twice."""
     return {*"YX"} <= {*axes} and len(set(axes)) == len(axes)
@@ -81,7 +85,7 @@ def _has_plane(axes: str) -> bool:
 
 def _ambiguous(axes: str, shape: Sequence[int], doubt: str = "") -> AmbiguousAxes:
     lengths = _format_shape(shape)
-    if doubt:
+    if doubt and _has_plane(axes):
         problem = f"The axes of the file are unknown: {doubt}. The stored shape is {lengths}."
     else:
         problem = f"The file does not say what its dimensions {lengths} are ({axes})."

@@ -158,15 +158,7 @@ def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_coun
         return tuple(range(planes))
     pages: dict[int, int] = {}
     for element in elements:
-        first = _first_plane(element, axes, shape)
-        page = _integer(element, "IFD", 0)
-        count = _integer(element, "PlaneCount", _integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1))
-        count = count or min(planes - first, page_count - page)
-        if first + count > planes or page + count > page_count:
-            raise BadFile(
-                f"The OME-XML places planes {first} to {first + count - 1} of {planes} on pages {page} to"
-                f" {page + count - 1}, but the file has {page_count} pages: it is cut short or damaged."
-            )
+        first, page, count = _parse_tiff_data(element, axes, shape, page_count)
         for plane in range(first, first + count):
             if plane in pages:
                 raise BadFile(f"The OME-XML places plane {plane} in the file twice. Export the file again.")
@@ -174,6 +166,20 @@ def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_coun
     if len(pages) < planes:
         raise BadFile(f"The OME-XML promises {planes} planes and places only {len(pages)} of them in the file.")
     return tuple(pages[plane] for plane in range(planes))
+
+
+def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, int, int]:
+    """Return the first plane, its page, and the number of planes that follow each other. Raises BadFile."""
+    planes, first = math.prod(shape), _first_plane(element, axes, shape)
+    page = _integer(element, "IFD", 0)
+    count = _integer(element, "PlaneCount", _integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1))
+    count = count or min(planes - first, page_count - page)
+    if first + count > planes or page + count > page_count:
+        raise BadFile(
+            f"The OME-XML places planes {first} to {first + count - 1} of {planes} on pages {page} to"
+            f" {page + count - 1}, but the file has {page_count} pages: it is cut short or damaged."
+        )
+    return first, page, count
 
 
 def _first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
