@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,9 @@ import httpx2
 import numpy as np
 import tifffile
 import uvicorn
+from fakes import FakeSegmenter, until
 from numpy.typing import NDArray
+from starlette.testclient import TestClient
 
 from service.api.app import create_app
 from service.api.server import build_config
@@ -44,12 +45,22 @@ class Live:
         until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
 
-def until(condition: Any, seconds: float) -> None:
-    """Wait for something to become true; fails the test if it does not."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
-        time.sleep(0.02)
+class FakeService:
+    """The application with a fake segmenter, called without a socket."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        settings = Settings.model_validate(
+            {"models": {"folder": folder}, "server": {"scratch_folder": scratch}, "limits": {"cache_bytes": 0}}
+        )
+        self.app = create_app(settings)
+        self.runtime = self.app.state.runtime = Runtime(settings, FakeSegmenter)
+        self.client = TestClient(self.app, raise_server_exceptions=False)
+
+    def fake(self) -> FakeSegmenter:
+        until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
+        fake: Any = self.runtime.models.segmenter(None)
+        fake.error, fake.notes = None, ()
+        return fake
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import until
+from live import FakeService, as_tiff
+
+from service.api.problems import STATUS, status_of
+from service.core import errors
+
+TIFF = {"Content-Type": "image/tiff"}
+STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+
+
+def concrete(kind: type[errors.StackSegError]) -> errors.StackSegError:
+    match kind:
+        case errors.QueueFull | errors.NotReady | errors.RateLimited:
+            return kind("try later", 7)
+        case errors.OutOfMemory:
+            return kind("too much", 123)
+    return kind("what to do")
+
+
+def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (errors.BadFile, 422),
+        (errors.AmbiguousAxes, 422),
+        (errors.BadParameter, 422),
+        (errors.UnsupportedMedia, 415),
+        (errors.TooLarge, 413),
+        (errors.UnknownModel, 404),
+        (errors.Unauthorized, 401),
+        (errors.Misdirected, 421),
+        (errors.RateLimited, 429),
+        (errors.DeviceLost, 503),
+        (errors.QueueFull, 503),
+        (errors.NotReady, 503),
+        (errors.TimedOut, 504),
+        (errors.OutOfMemory, 507),
+        (errors.OutOfStorage, 507),
+        (errors.BrokenModel, 500),
+        (errors.NonFiniteScores, 500),
+        (errors.ConfigError, 500),
+        (errors.Cancelled, 499),
+    ],
+)
+def test_every_error_has_its_status(kind: type[errors.StackSegError], status: int) -> None:
+    assert status_of(concrete(kind)) == status
+
+
+def test_class_without_a_row_has_its_parents_status() -> None:
+    class Cracked(errors.UnsupportedMedia):
+        pass
+
+    assert Cracked not in STATUS
+    assert status_of(Cracked("odd")) == 415
+
+
+# Never answered, and never answered by a service that goes on.
+ELSEWHERE = (errors.Cancelled, errors.DeviceLost)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tree(errors.StackSegError) if kind not in ELSEWHERE])
+def test_error_of_the_device_becomes_its_problem_document(
+    service: FakeService, kind: type[errors.StackSegError]
+) -> None:
+    fake = service.fake()
+    fake.error = concrete(kind)
+    response = service.client.post("/segment", content=STACK, headers=TIFF)
+    problem = response.json()
+    assert response.headers["content-type"] == "application/problem+json"
+    assert problem["type"] == f"urn:stackseg:problem:{kind.slug}"
+    assert problem["status"] == response.status_code == status_of(fake.error)
+    assert problem["detail"] == str(fake.error)
+    assert problem["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
+    assert problem.get("needed_bytes") == (123 if kind is errors.OutOfMemory else None)
+    assert response.headers.get("retry-after") == (
+        str(fake.error.retry_after) if hasattr(fake.error, "retry_after") else None
+    )
+    assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+def test_lost_device_ends_readiness_and_asks_to_come_again(bands_repository: Path, tmp_path: Path) -> None:
+    running = FakeService(bands_repository, tmp_path)
+    with running.client as client:
+        running.fake().error = errors.DeviceLost("cuda:0 has failed.")
+        response = client.post("/segment", content=STACK, headers=TIFF)
+        assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
+        assert response.headers["retry-after"] == "60"
+        until(lambda: client.get("/health/ready").status_code == 503)
+        assert client.get("/health/live").status_code == 200
+
+
+def test_work_given_up_by_the_service_is_answered_not_dropped(service: FakeService) -> None:
+    service.fake().error = errors.Cancelled("given up")
+    response = service.client.post("/segment", content=STACK, headers=TIFF)
+    assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:not-ready")
+
+
+def test_unforeseen_error_tells_a_number_and_no_secrets(service: FakeService) -> None:
+    service.fake().error = KeyError("the password")
+    response = service.client.post("/segment", content=STACK, headers=TIFF)
+    assert (response.status_code, response.json()["type"]) == (500, "urn:stackseg:problem:internal-error")
+    assert "password" not in response.text
+    assert response.json()["instance"].startswith("urn:uuid:")
+    assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+def test_wrong_path_and_method_are_problem_documents(service: FakeService) -> None:
+    missing, wrong = service.client.get("/nowhere"), service.client.get("/segment")
+    assert (missing.status_code, missing.json()["type"]) == (404, "urn:stackseg:problem:not-found")
+    assert (wrong.status_code, wrong.json()["type"]) == (405, "urn:stackseg:problem:method-not-allowed")
+    assert wrong.headers["allow"] == "POST"
+    assert service.client.put("/jobs").headers["allow"] == "GET, POST"
+
+
+def test_documented_errors_are_those_that_occur(service: FakeService) -> None:
+    document = service.client.get("/openapi.json").json()
+    responses = document["paths"]["/segment"]["post"]["responses"]
+    possible = {str(status_of(concrete(kind))) for kind in tree(errors.StackSegError)} - {"400", "499"}
+    assert possible | {"200", "202"} == set(responses)
+    for status in possible:
+        (media,) = responses[status]["content"]
+        assert media == "application/problem+json"
