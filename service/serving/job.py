@@ -80,6 +80,7 @@ class Job(Generic[T]):
 
     @property
     def state(self) -> State:
+        """Whether the job waits or runs, or how it ended."""
         if self.future.cancelled():
             return "cancelled"
         if not self.future.done():

@@ -116,6 +116,7 @@ class Query(BaseModel):
 
     @cached_property
     def selection(self) -> Selection:
+        """The part of the file to read, and what overrides the file."""
         channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
         size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
         return Selection(channel, self.time, self.axes.upper() if self.axes else None, size)
@@ -127,6 +128,7 @@ class Query(BaseModel):
 
     @cached_property
     def options(self) -> Options:
+        """How to segment."""
         diameter = None if self.diameter is None else parse_diameter(self.diameter)
         skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
         return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)

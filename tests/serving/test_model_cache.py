@@ -17,8 +17,8 @@ class Model(NamedTuple):
     nbytes: int
 
 
-class Shelf:
-    """ModelCache that load models of the given sizes, as soon as `gate` is open; `loads` in their order."""
+class RecordingCache:
+    """A ModelCache that loads models of the given sizes, as soon as `gate` is open; `loads` in their order."""
 
     def __init__(self, limit: int, **sizes: int) -> None:
         self.gate = threading.Event()
@@ -50,8 +50,8 @@ class Shelf:
 
 
 @contextmanager
-def extension_cache(limit: int, *first: str, **sizes: int) -> Iterator[Shelf]:
-    made = Shelf(limit, **sizes)
+def started_cache(limit: int, *first: str, **sizes: int) -> Iterator[RecordingCache]:
+    made = RecordingCache(limit, **sizes)
     made.model_cache.start(first)
     yield made
     made.gate.set()
@@ -60,31 +60,31 @@ def extension_cache(limit: int, *first: str, **sizes: int) -> Iterator[Shelf]:
 
 
 def test_models_are_loaded_when_they_are_first_asked_for_and_then_stay() -> None:
-    with extension_cache(10, "a", a=3, b=4) as shelves:
-        until(lambda: not shelves.model_cache.starting)
-        assert (shelves.loads, list(shelves.model_cache.loaded_models)) == (["a"], ["a"])
-        shelves.touch("b", "a", "b")
-        assert shelves.loads == ["a", "b"]
-        assert {name: one.nbytes for name, one in shelves.model_cache.loaded_models.items()} == {"a": 3, "b": 4}
+    with started_cache(10, "a", a=3, b=4) as recording:
+        until(lambda: not recording.model_cache.starting)
+        assert (recording.loads, list(recording.model_cache.loaded_models)) == (["a"], ["a"])
+        recording.touch("b", "a", "b")
+        assert recording.loads == ["a", "b"]
+        assert {name: one.nbytes for name, one in recording.model_cache.loaded_models.items()} == {"a": 3, "b": 4}
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    with extension_cache(10, a=4, b=4, c=4, d=8) as shelves:
-        shelves.touch("a", "b", "a", "c")
-        until(lambda: shelves.unloads == ["b"])
-        assert set(shelves.model_cache.loaded_models) == {"a", "c"}
-        shelves.touch("d")
-        assert set(shelves.model_cache.loaded_models) == {"d"}
-        shelves.touch("b")
-        assert set(shelves.model_cache.loaded_models) == {"b"}
+    with started_cache(10, a=4, b=4, c=4, d=8) as recording:
+        recording.touch("a", "b", "a", "c")
+        until(lambda: recording.unloads == ["b"])
+        assert set(recording.model_cache.loaded_models) == {"a", "c"}
+        recording.touch("d")
+        assert set(recording.model_cache.loaded_models) == {"d"}
+        recording.touch("b")
+        assert set(recording.model_cache.loaded_models) == {"b"}
 
 
 def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:
-    with extension_cache(10, a=6, b=6) as shelves:
-        mine, also_mine = shelves.use("a"), shelves.use("a")
-        other = shelves.model_cache.lease("b")
-        until(lambda: shelves.model_cache.is_awaited("b"))
-        late = shelves.model_cache.lease("a")
+    with started_cache(10, a=6, b=6) as recording:
+        mine, also_mine = recording.use("a"), recording.use("a")
+        other = recording.model_cache.lease("b")
+        until(lambda: recording.model_cache.is_awaited("b"))
+        late = recording.model_cache.lease("a")
         mine.end()
         assert not other.model.done()
         assert not late.model.done(), "or b would wait for ever while others use a"
@@ -94,86 +94,86 @@ def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_ha
         other.end()
         assert late.model.result(10).name == "a"
         late.end()
-    assert shelves.unloads == ["a", "b"]
+    assert recording.unloads == ["a", "b"]
 
 
 def test_whoever_waits_for_room_and_gives_up_lets_others_use_what_is_there() -> None:
-    with extension_cache(10, a=6, b=6) as shelves:
-        mine = shelves.use("a")
-        other, late = shelves.model_cache.lease("b"), shelves.model_cache.lease("a")
+    with started_cache(10, a=6, b=6) as recording:
+        mine = recording.use("a")
+        other, late = recording.model_cache.lease("b"), recording.model_cache.lease("a")
         other.end()
         assert other.model.cancelled()
         mine.end()
         assert late.model.result(10).name == "a"
         late.end()
         late.end()
-        assert shelves.model_cache.loaded_models["a"].users == 0
-    assert shelves.unloads == []
+        assert recording.model_cache.loaded_models["a"].users == 0
+    assert recording.unloads == []
 
 
 def test_a_model_that_is_larger_than_was_guessed_still_keeps_to_the_budget() -> None:
-    with extension_cache(10, a=6, b=6) as shelves:
-        shelves.guesses["b"] = 1
-        shelves.touch("a", "b")
-        assert shelves.loads == ["a", "b", "b"], "it is known to take 6 only once it was loaded"
-        shelves.touch("a")
-        assert shelves.loads == ["a", "b", "b", "a"]
-        assert set(shelves.model_cache.loaded_models) == {"a"}
+    with started_cache(10, a=6, b=6) as recording:
+        recording.guesses["b"] = 1
+        recording.touch("a", "b")
+        assert recording.loads == ["a", "b", "b"], "it is known to take 6 only once it was loaded"
+        recording.touch("a")
+        assert recording.loads == ["a", "b", "b", "a"]
+        assert set(recording.model_cache.loaded_models) == {"a"}
 
 
 def test_a_model_larger_than_the_budget_is_refused_and_others_stay() -> None:
-    with extension_cache(10, a=6, huge=11) as shelves:
-        shelves.guesses["huge"] = 1
-        shelves.touch("a")
-        lease = shelves.model_cache.lease("huge")
+    with started_cache(10, a=6, huge=11) as recording:
+        recording.guesses["huge"] = 1
+        recording.touch("a")
+        lease = recording.model_cache.lease("huge")
         with pytest.raises(BrokenModel, match=r"huge takes .*models\.memory_bytes allows"):
             lease.model.result(10)
-        assert "huge" in shelves.model_cache.problems
+        assert "huge" in recording.model_cache.problems
         with pytest.raises(BrokenModel):
-            shelves.model_cache.lease("huge").model.result(10)
-        assert shelves.loads == ["a", "huge"]
-        shelves.touch("a")
-        assert shelves.loads == ["a", "huge"]
+            recording.model_cache.lease("huge").model.result(10)
+        assert recording.loads == ["a", "huge"]
+        recording.touch("a")
+        assert recording.loads == ["a", "huge"]
 
 
 def test_while_one_is_loaded_others_are_used() -> None:
-    with extension_cache(10, a=3, b=3) as shelves:
-        shelves.touch("a")
-        shelves.gate.clear()
-        waiting = shelves.model_cache.lease("b")
-        until(lambda: shelves.loads == ["a", "b"])
-        shelves.touch("a")
+    with started_cache(10, a=3, b=3) as recording:
+        recording.touch("a")
+        recording.gate.clear()
+        waiting = recording.model_cache.lease("b")
+        until(lambda: recording.loads == ["a", "b"])
+        recording.touch("a")
         assert not waiting.model.done()
-        assert shelves.model_cache.is_awaited("b")
-        shelves.gate.set()
+        assert recording.model_cache.is_awaited("b")
+        recording.gate.set()
         assert waiting.model.result(10).name == "b"
 
 
 def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
-    shelves = Shelf(10, a=3, b=3)
-    shelves.gate.clear()
-    lease = shelves.model_cache.lease("a")
-    shelves.model_cache.start(("a", "b"))
-    until(lambda: "a" in shelves.loads)
-    assert shelves.model_cache.starting == ("a", "b")
+    recording = RecordingCache(10, a=3, b=3)
+    recording.gate.clear()
+    lease = recording.model_cache.lease("a")
+    recording.model_cache.start(("a", "b"))
+    until(lambda: "a" in recording.loads)
+    assert recording.model_cache.starting == ("a", "b")
     assert not lease.model.done()
-    shelves.gate.set()
+    recording.gate.set()
     assert lease.model.result(10).name == "a"
-    assert shelves.loads == ["a", "b"]
-    shelves.model_cache.close()
-    assert shelves.model_cache.join(10)
+    assert recording.loads == ["a", "b"]
+    recording.model_cache.close()
+    assert recording.model_cache.join(10)
 
 
 @pytest.mark.parametrize(("error", "again"), [(OutOfMemory("none left", 3), True), (RuntimeError("odd"), False)])
 def test_a_model_that_does_not_load_is_tried_again_if_only_memory_was_missing(error: Exception, again: bool) -> None:
-    with extension_cache(10, a=3) as shelves:
-        shelves.error = error
-        lease = shelves.model_cache.lease("a")
+    with started_cache(10, a=3) as recording:
+        recording.error = error
+        lease = recording.model_cache.lease("a")
         with pytest.raises(type(error)):
             lease.model.result(10)
-        shelves.error = None
-        assert bool(shelves.model_cache.problems) is not again
-        second = shelves.model_cache.lease("a")
+        recording.error = None
+        assert bool(recording.model_cache.problems) is not again
+        second = recording.model_cache.lease("a")
         if again:
             assert second.model.result(10).name == "a"
         else:
@@ -182,32 +182,32 @@ def test_a_model_that_does_not_load_is_tried_again_if_only_memory_was_missing(er
 
 
 def test_who_waits_when_it_closes_is_told_so() -> None:
-    with extension_cache(10, a=3, b=3) as shelves:
-        shelves.gate.clear()
-        loading, waiting = shelves.model_cache.lease("a"), shelves.model_cache.lease("b")
-        until(lambda: shelves.loads == ["a"])
-        shelves.model_cache.close()
-        for lease in (loading, waiting, shelves.model_cache.lease("a")):
+    with started_cache(10, a=3, b=3) as recording:
+        recording.gate.clear()
+        loading, waiting = recording.model_cache.lease("a"), recording.model_cache.lease("b")
+        until(lambda: recording.loads == ["a"])
+        recording.model_cache.close()
+        for lease in (loading, waiting, recording.model_cache.lease("a")):
             with pytest.raises(Cancelled):
                 lease.model.result(10)
 
 
 def test_many_users_of_more_models_than_fit() -> None:
     sizes = dict.fromkeys("abcde", 4)
-    with extension_cache(10, **sizes) as shelves:
+    with started_cache(10, **sizes) as recording:
         wrong: list[str] = []
 
         def use(names: str) -> None:
             for name in names:
-                lease = shelves.use(name)
-                if shelves.model_cache.get(name) is None or len(shelves.model_cache.loaded_models) > 2:
+                lease = recording.use(name)
+                if recording.model_cache.get(name) is None or len(recording.model_cache.loaded_models) > 2:
                     wrong.append(name)
                 lease.end()
 
         threads = [threading.Thread(target=use, args=("abcde"[turn:] * 4,)) for turn in range(5)]
         run(threads)
         assert wrong == []
-        until(lambda: len(shelves.loads) - len(shelves.unloads) == len(shelves.model_cache.loaded_models))
+        until(lambda: len(recording.loads) - len(recording.unloads) == len(recording.model_cache.loaded_models))
 
 
 def run(threads: list[threading.Thread]) -> None:
