@@ -103,7 +103,7 @@ class Server:
         self._process.kill()
 
     def wait(self) -> None:
-        """Until the killed process is gone; its children end as soon as they notice."""
+        """Wait until the killed process is gone; its children end as soon as they notice."""
         assert self._process.wait(60) == -9, f"the server ended by itself: {self._log.read_text()[-3000:]}"
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -140,7 +140,7 @@ class Server:
             self.wait()
 
     def states(self) -> Counter[str]:
-        """How many jobs are in which state on disk; also checks the database."""
+        """Check the database, and count the jobs on disk by state."""
         if not (self.jobs / "jobs.sqlite3").exists():
             return Counter()
         database = sqlite3.connect(self.jobs / "jobs.sqlite3")
@@ -154,7 +154,7 @@ class Server:
 
 
 class Client:
-    """What one user does, remembers, and may expect."""
+    """User who posts, cancels and fetches jobs, and knows what to expect."""
 
     def __init__(self, stacks: list[Stack], rng: random.Random) -> None:
         self._stacks, self._rng = stacks, rng
@@ -165,7 +165,7 @@ class Client:
         self.compared = 0
 
     def act(self, http: httpx2.Client) -> None:
-        """Anything that a user might do next."""
+        """Do anything that a user might do next."""
         pending = [job for job in self.jobs if job not in self.done | self.cancelled | self.unsure]
         dice = self._rng.random()
         if dice < 0.3 and len(pending) < 12:
@@ -173,15 +173,15 @@ class Client:
         elif dice < 0.37 and pending:
             self._cancel(http, self._rng.choice(pending))
         elif pending:
-            self.look(http, self._rng.choice(pending))
+            self.check_job(http, self._rng.choice(pending))
         time.sleep(0.02)
 
     def check(self, http: httpx2.Client) -> None:
-        """Every job that was ever accepted is there and in a state that it may be in."""
+        """Check that every accepted job is there, in a state that it may be in."""
         for job in self.jobs:
-            self.look(http, job, fetch=job not in self.done or self._rng.random() < 0.05)
+            self.check_job(http, job, fetch=job not in self.done or self._rng.random() < 0.05)
 
-    def look(self, http: httpx2.Client, job: str, *, fetch: bool = True) -> None:
+    def check_job(self, http: httpx2.Client, job: str, *, fetch: bool = True) -> None:
         answer = http.get(f"/jobs/{job}")
         if answer.status_code == 404:
             assert job in self.unsure or job in self.cancelled, f"job {job} is lost"
@@ -219,7 +219,7 @@ class Client:
 
 
 def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "eager") -> dict[str, Any]:
-    """Kill so many times, then let everything finish; gives the figures. AssertionError where a promise is broken."""
+    """Kill so many times, then let everything finish; return figures. AssertionError where a promise is broken."""
     rng = random.Random(seed)
     chosen = {"kind": engine, "cache_folder": str(folder / "cache")}
     server, client = Server(models, folder, engine=chosen), Client(make_stacks(models, chosen), rng)
@@ -266,7 +266,7 @@ def until_killed(client: Client, http: httpx2.Client) -> None:
 
 
 def finish(server: Server, client: Client) -> dict[str, Any]:
-    """Let the last server do everything that is left, and look at what lies on disk then."""
+    """Let the last server finish all jobs, and check what lies on disk then."""
     server.start()
     http = server.client()
     assert http is not None
@@ -306,7 +306,7 @@ def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
 
 
 def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, Any]]) -> None:
-    """Print, and keep where `--json` says, what `run(models, folder)` finds out in a folder that goes afterwards."""
+    """Call `run(models, folder)` in a temporary folder, and print the figures that it returns."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
     models = options.models or folder / "models"

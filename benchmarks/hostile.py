@@ -1,4 +1,4 @@
-"""What hostile files cost the service: how each is answered, in what time, and with how much memory.
+"""Cost of hostile files for the service: how each is answered, in what time, and with how much memory.
 
 python benchmarks/hostile.py FOLDER [--limit-seconds 10] [--limit-mb 512] [--json FILE]
 
@@ -31,7 +31,7 @@ CONFIG = "engine: {kind: eager}\nserver: {scratch_folder: SCRATCH}\n"
 
 
 class Outcome(NamedTuple):
-    """How one file was answered; `kind` is the problem type, `segmented`, or what broke."""
+    """Answer to one file; `kind` is the problem type, `segmented`, or the error of a broken connection."""
 
     file: str
     status: int

@@ -24,7 +24,7 @@ FEATURES, ROI = (32, 64, 128, 256, 320, 320), 128
 
 
 def content(features: tuple[int, ...], roi: int) -> dict[str, Any]:
-    """Of the model file."""
+    """Return the keys of the model file."""
     strides = [[1, 1, 1], *([[2, 2, 2]] * (len(features) - 1))]
     arguments = {
         "spatial_dims": 3,

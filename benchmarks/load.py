@@ -39,12 +39,12 @@ LONGEST_SECONDS = 120
 
 
 class User:
-    """One client with habits of its own, good and bad. `told` counts what happened, by name."""
+    """One client with good and bad habits; `counts` has the number of events by name."""
 
     def __init__(self, address: str, stacks: list[Stack], seed: int) -> None:
         self._stacks, self._rng = stacks, random.Random(seed)
         self._http = httpx2.Client(base_url=address, timeout=LONGEST_SECONDS)
-        self.told: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._habits = [
             (self.wait_for_labels, 6),
             (self.come_back_for_labels, 5),
@@ -55,14 +55,14 @@ class User:
         ]
 
     def run(self, end: float) -> Counter[str]:
-        """Every habit once, however long that takes, and then more until the end."""
+        """Do everything once, however long that takes, and then more until the end."""
         habits, weights = zip(*self._habits, strict=True)
         with self._http:
             for habit in self._rng.sample(habits, len(habits)):
                 habit()
             while time.monotonic() < end:
                 self._rng.choices(habits, weights)[0]()
-        return self.told
+        return self.counts
 
     def wait_for_labels(self) -> None:
         stack = self._stack()
@@ -92,7 +92,7 @@ class User:
         if answer.status_code == 200:
             assert answer.json()["state"] == "cancelled"
             assert self._http.delete(job).status_code == 204
-        self.told["jobs cancelled"] += 1
+        self.counts["jobs cancelled"] += 1
 
     def hang_up(self) -> None:
         stack = self._stack()
@@ -102,7 +102,7 @@ class User:
         with socket.create_connection((url.host, url.port)) as connection:
             connection.sendall(head.encode() + stack.content[:sent])
             time.sleep(self._rng.uniform(0, 0.5))
-        self.told["hung up"] += 1
+        self.counts["hung up"] += 1
 
     def post_nonsense(self) -> None:
         stack = self._stack().content
@@ -113,13 +113,13 @@ class User:
         answer = self._http.post(f"{self._rng.choice(['/segment', '/jobs'])}{query}", content=body, headers=TIFF)
         assert 400 <= answer.status_code < 500 or answer.status_code == 503, answer.text
         assert answer.json()["type"].startswith("urn:stackseg:problem:")
-        self.told["nonsense refused"] += 1
+        self.counts["nonsense refused"] += 1
 
     def inspect(self) -> None:
         answer = self._post("/inspect", self._stack().content)
         if answer is not None:
             assert answer.json()["problem"] is None
-            self.told["inspected"] += 1
+            self.counts["inspected"] += 1
 
     def _stack(self) -> Stack:
         # The last one is the large one.
@@ -139,7 +139,7 @@ class User:
         answer = self._http.post(path, content=content, headers=TIFF)
         if answer.status_code == 503:
             assert answer.json()["type"] == "urn:stackseg:problem:queue-full", answer.text
-            self.told["told to come back"] += 1
+            self.counts["told to come back"] += 1
             time.sleep(min(float(answer.headers["retry-after"]), 0.5))
             return None
         assert answer.status_code == status, answer.text
@@ -148,7 +148,7 @@ class User:
     def _compare(self, answer: httpx2.Response, stack: Stack, name: str) -> None:
         assert answer.status_code == 200, answer.text
         assert np.array_equal(tifffile.imread(io.BytesIO(answer.content)), stack.expected), "wrong labels"
-        self.told[name] += 1
+        self.counts[name] += 1
 
 
 def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     stacks = make_stacks(models, EAGER)
     with server.running() as http:
         address = str(http.base_url)
-        before = Taken.by(server.pid)
+        before = Usage.by(server.pid)
         command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
             end = time.monotonic() + seconds
             with (
-                Sampler(lambda: Taken.by(server.pid), min(seconds / 60, 1.0)) as usage,
+                Sampler(lambda: Usage.by(server.pid), min(seconds / 60, 1.0)) as usage,
                 ThreadPoolExecutor(clients) as pool,
             ):
                 users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
@@ -174,8 +174,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
             # A busy server hears late of who has hung up.
-            wait_for(lambda: Taken.by(server.pid).descriptors <= before.descriptors)
-            after = Taken.by(server.pid)
+            wait_for(lambda: Usage.by(server.pid).descriptors <= before.descriptors)
+            after = Usage.by(server.pid)
 
         def left() -> list[Path]:
             return [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
@@ -187,12 +187,12 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         "happened": dict(sorted(told.items())),
         "health_live_milliseconds": health,
         "idle": {"before": before._asdict(), "after": after._asdict()},
-        **judged(medians_of(usage.samples, stretch := min(seconds / 4, 60.0)), stretch),
+        **summarise(medians_of(usage.samples, stretch := min(seconds / 4, 60.0)), stretch),
     }
 
 
-def judged(medians: list[Taken], seconds: float) -> dict[str, Any]:
-    """What was taken in every stretch of so many seconds, and how memory grew over them."""
+def summarise(medians: list[Usage], seconds: float) -> dict[str, Any]:
+    """Return the usage of every stretch of so many seconds, and how memory grew over them."""
     resident = [taken.bytes for taken in medians]
     half = resident[len(resident) // 2 :]
     slope = statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else 0.0
@@ -206,31 +206,31 @@ def judged(medians: list[Taken], seconds: float) -> dict[str, Any]:
 
 
 def wait_idle(http: httpx2.Client) -> None:
-    """Until nobody waits and the last request's files are gone."""
+    """Wait until nobody waits and the last request's files are gone."""
     assert wait_for(lambda: not http.get("/health").json()["waiting"], 60), "the queue does not empty"
     time.sleep(2)
 
 
-class Taken(NamedTuple):
-    """By a process and all below it: resident bytes, threads, open files."""
+class Usage(NamedTuple):
+    """Usage of a process and all below it: resident bytes, threads, open files."""
 
     bytes: int
     threads: int
     descriptors: int
 
     @classmethod
-    def by(cls, pid: int) -> Taken:
+    def by(cls, pid: int) -> Usage:
         return cls(resident(pid), threads(pid), descriptors(pid))
 
 
-def medians_of(samples: list[tuple[float, Taken]], seconds: float) -> list[Taken]:
+def medians_of(samples: list[tuple[float, Usage]], seconds: float) -> list[Usage]:
     """Return the median of every stretch of so many seconds, but for a shorter one at the end."""
-    stretches: dict[int, list[Taken]] = {}
+    stretches: dict[int, list[Usage]] = {}
     for moment, taken in samples:
         stretches.setdefault(int(moment / seconds), []).append(taken)
     whole = int(samples[-1][0] / seconds + 0.1)
     chosen = [stretches[number] for number in sorted(stretches) if number < whole]
-    return [Taken(*(round(statistics.median(kind)) for kind in zip(*taken, strict=True))) for taken in chosen]
+    return [Usage(*(round(statistics.median(kind)) for kind in zip(*taken, strict=True))) for taken in chosen]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How quickly a service answers /health/live: python benchmarks/probe.py HOST PORT SECONDS, prints JSON.
+"""Latency of /health/live: python benchmarks/probe.py HOST PORT SECONDS, prints JSON.
 
 A process of its own with nothing but the standard library, so that it waits for nobody but the service.
 """

@@ -41,7 +41,7 @@ class Sampler(threading.Thread, Generic[T]):
 
 
 def family(pid: int) -> list[int]:
-    """The process and those below it that live; nobody for one that is gone."""
+    """Return the living processes among a process and those below it; none for one that is gone."""
     # Not from the lists of children in /proc/PID/task: each thread has its own and passes its children on as it ends.
     parents = {int(one.name): _parent(int(one.name)) for one in Path("/proc").glob("[0-9]*")}
     found = [pid] if pid in parents else []
@@ -51,28 +51,28 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Used by a process and all below it so far, those that have ended and were waited for included."""
+    """Return the CPU seconds of a process and all below it so far, including those that ended and were waited for."""
     return sum(_ticks(one) for one in family(pid)) / TICKS
 
 
 def resident(pid: int) -> int:
-    """Bytes in memory of a process and all below it; what they share counts for each."""
+    """Return the resident bytes of a process and all below it; shared pages count for each."""
     pages = (_text(one, "statm").split()[1:2] for one in family(pid))
     return PAGE * sum(int(number) for found in pages for number in found)
 
 
 def threads(pid: int) -> int:
-    """Of a process and all below it."""
+    """Count the threads of a process and all below it."""
     return sum(_entries(one, "task") for one in family(pid))
 
 
 def descriptors(pid: int) -> int:
-    """Files, sockets and pipes that a process and all below it hold open."""
+    """Count the files, sockets and pipes that a process and all below it hold open."""
     return sum(_entries(one, "fd") for one in family(pid))
 
 
 def memory(pid: int, *names: str) -> int:
-    """Bytes of fields of /proc/PID/status, such as VmHWM, of a process and all below it, in one sum."""
+    """Return the sum of fields of /proc/PID/status, such as VmHWM, in bytes, of a process and all below it."""
     total = 0
     for one in family(pid):
         lines = (line.split() for line in _text(one, "status").splitlines())
@@ -90,12 +90,12 @@ def _ticks(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on, so behind the name, which is in brackets."""
+    """Return the fields of /proc/PID/stat from the state on, behind the name in brackets."""
     return _text(pid, "stat").rpartition(")")[2].split()
 
 
 def _entries(pid: int, folder: str) -> int:
-    """None of a process that is gone."""
+    """Count the entries of a folder in /proc/PID; 0 for a process that is gone."""
     try:
         return sum(1 for _ in Path(f"/proc/{pid}/{folder}").iterdir())
     except (FileNotFoundError, ProcessLookupError):
@@ -103,7 +103,7 @@ def _entries(pid: int, folder: str) -> int:
 
 
 def _text(pid: int, file: str) -> str:
-    """Nothing of a process that is gone."""
+    """Read a file in /proc/PID; empty for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

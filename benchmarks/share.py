@@ -42,7 +42,7 @@ STACKS = 8
 
 
 class Client:
-    """One connection, kept for all that is posted; `seconds` of every stage that the server tells, in all."""
+    """Client with one connection for all stacks; `seconds` is the total of every stage of the server."""
 
     def __init__(self, port: int, overlap: float) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
@@ -50,7 +50,7 @@ class Client:
         self.seconds: Counter[str] = Counter()
 
     def post(self, stack: bytes) -> bytes:
-        """The file with the labels."""
+        """Post a stack; return the file with the labels."""
         self._connection.request("POST", f"/segment?overlap={self._overlap}&diameter=none", stack, TIFF)
         response = self._connection.getresponse()
         content = response.read()
@@ -64,7 +64,7 @@ class Client:
 
 
 def fingerprint(answer: bytes) -> str:
-    """Of the labels alone: every file has a number of its own."""
+    """Return a hash of the labels alone; every file has another identifier."""
     return hashlib.sha256(tifffile.imread(io.BytesIO(answer)).tobytes()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def as_tiff(pixels: NDArray[Any]) -> bytes:
 
 
 def slots(port: int, model: str) -> tuple[float, float]:
-    """Windows computed so far, and the room that their batches had."""
+    """Return the windows computed so far, and the capacity of their batches."""
     metrics = read_metrics(port)
     names = ("stackseg_windows_total", "stackseg_batch_slots_total")
     windows, capacity = (metrics.get(f'{name}{{model="{model}"}}', 0.0) for name in names)
@@ -85,7 +85,7 @@ def slots(port: int, model: str) -> tuple[float, float]:
 
 
 def post_one_by_one(port: int, overlap: float, stacks: list[bytes]) -> dict[str, Any]:
-    """One client posts all of them; gives the seconds that passed and those that the server tells, by stage."""
+    """Post stacks with one client; return the seconds that passed, those of the server by stage, and the answers."""
     with closing(Client(port, overlap)) as client:
         began = time.perf_counter()
         answers = [client.post(stack) for stack in stacks]
@@ -93,7 +93,7 @@ def post_one_by_one(port: int, overlap: float, stacks: list[bytes]) -> dict[str,
 
 
 def post_at_once(port: int, overlap: float, shares: list[list[bytes]]) -> dict[str, Any]:
-    """The same with a client for each share."""
+    """Post with one client per share at once; return the seconds, the stages and the answers."""
     with ThreadPoolExecutor(len(shares)) as pool:
         began = time.perf_counter()
         parts = list(pool.map(partial(post_one_by_one, port, overlap), shares))

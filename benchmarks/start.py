@@ -1,4 +1,4 @@
-"""How long a start with a warm plan takes, and how much processor time until the service is ready.
+"""Seconds and processor time of a start with a warm plan until the service is ready.
 
 python benchmarks/start.py [--starts 5] [--case eager] [--case auto] [--tree FOLDER] [--cache FOLDER] [--json FILE]
 
@@ -95,7 +95,7 @@ def recompilations(client: httpx2.Client) -> int:
 
 
 def lines_of(log: Path, began: float) -> list[str]:
-    """What was logged, each with its seconds since `began` on the clock of time.time."""
+    """Return the logged lines, each with its seconds since `began` on the clock of time.time."""
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
     return [f"{datetime.fromisoformat(one['time']).timestamp() - began:8.2f} s  {one['message']}" for one in records]
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from service.core.errors import BadParameter
 from service.core.timing import Stages
 
 if TYPE_CHECKING:
-    from service.core.volume import Selection
     from service.inference.result import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -51,26 +50,46 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
+    from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
+    from service.inference.batcher import open_batcher  # noqa: PLC0415
+    from service.inference.measurements import measure, write_csv  # noqa: PLC0415
+    from service.inference.segmenter import Segmenter  # noqa: PLC0415
+
     query = _parse_query(options)
     check_results(options.input, [path for path in (options.result, options.measurements) if path is not None])
     spec = choose_model(query.model, settings)
-    stages = Stages()
-    with tempfile.TemporaryDirectory(prefix="segment-") as scratch:
-        result = _segment(options, settings, spec, query, Path(scratch), stages)
+    stages, limit = Stages(), settings.limits.decoded_bytes
+    with tempfile.TemporaryDirectory(prefix="segment-") as scratch, open_batcher(settings) as device:
+        with stages.measure("read"):
+            volume = tiff_reader.read(options.input, query.selection, limit, Path(scratch))
+        with stages.measure("load"):
+            segmenter = Segmenter(spec, settings)
+            if options.measurements is not None and (kind := segmenter.estimator.output(query.options)) != "labels":
+                raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
+            device.call(segmenter.warm_up)
+        result = segmenter.segment(volume, query.options, run=device.run)
+        stages.update(result.seconds)
+        with stages.measure("write"):
+            tiff_writer.write(result.segmentation, options.result)
         if options.measurements is not None:
-            # Objects are measured in every channel, whichever was segmented.
-            every_channel = replace(query.selection, channel=None)
             with stages.measure("measure"):
-                _write_measurements(options, settings, result, every_channel, Path(scratch))
+                every_channel = replace(query.selection, channel=None)
+                volume = tiff_reader.read(options.input, every_channel, limit, Path(scratch))
+                write_csv(measure(result.segmentation, volume), options.measurements)
+    sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
+    return 0
+
+
+def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> Iterator[str]:
+    """Return the lines that tell what was found and the seconds of each stage."""
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
-    lines = [f"{options.result}: {objects}{spec.identifier} ({times})"]
+    yield f"{path}: {objects}{spec.identifier} ({times})"
     if result.skipped is not None:
-        lines.append(f"skipped: {result.skipped}")
-    lines += [f"note: {note}" for note in result.notes]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+        yield f"skipped: {result.skipped}"
+    for note in result.notes:
+        yield f"note: {note}"
 
 
 def _parse_query(options: argparse.Namespace) -> Query:
@@ -83,40 +102,6 @@ def _parse_query(options: argparse.Namespace) -> Query:
         )
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error
-
-
-def _segment(  # noqa: PLR0913, PLR0917
-    options: argparse.Namespace, settings: Settings, spec: ModelSpec, query: Query, scratch: Path, stages: Stages
-) -> Result:
-    """Read and segment the stack, and write the result."""
-    from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
-    from service.inference.batcher import open_batcher  # noqa: PLC0415
-    from service.inference.segmenter import Segmenter  # noqa: PLC0415
-
-    with open_batcher(settings) as device:
-        with stages.measure("read"):
-            volume = tiff_reader.read(options.input, query.selection, settings.limits.decoded_bytes, scratch)
-        with stages.measure("load"):
-            segmenter = Segmenter(spec, settings)
-            if options.measurements is not None and (kind := segmenter.estimator.output(query.options)) != "labels":
-                raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
-            device.call(segmenter.warm_up)
-        result = segmenter.segment(volume, query.options, run=device.run)
-        stages.update(result.seconds)
-        with stages.measure("write"):
-            tiff_writer.write(result.segmentation, options.result)
-    return result
-
-
-def _write_measurements(
-    options: argparse.Namespace, settings: Settings, result: Result, selection: Selection, scratch: Path
-) -> None:
-    """Write the table of the objects, measured in the selected channels."""
-    from service.formats import tiff_reader  # noqa: PLC0415
-    from service.inference.measurements import measure, write_csv  # noqa: PLC0415
-
-    volume = tiff_reader.read(options.input, selection, settings.limits.decoded_bytes, scratch)
-    write_csv(measure(result.segmentation, volume), options.measurements)
 
 
 def check_results(stack: Path, results: Sequence[Path]) -> None:

@@ -6,7 +6,6 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -89,7 +88,7 @@ class RequestTimes:
 
 @dataclass
 class Report:
-    """Everything that was measured.
+    """Results of a run.
 
     starts      seconds of loading the model and making its network ready, by the kind of plan
     gflop       of one window; `peaks`: GFLOP per second of a large matrix product, by precision
@@ -158,26 +157,14 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
         )
         if plan.profile is not None:
             runner.profile(plan.profile)
-        report.rows += _compare_networks(runner, report.engine, spec, settings, plan, peak)
+        windows = len(runner.batch)
+        if plan.compare_engines or plan.batch_sizes:
+            builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (windows,))
+            in_use = [_make_runner_in_use(runner, report.engine)]
+            report.rows += build_and_compare("engines", in_use, builders, peak, plan.build_seconds)
+        if plan.compare_optimisations:
+            report.rows += compare_optimisations(spec, peak, windows, plan.build_seconds)
         return report
-
-
-def _compare_networks(  # noqa: PLR0913, PLR0917
-    runner: RequestRunner,
-    engine: EngineReport,
-    spec: ModelSpec,
-    settings: Settings,
-    plan: BenchPlan,
-    peak: DevicePeak,
-) -> Iterator[Row]:
-    """Compare engines and optimisations, as far as they were asked for."""
-    windows = len(runner.batch)
-    if plan.compare_engines or plan.batch_sizes:
-        builders = list_engines(spec, settings, peak.device, plan.batch_sizes or (windows,))
-        in_use = [_make_runner_in_use(runner, engine)]
-        yield from build_and_compare("engines", in_use, builders, peak, plan.build_seconds)
-    if plan.compare_optimisations:
-        yield from compare_optimisations(spec, peak, windows, plan.build_seconds)
 
 
 def _time_starts(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> tuple[dict[str, float], Segmenter]:

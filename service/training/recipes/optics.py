@@ -1,4 +1,4 @@
-"""What every synthetic stack has in common, whatever it shows: stray light, uneven fields, the camera."""
+"""Optics of synthetic stacks: stray light, uneven fields, the camera."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 class Camera(Protocol):
-    """How light is recorded: see `service.training.recipes.synthetic_nuclei.Scene`."""
+    """Camera parameters, documented at `service.training.recipes.synthetic_nuclei.Scene`."""
 
     @property
     def photons(self) -> float: ...
@@ -27,20 +27,20 @@ class Camera(Protocol):
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:
-    """One number whose logarithm is uniform between those of `low` and `high`."""
+    """Draw a number whose logarithm is uniform between those of `low` and `high`."""
     return float(np.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def smooth_noise(rng: Generator, shape: tuple[int, ...], length: float) -> Floats:
-    """Gaussian noise [z, y, x] of standard deviation near 1 that varies over `length` voxels."""
+    """Draw Gaussian noise [z, y, x] of standard deviation near 1 that varies over `length` voxels."""
     coarse = [max(2, math.ceil(edge / max(length, 1)) + 1) for edge in shape]
     noise = rng.standard_normal(coarse, dtype=np.float32)
     factors = [edge / small for edge, small in zip(shape, coarse, strict=True)]
     return np.asarray(zoom(noise, factors, order=1, mode="nearest", grid_mode=True) * np.float32(1.5))
 
 
-def spread(light: Floats, widths: tuple[float, float]) -> Floats:
-    """Stray light, standard deviations along z and in the plane; on every fourth voxel, as nothing of it is sharp."""
+def blur_widely(light: Floats, widths: tuple[float, float]) -> Floats:
+    """Blur light [z, y, x] by standard deviations along z and in the plane, on every fourth voxel as it is smooth."""
     along, across = widths
     small = gaussian_filter(light[::2, ::4, ::4], [along / 2, across / 4, across / 4], truncate=2.5)
     factors = [edge / s for edge, s in zip(light.shape, small.shape, strict=True)]
@@ -48,7 +48,7 @@ def spread(light: Floats, widths: tuple[float, float]) -> Floats:
 
 
 def expose(rng: Generator, camera: Camera, light: Floats) -> NDArray[Any]:
-    """Light, 1 for a typical object, at least 0 -> camera counts, both [Z, Y, X]; uint8 or uint16."""
+    """Return camera counts, uint8 or uint16, of light that is 1 for a typical object and at least 0; both [Z, Y, X]."""
     counts = rng.poisson(light * np.float32(camera.photons)).astype(np.float32)
     counts += np.float32(camera.read_noise) * rng.standard_normal(light.shape, dtype=np.float32)
     if rng.random() < 0.25:

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from service.training.recipes.optics import expose, log_uniform, smooth_noise, spread
+from service.core.volume import Size
+from service.training.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 
-Floats = NDArray[np.float32]
 Labels = NDArray[np.uint16]
-Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn and how it is recorded; lengths in voxels along y and x, intensities relative to a nucleus of 1.
+    """Parameters of a stack; lengths in voxels along y and x, intensities relative to a nucleus of 1.
 
     diameter        mean diameter of a nucleus; along z it is shorter by `anisotropy`
     fill            part of the volume that nuclei try to cover
@@ -77,7 +76,7 @@ class Scene:
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
-        """A scene at random, over the range of stacks that the model is meant for."""
+        """Draw a scene from the range of stacks that the model is meant for."""
         anisotropy = float(rng.choice(np.array([1.0, rng.uniform(1, 2.5), rng.uniform(2, 6)]), p=[0.3, 0.5, 0.2]))
         dense = rng.random() < 0.55
         elongation = float(rng.uniform(1.0, 4.5))
@@ -111,12 +110,12 @@ class Scene:
 
 
 class _Canvas:
-    """What is drawn into: labels, the gauge of the owner of each voxel (0 centre, 1 outline), and emitted light.
+    """Volumes that are drawn into: labels, gauge of the owner of each voxel (0 centre, 1 outline), emitted light.
 
     centres, radii   [capacity, 3], of which the first `count` rows are in use
     """
 
-    def __init__(self, shape: Shape, capacity: int) -> None:
+    def __init__(self, shape: Size, capacity: int) -> None:
         self.labels: Labels = np.zeros(shape, np.uint16)
         self.gauge: Floats = np.ones(shape, np.float32)
         self.light: Floats = np.zeros(shape, np.float32)
@@ -125,8 +124,8 @@ class _Canvas:
         self.count = 0
 
 
-def synthesise(rng: Generator, shape: Shape, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
-    """One stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 for background."""
+def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
+    """Make a stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 for background."""
     scene = scene if scene is not None else Scene.draw(rng)
     goal = scene.fill * math.prod(shape)
     volume_of_one = math.pi / 6 * scene.diameter**3 / scene.anisotropy
@@ -169,7 +168,7 @@ def _is_free(scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> bo
 
 
 def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> None:
-    """One nucleus; where two meet, each voxel goes to the nearer one."""
+    """Draw one nucleus; where two meet, each voxel goes to the nearer one."""
     shape = canvas.labels.shape
     low = np.maximum(np.floor(centre - 1.7 * radii), 0).astype(int)
     high = np.minimum(np.ceil(centre + 1.7 * radii) + 1, shape).astype(int)
@@ -220,12 +219,12 @@ class _Surface:
         return cls(rotation, stretch, rng.normal(0, 0.07, 6).astype(np.float32))
 
     def flattened(self, rng: Generator) -> Self:
-        """The plate of condensed chromosomes in metaphase, of about half the volume."""
+        """Return the plate of condensed chromosomes in metaphase, of about half the volume."""
         plate = np.array([rng.uniform(0.35, 0.55), rng.uniform(0.9, 1.1), rng.uniform(0.9, 1.1)], np.float32)
         return replace(self, stretch=plate)
 
     def gauge(self, axes: list[NDArray[Any]], centre: Floats, radii: Floats) -> Floats:
-        """Distance from the centre over the distance of the outline in that direction; [z, y, x], below 1 inside."""
+        """Return the distance from the centre over that of the outline in its direction; [z, y, x], below 1 inside."""
         z, y, x = (
             ((axis - c) / r).astype(np.float32).reshape([-1 if i == n else 1 for i in range(3)])
             for n, (axis, c, r) in enumerate(zip(axes, centre, radii, strict=True))
@@ -241,7 +240,7 @@ class _Surface:
 
 
 def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
-    """Light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin and dark nucleoli."""
+    """Return the light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin, dark nucleoli."""
     brightness = rng.lognormal(0, scene.spread)
     rim = rng.uniform(-0.45, 0.35)
     light = np.float32(brightness) * (1 + np.float32(rim) * gauge**2)
@@ -253,7 +252,7 @@ def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
 
 
 def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
-    """Emitted light -> camera counts, [Z, Y, X] uint8 or uint16."""
+    """Return the camera counts of the emitted light, [Z, Y, X] uint8 or uint16."""
     shape = canvas.labels.shape
     light = canvas.light
     _add_debris(rng, scene, light)
@@ -263,9 +262,11 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     sigma = np.array([scene.blur * scene.elongation, scene.blur, scene.blur])
     light = gaussian_filter(light, sigma, truncate=3)
     if scene.glow:
-        light += np.float32(scene.glow) * spread(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
+        light += np.float32(scene.glow) * blur_widely(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
     if scene.haze:
-        light += np.float32(scene.haze) * spread(light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter))
+        light += np.float32(scene.haze) * blur_widely(
+            light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
+        )
     light += np.float32(scene.floor) * (1 + np.float32(0.3) * smooth_noise(rng, shape, max(shape) / 2))
     light *= np.clip(1 + scene.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
     light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
@@ -273,7 +274,7 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
 
 
 def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Smooth dim patches: nuclei far from focus, polar bodies, autofluorescence."""
+    """Add smooth dim patches: nuclei far from focus, polar bodies, autofluorescence."""
     axes = [np.arange(edge, dtype=np.float32) for edge in light.shape]
     for _ in range(scene.ghosts):
         width = scene.diameter * rng.uniform(0.15, 0.5)
@@ -285,7 +286,7 @@ def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
 
 
 def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Bright specks that are no nuclei."""
+    """Add bright specks that are no nuclei."""
     for _ in range(scene.debris):
         z, y, x = (int(rng.integers(0, edge)) for edge in light.shape)
         size = int(rng.integers(1, 3))
@@ -293,7 +294,7 @@ def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
 
 
 def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Pieces of large bright shells, about two voxels thick in the plane."""
+    """Add pieces of large bright shells, about two voxels thick in the plane."""
     for _ in range(scene.walls):
         radius = scene.diameter * rng.uniform(1.5, 5)
         z, y, x = (
@@ -306,10 +307,10 @@ def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
 
 
 def _add_bleed(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
-    """Another channel's stain of the cell around each nucleus."""
+    """Add another channel's stain of the cell around each nucleus."""
     if not scene.bleed:
         return
-    around = spread(
+    around = blur_widely(
         (canvas.labels > 0).astype(np.float32), (0.6 * scene.diameter / scene.anisotropy, 0.6 * scene.diameter)
     )
     grain = np.clip(1 + 0.7 * smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
-from service.training.recipes.optics import Floats, expose, log_uniform, smooth_noise, spread
+from service.core.volume import Size
+from service.training.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 
 Labels = NDArray[np.uint16]
-Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Tissue:
-    """What is drawn and how it is recorded; lengths in voxels along y and x, intensities relative to a membrane of 1.
+    """Parameters of a stack; lengths in voxels along y and x, intensities relative to a membrane of 1.
 
     diameter        mean diameter of a cell; along z it is shorter by `flatness`
     order           how evenly cells are spread: nearest points are at least so many diameters apart
@@ -43,7 +43,7 @@ class Tissue:
     blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
     haze, floor     stray light of the membranes; even background
     shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
-    photons, read_noise, bits, saturation   as of `service.training.recipes.synthetic_nuclei.Scene`
+    photons, read_noise, bits, saturation   documented at `service.training.recipes.synthetic_nuclei.Scene`
     subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
     """
 
@@ -76,7 +76,7 @@ class Tissue:
 
     @classmethod
     def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
-        """A tissue at random, of cells between these diameters."""
+        """Draw a tissue of cells between these diameters."""
         diameter = log_uniform(rng, smallest, largest)
         flatness = float(rng.choice(np.array([1.0, rng.uniform(1, 2), rng.uniform(2, 3)]), p=[0.3, 0.5, 0.2]))
         inside = float(rng.choice([0.0, rng.uniform(0.02, 0.5)], p=[0.25, 0.75]))
@@ -112,8 +112,8 @@ class Tissue:
         )
 
 
-def synthesise_tissue(rng: Generator, shape: Shape, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
-    """One stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 outside the cells."""
+def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
+    """Make a stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 outside the cells."""
     tissue = tissue if tissue is not None else Tissue.draw(rng)
     labels = _cells(rng, shape, tissue)
     image = expose(rng, tissue, np.maximum(_light(rng, tissue, labels), 0))
@@ -124,8 +124,8 @@ def synthesise_tissue(rng: Generator, shape: Shape, tissue: Tissue | None = None
     return image, labels
 
 
-def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
-    """Numbered cells, 0 outside the body and in cavities."""
+def _cells(rng: Generator, shape: Size, tissue: Tissue) -> Labels:
+    """Draw numbered cells, 0 outside the body and in cavities."""
     spacing = np.array([tissue.flatness, 1, 1], np.float32)
     extent = np.array(shape) * spacing
     points = _points(rng, extent, tissue)
@@ -145,9 +145,9 @@ def _cells(rng: Generator, shape: Shape, tissue: Tissue) -> Labels:
 
 
 def _join_slivers(owner: NDArray[Any], body: NDArray[np.bool_], points: NDArray[Any], places: Floats) -> None:
-    """Let nearest other cells have what the surface leaves of those of which most is outside; changes `owner`.
+    """Give voxels of cells that lie mostly outside the body to the nearest other cell; changes `owner`.
 
-    Index of the cell and whether it is in the body by voxel, [voxels]; `points` are the cells' centres.
+    `owner` is the index of each voxel's cell, `body` whether the voxel is in the body, [voxels]; `points` are centres.
     """
     whole, left = (np.bincount(chosen, minlength=len(points)) for chosen in (owner, owner[body]))
     stay = np.flatnonzero(2 * left >= whole)
@@ -157,7 +157,7 @@ def _join_slivers(owner: NDArray[Any], body: NDArray[np.bool_], points: NDArray[
 
 
 def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.float64]:
-    """Centres [cells, 3] in and around the volume, at least `order` diameters apart where that is possible."""
+    """Draw centres [cells, 3] in and around the volume, at least `order` diameters apart where that is possible."""
     margin = 0.7 * tissue.diameter
     count = math.ceil(np.prod(extent + 2 * margin) / (math.pi / 6 * tissue.diameter**3))
     points = rng.uniform(-margin, extent + margin, (count, 3))
@@ -170,7 +170,7 @@ def _points(rng: Generator, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.
 
 
 def _body(rng: Generator, places: Floats, extent: NDArray[Any], tissue: Tissue) -> NDArray[np.bool_]:
-    """An ellipsoid with a wavy surface, or everything on one side of such a plane; [z, y, x] bool."""
+    """Draw an ellipsoid with a wavy surface, or everything on one side of a wavy plane; [z, y, x] bool."""
     shape = (places.shape[0], places.shape[1], places.shape[2])
     waves = np.float32(0.06) * smooth_noise(rng, shape, 0.8 * tissue.diameter)
     if rng.random() < 0.5:
@@ -184,12 +184,12 @@ def _body(rng: Generator, places: Floats, extent: NDArray[Any], tissue: Tissue) 
 
 
 def _light(rng: Generator, tissue: Tissue, labels: Labels) -> Floats:
-    """What reaches the camera, [Z, Y, X]."""
+    """Return the light that reaches the camera, [Z, Y, X]."""
     shape = (labels.shape[0], labels.shape[1], labels.shape[2])
     light = _stain(rng, tissue, labels, shape)
     light = gaussian_filter(light, [tissue.blur * tissue.elongation, tissue.blur, tissue.blur], truncate=3)
     if tissue.haze:
-        light += np.float32(tissue.haze) * spread(
+        light += np.float32(tissue.haze) * blur_widely(
             light, (0.5 * tissue.diameter / tissue.flatness, 0.5 * tissue.diameter)
         )
     light += np.float32(tissue.floor)
@@ -198,8 +198,8 @@ def _light(rng: Generator, tissue: Tissue, labels: Labels) -> Floats:
     return np.asarray(light, np.float32)
 
 
-def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Shape) -> Floats:
-    """Emitted light: membranes, what is inside the cells, vesicles."""
+def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Size) -> Floats:
+    """Return the emitted light: membranes, stain inside the cells, vesicles."""
     # Numbered from 1, background is an object like the others, so that surfaces are membranes on both sides.
     apart = edt.edt(labels.astype(np.uint32) + 1, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False) - 0.5
     light = np.exp(-0.5 * (np.minimum(apart, 1e3) / np.float32(tissue.thickness)) ** 2).astype(np.float32)

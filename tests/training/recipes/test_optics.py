@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from service.training.recipes.optics import expose, log_uniform, smooth_noise, spread
+from service.training.recipes.optics import blur_widely, expose, log_uniform, smooth_noise
 
 
 class Camera(NamedTuple):
@@ -29,10 +29,10 @@ def test_noise_varies_over_the_length_that_is_asked_for() -> None:
 
 
 def test_spread_light_is_neither_lost_nor_made() -> None:
-    assert spread(np.full((16, 32, 32), 3, np.float32), (4, 8)) == pytest.approx(3, rel=1e-4)
+    assert blur_widely(np.full((16, 32, 32), 3, np.float32), (4, 8)) == pytest.approx(3, rel=1e-4)
     point = np.zeros((33, 65, 65), np.float32)
     point[14:18, 28:36, 28:36] = 1
-    wide = spread(point, (3, 6))
+    wide = blur_widely(point, (3, 6))
     assert wide.sum() == pytest.approx(point.sum(), rel=0.15)
     assert wide.max() < 0.5
 
