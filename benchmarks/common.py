@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,27 +30,27 @@ ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300
 TIFF = {"Content-Type": "image/tiff"}
 
-TINY_MODEL: dict[str, Any] = {
-    "name": "tiny",
-    "version": "1",
-    "summary": "Random weights, to be killed.",
-    "licence": "Apache-2.0",
-    "training_data": "None.",
-    "architecture": {
-        "name": "UNet",
-        "arguments": {
-            "spatial_dims": 3,
-            "in_channels": 1,
-            "out_channels": 3,
-            "channels": [8, 16],
-            "strides": [2],
-            "norm": "BATCH",
-        },
-    },
-    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [16, 32, 32]},
-    "outputs": ["background", "dim", "bright"],
-    "decoding": {"kind": "classes"},
-}
+
+def describe_model(
+    name: str, architecture: str, arguments: dict[str, Any], roi_size: Sequence[int], outputs: list[str], **keys: Any
+) -> dict[str, Any]:
+    """Return a model file without weights, for a model of classes; `keys` replace or add some."""
+    return {
+        "format": 1,
+        "name": name,
+        "version": "1",
+        "summary": "Made to be measured.",
+        "licence": "Apache-2.0",
+        "training_data": "None.",
+        "architecture": {"name": architecture, "arguments": arguments},
+        "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": list(roi_size)},
+        "outputs": outputs,
+        "decoding": {"kind": "classes"},
+    } | keys
+
+
+UNET = {"spatial_dims": 3, "in_channels": 1, "out_channels": 3, "channels": [8, 16], "strides": [2], "norm": "BATCH"}
+TINY_MODEL = describe_model("tiny", "UNet", UNET, (16, 32, 32), ["background", "dim", "bright"])
 
 
 def make_model(

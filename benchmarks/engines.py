@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
-from common import ROOT, make_model
+from common import ROOT, describe_model, make_model
 from torch import Tensor, nn
 
 from service.cli.benchmark.networks import (
@@ -82,19 +82,15 @@ def make_spec(name: str, roi: int, folder: Path) -> ModelSpec:
     """Return the bundled model of that name, or make one of `ARCHITECTURES`."""
     if name not in ARCHITECTURES:
         return read_spec(ROOT / "models" / name)
-    content = {
-        "format": 1,
-        "name": name.lower(),
-        "version": "1",
-        "summary": "Tells bright blocks from dark ones.",
-        "licence": "Apache-2.0",
-        "training_data": "None.",
-        "architecture": {"name": name, "arguments": ARCHITECTURES[name]},
-        "input": {"channels": 1, "normalisation": {"kind": "zscore"}, "roi_size": [roi] * 3},
-        "outputs": ["background", "cells"],
-        "decoding": {"kind": "classes"},
-        "sample": {"input": "sample.tif", "expected": "expected.tif"},
-    }
+    content = describe_model(
+        name.lower(),
+        name,
+        ARCHITECTURES[name],
+        (roi,) * 3,
+        ["background", "cells"],
+        input={"channels": 1, "normalisation": {"kind": "zscore"}, "roi_size": [roi] * 3},
+        sample={"input": "sample.tif", "expected": "expected.tif"},
+    )
     made = make_model(folder, content, train)
     pixels, bright = blocks((roi * 2,) * 3, torch.Generator().manual_seed(1))
     tifffile.imwrite(made / "sample.tif", (pixels * 1000).numpy().astype(np.uint16), metadata={"axes": "ZYX"})

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import make_model
+from common import describe_model, make_model
 
 from service.__main__ import main as stackseg
 
@@ -36,18 +36,7 @@ def content(features: tuple[int, ...], roi: int) -> dict[str, Any]:
         "filters": list(features),
         "norm_name": "INSTANCE",
     }
-    return {
-        "format": 1,
-        "name": "kits19",
-        "version": "1",
-        "summary": "The shape of MLPerf's 3D-UNet, with random weights.",
-        "licence": "Apache-2.0",
-        "training_data": "None.",
-        "architecture": {"name": "DynUNet", "arguments": arguments},
-        "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [roi] * 3},
-        "outputs": ["background", "kidney", "tumour"],
-        "decoding": {"kind": "classes"},
-    }
+    return describe_model("kits19", "DynUNet", arguments, [roi] * 3, ["background", "kidney", "tumour"])
 
 
 def main() -> int:

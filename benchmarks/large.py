@@ -28,7 +28,7 @@ import httpx2
 import numpy as np
 import tifffile
 import torch
-from common import make_model, write_figures
+from common import describe_model, make_model, write_figures
 from crash import Server
 from processes import Sampler, memory
 from torch import nn
@@ -40,30 +40,21 @@ EXTRA_BYTES = 2 * 10**9
 THRESHOLD = 500
 VOXEL_SIZE = (2.0, 0.5, 0.5)
 
-MODEL: dict[str, Any] = {
-    "name": "threshold",
-    "version": "1",
-    "summary": "Bright or not, voxel by voxel.",
-    "licence": "Apache-2.0",
-    "training_data": "None.",
-    "architecture": {
-        "name": "UNet",
-        "arguments": {
-            "spatial_dims": 3,
-            "in_channels": 1,
-            "out_channels": 2,
-            "channels": [1, 1],
-            "strides": [1],
-            "kernel_size": 1,
-            "up_kernel_size": 1,
-            "norm": None,
-            "act": None,
-        },
-    },
-    "input": {"channels": 1, "normalisation": {"kind": "percentile", "low": 0, "high": 100}, "roi_size": list(ROI)},
-    "outputs": ["dark", "bright"],
-    "decoding": {"kind": "classes"},
+# Convolutions of 1x1x1.
+UNET = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "channels": [1, 1],
+    "strides": [1],
+    "kernel_size": 1,
+    "up_kernel_size": 1,
+    "norm": None,
+    "act": None,
 }
+WHOLE_RANGE = {"kind": "percentile", "low": 0, "high": 100}
+INPUT = {"channels": 1, "normalisation": WHOLE_RANGE, "roi_size": list(ROI)}
+MODEL = describe_model("threshold", "UNet", UNET, ROI, ["dark", "bright"], input=INPUT)
 
 
 def resident(pid: int) -> tuple[int, int]:

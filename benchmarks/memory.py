@@ -16,12 +16,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tifffile
 import torch
-from common import ROOT, make_model, post_file
+from common import ROOT, describe_model, make_model, post_file
 from end_to_end import serve_model
 from monai.inferers.utils import sliding_window_inference
 from processes import memory
@@ -29,22 +28,14 @@ from processes import memory
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
-MODEL: dict[str, Any] = {
-    "format": 1,
-    "name": "tissue",
-    "version": "1",
-    "summary": "Three classes with random weights.",
-    "licence": "Apache-2.0",
-    "training_data": "None.",
-    "architecture": {
-        "name": "ShuffleUNet",
-        "arguments": {"in_channels": 1, "out_channels": 3, "widths": [16, 16], "block": [2, 2, 2]},
-    },
-    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [64, 64, 64]},
-    "outputs": ["background", "matrix", "cells"],
-    "activation": "softmax",
-    "decoding": {"kind": "classes"},
-}
+MODEL = describe_model(
+    "tissue",
+    "ShuffleUNet",
+    {"in_channels": 1, "out_channels": 3, "widths": [16, 16], "block": [2, 2, 2]},
+    (64, 64, 64),
+    ["background", "matrix", "cells"],
+    activation="softmax",
+)
 GIB = 2**30
 
 

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ from processes import cpu_seconds, resident
 START_SECONDS = 600
 
 
-def settings_of(case: str, tree: Path, models: Path, cache: Path) -> dict[str, Any]:
-    """The configuration of a case, as a checkout states it; caches and scratch files live below `cache`."""
+def make_settings(case: str, tree: Path, models: Path, cache: Path) -> dict[str, Any]:
+    """Return the configuration of a case for a checkout; caches and scratch files lie below `cache`."""
     folder = cache / case
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     common = {
@@ -60,7 +59,7 @@ def settings_of(case: str, tree: Path, models: Path, cache: Path) -> dict[str, A
 
 
 def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
-    """One start of the service in a checkout, and its end by SIGKILL."""
+    """Start the service of a checkout, kill it, and return the figures of the start."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "service", "serve", "--config", str(config)]
     began, clock = time.monotonic(), time.time()
@@ -74,7 +73,9 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
         with httpx2.Client(base_url=address, timeout=START_SECONDS) as client:
             client.get("/health/live").raise_for_status()
             figures["answer"] = time.monotonic() - began
-            until(lambda: client.get("/health/ready").status_code == 200)
+            while client.get("/health/ready").status_code != 200:
+                assert time.monotonic() - began < START_SECONDS, f"not ready within {START_SECONDS} s"
+                time.sleep(0.02)
             figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
             client.post("/segment", content=stack, headers=TIFF).raise_for_status()
             figures["first_result"] = time.monotonic() - began - figures["ready"]
@@ -89,7 +90,7 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
 
 
 def recompilations(client: httpx2.Client) -> int:
-    """Graphs that were compiled after the start."""
+    """Return the number of graphs that were compiled after the start."""
     lines = client.get("/metrics").text.splitlines()
     return int(float(next(line for line in lines if line.startswith("stackseg_recompilations ")).split()[1]))
 
@@ -100,15 +101,8 @@ def lines_of(log: Path, began: float) -> list[str]:
     return [f"{datetime.fromisoformat(one['time']).timestamp() - began:8.2f} s  {one['message']}" for one in records]
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not done():
-        assert time.monotonic() < deadline, f"not ready within {START_SECONDS} s"
-        time.sleep(0.02)
-
-
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median and the most of each figure."""
+    """Return the median and the most of each figure."""
     names = [name for name in runs[0] if name != "log"]
     return {
         name: {"median": round(statistics.median(run[name] for run in runs), 2), "most": max(run[name] for run in runs)}
@@ -140,7 +134,7 @@ def main() -> None:
                     cache = (options.cache or folder / "cache") / str(number)
                     config = folder / f"{case}-{number}.yaml"
                     config.write_text(
-                        yaml.safe_dump(settings_of(case, tree, folder / "models", cache)), encoding="utf-8"
+                        yaml.safe_dump(make_settings(case, tree, folder / "models", cache)), encoding="utf-8"
                     )
                     found = start(tree, config, folder / "log", stack)
                     if turn:
