@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from service.inference.decoding.instances import Landscape, Persistence, TorchLandscape
+from service.inference.decoding.instances import Persistence, StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Basins, Watershed
-from service.inference.decoding.watershed_kernel import BLOCK, Terms, WatershedKernel
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]
@@ -22,19 +22,24 @@ Size = tuple[int, int, int]
 CPU = torch.device("cpu")
 
 
-def parts(heights: Array, cuts: tuple[int, ...], *, across: bool) -> Iterator[Tensor]:
+def parts(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
     """Parts of heights [Z, Y, X] that begin at 0 and at `cuts`, along z or y."""
     landscape = torch.from_numpy(heights.astype(np.float32))
-    for low, high in itertools.pairwise([0, *cuts, heights.shape[across]]):
-        yield landscape.narrow(int(across), low, high - low)
+    for low, high in itertools.pairwise([0, *cuts, heights.shape[along_y]]):
+        yield landscape.narrow(int(along_y), low, high - low)
 
 
 def basins_of(
-    heights: Array, persistence: Persistence, cuts: tuple[int, ...] = (), block: int = BLOCK, *, across: bool = False
+    heights: Array,
+    persistence: Persistence,
+    cuts: tuple[int, ...] = (),
+    block: int = BLOCK_VOXELS,
+    *,
+    along_y: bool = False,
 ) -> Basins:
     """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
-    watershed = Watershed(size_of(heights), persistence.floor, CPU, block, across=across)
-    for part in parts(heights, cuts, across=across):
+    watershed = Watershed(size_of(heights), persistence.floor, CPU, block, along_y=along_y)
+    for part in parts(heights, cuts, along_y=along_y):
         watershed.add(part, part > -torch.inf)
     return watershed.finish()
 
@@ -44,24 +49,26 @@ def decode(
     persistence: float = 0.0,
     minimum_size: int = 0,
     cuts: tuple[int, ...] = (),
-    block: int = BLOCK,
+    block: int = BLOCK_VOXELS,
     kernel: WatershedKernel | None = None,
     *,
-    across: bool = False,
+    along_y: bool = False,
     logits: bool = False,
-    whole: bool = False,
+    drop_border: bool = False,
 ) -> tuple[Array, int]:
     """Labels of heights [Z, Y, X] with -inf as background, and their number; by torch, unless a kernel is given."""
     persistence = Persistence(persistence, logits)
     size, threshold = size_of(heights), -np.inf
-    made: Landscape
+    made: StreamingWatershed
     if kernel is None:
-        made = TorchLandscape(size, threshold, persistence, CPU, block, across=across)
+        made = TorchWatershed(size, threshold, persistence, CPU, block, along_y=along_y)
     else:
-        made = kernel.landscape(size, Terms(threshold, persistence.depth, logits), across=across, block=block)
-    for part in parts(heights, cuts, across=across):
+        made = kernel.start(
+            size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block
+        )
+    for part in parts(heights, cuts, along_y=along_y):
         made.add(part, part)
-    return made.labels(minimum_size, whole=whole)
+    return made.labels(minimum_size, drop_border=drop_border)
 
 
 def size_of(heights: Array) -> Size:

@@ -45,7 +45,15 @@ MEASURED_WITH = (
     _HERE / "label_agreement.py",
     *(
         _HERE / "windows" / name
-        for name in ("blending.py", "grid.py", "kernels.cpp", "kernels.py", "sliding_window.py")
+        for name in (
+            "blend.hpp",
+            "blending.py",
+            "grid.py",
+            "kernels.cpp",
+            "kernels.py",
+            "prefetch.hpp",
+            "sliding_window.py",
+        )
     ),
 )
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")

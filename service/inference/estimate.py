@@ -13,7 +13,7 @@ from torch import nn
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.volume import Description, Diameter, DiameterSetting, Extent, Options, OutputKind, Size, Volume
-from service.inference.decoding.decoders import decoding_bytes
+from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
@@ -131,7 +131,7 @@ def estimate(  # noqa: PLR0913
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
-    decoding = decoding_bytes(spec, plan.output, size, on_host=on_host)
+    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     depth = min(grid.roi[0], volume.shape[1])
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0

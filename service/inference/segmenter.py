@@ -20,7 +20,7 @@ from service.core.timing import Stages
 from service.core.volume import Diameter, Options, Size, Volume
 from service.engine import backends, plans, torch_compile
 from service.inference.decoding.decoders import make_decoder
-from service.inference.decoding.watershed_kernel import ascent
+from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.inference.diameter import (
     DiameterCache,
     DiameterEstimator,
@@ -94,7 +94,7 @@ class Segmenter:
         if self._device.type == "cpu":
             window_kernels.prepare()
             if isinstance(self.spec.decoding, Instances):
-                ascent.prepare()
+                watershed_kernel.prepare()
         self._use(self._selector.run(tune=tune))
         self.estimator = self._make_estimator()
         for warning in self.report().warnings:

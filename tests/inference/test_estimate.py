@@ -12,7 +12,7 @@ from torch import nn
 from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter
 from service.core.volume import Description, Options, Volume, VoxelSize
-from service.inference.decoding.watershed_kernel import ascent
+from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import WindowKernels, window_kernels
@@ -147,7 +147,7 @@ def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
 
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     # As in a service: it takes a third of what torch takes on a device.
-    ascent.prepare()
+    watershed_kernel.prepare()
     plan = Plan("labels", 2, 0.25)
     host = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=True)
     device = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=False)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
-from service.inference.decoding.instances import InstanceDecoder, above, logit
-from service.inference.decoding.watershed_kernel import BLOCK, CPU, WatershedKernel, ascent
+from service.inference.decoding.instances import InstanceDecoder, logit, threshold_mask
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, CPU, WatershedKernel, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
 # Voxels whose scores fit a core's cache.
-CACHED = 2**16
+CACHE_VOXELS = 2**16
 
 
 class Decoder(Protocol):
@@ -52,7 +52,7 @@ def make_decoder(
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
-class Needed(NamedTuple):
+class DecodingMemory(NamedTuple):
     """Peak bytes of decoding and of its result: in the host's memory, in that of a device of its own, and on disk."""
 
     host: int
@@ -60,41 +60,41 @@ class Needed(NamedTuple):
     disk: int = 0
 
 
-def decoding_bytes(
-    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: WatershedKernel = ascent
-) -> Needed:
+def estimate_decoding(
+    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: WatershedKernel = watershed_kernel
+) -> DecodingMemory:
     """What decoding a volume of `size` (Z, Y, X) takes, whose scores are on the host or not."""
     voxels = math.prod(size)
     if output != "labels":
         # Gathered on the host, wherever the scores are.
         result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
-        return Needed(result) if result < LARGE_BYTES else Needed(0, disk=result)
+        return DecodingMemory(result) if result < LARGE_BYTES else DecodingMemory(0, disk=result)
     # A block of planes and one more on either side: the kernel has the key of every voxel, and of those inside, which
     # even of crowded stacks are hardly more than three of four, their places and where they lead.
-    block = min(voxels, BLOCK + 2 * size[1] * size[2])
-    if on_host and kernel.suits(CPU, size):
+    block = min(voxels, BLOCK_VOXELS + 2 * size[1] * size[2])
+    if on_host and kernel.supports(CPU, size):
         # A piece for every voxel and its label, which takes two bytes up to 65535 objects.
-        return Needed((4 + 3 * 8 // 4) * block + (4 + 2) * voxels)
+        return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2) * voxels)
     # Some nine 32-bit arrays of torch's; then pieces and labels and, by measurement, two bytes for the passes between
     # crowded objects.
     if on_host:
-        return Needed(36 * block + 8 * voxels)
+        return DecodingMemory(36 * block + 8 * voxels)
     # What comes back are labels, and the numbers of pieces that they are looked up by.
-    return Needed(8 * voxels, 36 * block + 8 * voxels)
+    return DecodingMemory(8 * voxels, 36 * block + 8 * voxels)
 
 
-def in_parts(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
+def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     """First plane and scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
 
     What is made of them then stays in its cache, and is little: torch asks for aligned memory, for which malloc hardly
     ever finds room where the like was freed, so that what large ones have left adds up from slab to slab.
     """
     planes = scores.shape[2]
-    step = max(CACHED // math.prod(scores.shape[3:]), 1) if scores.is_cpu else planes
+    step = max(CACHE_VOXELS // math.prod(scores.shape[3:]), 1) if scores.is_cpu else planes
     yield from zip(range(z0, z0 + planes, step), torch.split(scores, step, 2), strict=True)
 
 
-def place(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
+def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
     """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]; where they lie on disk, let go of finished planes."""
     planes, rows = slab.shape[-3:-1]
     pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
@@ -110,8 +110,8 @@ class ProbabilityDecoder:
         self._pixels = allocate((len(spec.outputs), *size), np.float32)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        for first, part in in_parts(z0, scores):
-            place(self._pixels, first, y0, self._activated(part.float())[0].cpu().numpy())
+        for first, part in split_planes(z0, scores):
+            write_slab(self._pixels, first, y0, self._activated(part.float())[0].cpu().numpy())
 
     def _activated(self, scores: Tensor) -> Tensor:
         match self._spec.activation:
@@ -134,9 +134,9 @@ class ClassDecoder:
         self._pixels = allocate(size, np.uint8 if len(spec.outputs) <= 256 else np.uint16)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        for first, part in in_parts(z0, scores):
+        for first, part in split_planes(z0, scores):
             # The same as argmax, which takes nine times as long along the first axis.
-            place(self._pixels, first, y0, part[0].max(0).indices.cpu().numpy())
+            write_slab(self._pixels, first, y0, part[0].max(0).indices.cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=self._spec.outputs)
@@ -155,7 +155,7 @@ class ForegroundDecoder:
         self._pixels = allocate(size, np.uint8)
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        place(self._pixels, z0, y0, above(scores[0, self._channel], self._threshold).cpu().numpy())
+        write_slab(self._pixels, z0, y0, threshold_mask(scores[0, self._channel], self._threshold).cpu().numpy())
 
     def finish(self) -> Segmentation:
         return Segmentation(self._pixels, "classes", self._voxel_size, names=("background", self._name))

@@ -14,12 +14,17 @@ from torch import Tensor
 from service.core.volume import Segmentation, Size, VoxelSize, label_dtype
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import Basins, Watershed
-from service.inference.decoding.watershed_kernel import BLOCK, Terms, WatershedKernel, ascent
+from service.inference.decoding.watershed_kernel import (
+    BLOCK_VOXELS,
+    WatershedKernel,
+    WatershedParameters,
+    watershed_kernel,
+)
 from service.models.spec import Instances, ModelSpec
 
 
 class InstanceDecoder:
-    """Objects, numbered from 1 in the order of the places of their peaks; see `Watershed` and `merge_shallow`.
+    """Objects, numbered from 1 in the order of the places of their peaks; see `Watershed` and `merge_shallow_basins`.
 
     Keeps one int32 per voxel, and the distance in the planes that are coming in.
     """
@@ -30,7 +35,7 @@ class InstanceDecoder:
         decoding: Instances,
         size: Size,
         voxel_size: VoxelSize | None,
-        kernel: WatershedKernel = ascent,
+        kernel: WatershedKernel = watershed_kernel,
     ) -> None:
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
@@ -39,7 +44,7 @@ class InstanceDecoder:
         self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
-        self._landscape: Landscape | None = None
+        self._watershed: StreamingWatershed | None = None
         # Planes of which not every row has come.
         self._distances: Tensor
         self._inside: Tensor
@@ -49,12 +54,12 @@ class InstanceDecoder:
         planes, rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance], scores[0, self._foreground]
         if not self._decoding.smoothing and rows == self._size[1]:
-            self._onto(distances.device, across=False).add(distances, foreground)
+            self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and planes == self._size[0]:
             # All of z at once, as windows as high as the volume give it: nothing has to wait for the last row.
-            self._onto(distances.device, across=True).add(distances, foreground)
+            self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
-            self._gather(y0, distances.float(), above(foreground, self._threshold))
+            self._gather(y0, distances.float(), threshold_mask(foreground, self._threshold))
 
     def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
         """Rows of some planes, [z, y, X] of float32 and bool, which go on once they are whole."""
@@ -66,44 +71,46 @@ class InstanceDecoder:
             self._distances[:, y0 : y0 + rows], self._inside[:, y0 : y0 + rows] = distances, inside
             distances, inside = self._distances, self._inside
         if y0 + rows == self._size[1]:
-            self._climb(self._smoother.add(distances, inside))
+            self._add_planes(self._smoother.add(distances, inside))
 
-    def _climb(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _add_planes(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
         for heights, inside in planes:
-            self._onto(heights.device, across=False).add(heights, inside)
+            self._get_watershed(heights.device, along_y=False).add(heights, inside)
 
-    def _onto(self, device: torch.device, *, across: bool) -> Landscape:
-        if self._landscape is None:
-            if self._kernel.suits(device, self._size):
-                terms = Terms(self._threshold, self._persistence.depth, self._persistence.logits)
-                self._landscape = self._kernel.landscape(self._size, terms, across=across)
+    def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
+        if self._watershed is None:
+            if self._kernel.supports(device, self._size):
+                parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
+                self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
             else:
-                self._landscape = TorchLandscape(self._size, self._threshold, self._persistence, device, across=across)
-        return self._landscape
+                self._watershed = TorchWatershed(
+                    self._size, self._threshold, self._persistence, device, along_y=along_y
+                )
+        return self._watershed
 
     def finish(self) -> Segmentation:
-        self._climb(self._smoother.finish())
-        if self._landscape is None:
+        self._add_planes(self._smoother.finish())
+        if self._watershed is None:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
         decoding = self._decoding
-        labels, count = self._landscape.labels(decoding.minimum_size, whole=decoding.border == "drop")
+        labels, count = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
         if decoding.holes == "fill":
             fill_holes(labels)
         return Segmentation(labels, "labels", self._voxel_size, count=count)
 
 
-class Landscape(Protocol):
-    """Takes planes, and labels the objects in them, as `watershed_kernel.Landscape` does or with torch."""
+class StreamingWatershed(Protocol):
+    """Takes planes, and labels the objects in them, as `watershed_kernel.KernelWatershed` does or with torch."""
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, as `service.inference.decoding.watershed_kernel.Landscape.add`."""
+        """The next planes, as `service.inference.decoding.watershed_kernel.KernelWatershed.add`."""
 
-    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        """As `service.inference.decoding.watershed_kernel.Landscape.labels`."""
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        """As `service.inference.decoding.watershed_kernel.KernelWatershed.labels`."""
 
 
-class TorchLandscape:
-    """A `Landscape` on any device; `threshold`: of what is inside, `block` and `across` as those of `Watershed`."""
+class TorchWatershed:
+    """A `StreamingWatershed` on any device, computed by torch."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -111,18 +118,18 @@ class TorchLandscape:
         threshold: float,
         persistence: Persistence,
         device: torch.device,
-        block: int = BLOCK,
+        block: int = BLOCK_VOXELS,
         *,
-        across: bool = False,
+        along_y: bool = False,
     ) -> None:
         self._threshold, self._persistence = threshold, persistence
-        self._watershed = Watershed(size, persistence.floor, device, block, across=across)
+        self._watershed = Watershed(size, persistence.floor, device, block, along_y=along_y)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        self._watershed.add(heights.float(), above(inside, self._threshold))
+        self._watershed.add(heights.float(), threshold_mask(inside, self._threshold))
 
-    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        return label_basins(self._watershed.finish(), self._persistence, minimum_size, whole=whole)
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+        return label_basins(self._watershed.finish(), self._persistence, minimum_size, drop_border=drop_border)
 
 
 class Persistence(NamedTuple):
@@ -137,7 +144,7 @@ class Persistence(NamedTuple):
     @property
     def depth(self) -> float:
         """Neighbouring maxima of one plateau are one maximum, even without any persistence."""
-        return max(self.persistence, LEAST)
+        return max(self.persistence, MIN_DEPTH)
 
     def distance(self, heights: Tensor) -> Tensor:
         """Heights of the landscape -> distances, float64: of equal heights equal ones, wherever they lie.
@@ -175,27 +182,27 @@ class Smoother:
         first = heights[:1].expand(self._times, -1, -1) if self._planes is None else self._planes
         self._planes = torch.cat((first, heights))
         self._masks.append(inside)
-        yield from self._give()
+        yield from self._pop_finished()
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The planes that waited for others above them."""
         if self._planes is not None:
             self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
-            yield from self._give()
+            yield from self._pop_finished()
 
-    def _give(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pop_finished(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._planes is None or (finished := len(self._planes) - 2 * self._times) < 1:
             return
         heights, masks = self._planes, torch.cat(self._masks)
         for _ in range(self._times):
             heights = (heights[:-2] + heights[2:]) * 0.25 + heights[1:-1] * 0.5
             for axis in (1, 2):
-                heights = _average(heights, axis)
+                heights = _smooth_axis(heights, axis)
         self._planes, self._masks = self._planes[finished:], [masks[finished:]]
         yield heights, masks[:finished]
 
 
-def _average(heights: Tensor, axis: int) -> Tensor:
+def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
     """Weights 1, 2, 1 along one axis of [z, y, x], the ends standing for what lies beyond them."""
     last = heights.shape[axis] - 1
     before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
@@ -204,32 +211,32 @@ def _average(heights: Tensor, axis: int) -> Tensor:
 
 
 def label_basins(
-    basins: Basins, persistence: Persistence, minimum_size: int, *, whole: bool = False
+    basins: Basins, persistence: Persistence, minimum_size: int, *, drop_border: bool = False
 ) -> tuple[NDArray[np.unsignedinteger], int]:
     """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number.
 
     minimum_size  voxels that an object must have
-    whole         and it must not touch a face of the volume, unless that is one voxel wide there
+    drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
     """
     # In NumPy, which takes a fraction of torch's time for so few numbers.
-    group = merge_shallow(basins, persistence)
+    group = merge_shallow_basins(basins, persistence)
     voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
     kept = voxels >= max(minimum_size, 1)
-    if whole:
+    if drop_border:
         kept[group[_at_faces(basins).cpu().numpy()]] = False
     numbers = np.where(kept, kept.cumsum(), 0)
     count = int(np.count_nonzero(kept))
     of_basin = np.append(numbers[group], 0).astype(np.int32)
     of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
     labels = np.empty(basins.pieces.shape, label_dtype(count))
-    _look_up(basins.pieces, of_piece.to(basins.pieces.device), labels)
+    _write_labels(basins.pieces, of_piece.to(basins.pieces.device), labels)
     return labels, count
 
 
-def _look_up(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
+def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
     """Write the number of each piece into labels [Z, Y, X]."""
-    step = max(TOGETHER // max(pieces[0].numel(), 1), 1)
+    step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
     for z0 in range(0, len(labels), step):
         part = pieces[z0 : z0 + step]
         labels[z0 : z0 + step] = numbers.index_select(0, part.flatten()).view(part.shape).cpu().numpy()
@@ -247,7 +254,7 @@ def _at_faces(basins: Basins) -> Tensor:
     return touching[touching >= 0]
 
 
-def merge_shallow(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
+def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
     """Join a basin to its higher neighbour where its peak rises less than the persistence above the pass between them.
 
     Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
@@ -255,7 +262,7 @@ def merge_shallow(basins: Basins, persistence: Persistence) -> NDArray[np.int64]
     because merging only raises peaks, and is therefore left out beforehand.
     """
     peaks = persistence.distance(basins.peaks).cpu().numpy()
-    first, second, height = shallow_passes(basins, persistence)
+    first, second, height = find_shallow_passes(basins, persistence)
     parent = list(range(len(peaks)))
 
     def root(basin: int) -> int:
@@ -274,7 +281,7 @@ def merge_shallow(basins: Basins, persistence: Persistence) -> NDArray[np.int64]
     return np.unique(roots, return_inverse=True)[1]
 
 
-def shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Pairs of basins and the distance at the highest pass between them, where it is shallow to the lower peak.
 
     Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
@@ -291,7 +298,7 @@ def shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[An
     return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
 
 
-def above(scores: Tensor, threshold: float) -> Tensor:
+def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
     """Where the scores are above the threshold, bool of the same shape; what is bool stays as it is."""
     if scores.dtype == torch.bool:
         return scores
@@ -306,6 +313,6 @@ def logit(probability: float) -> float:
 
 
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
-TOGETHER = 2**20
+LOOKUP_VOXELS = 2**20
 # The least float32 that is as precise as others.
-LEAST = float(np.finfo(np.float32).tiny)
+MIN_DEPTH = float(np.finfo(np.float32).tiny)

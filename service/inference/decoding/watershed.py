@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Size
-from service.inference.decoding.watershed_kernel import BLOCK
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
 
 # The least 32-bit integer, below every height.
 BACKGROUND = -(2**31)
 
 # Voxels whose neighbours are looked at together, with a number for each of 26.
-NEAR = 2**14
+NEIGHBOUR_BATCH = 2**14
 
 # A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
 PLACE_BITS = 0b11111
@@ -60,7 +60,7 @@ class Basins:
     passes: Passes
 
 
-class _Roots(NamedTuple):
+class _PieceEnds(NamedTuple):
     """Where the paths of one block end, int64 [P] each: a piece per row.
 
     link     the piece that its highest neighbour belongs to; itself at a maximum
@@ -75,7 +75,7 @@ class _Roots(NamedTuple):
     voxels: Tensor
 
 
-class _Climb(NamedTuple):
+class _BlockPaths(NamedTuple):
     """The foreground of a block in flat memory, int32 [N] each, and the ends of its paths, int32 [P] each.
 
     row_of   int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the planes at either end
@@ -102,7 +102,7 @@ class Watershed:
     its own height.
 
     size    (Z, Y, X)
-    across  planes come along y instead, each with all of z; basins, and what is told of them, are the same
+    along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together
     """
@@ -112,50 +112,50 @@ class Watershed:
         size: Size,
         floor: Callable[[Tensor], Tensor],
         device: torch.device,
-        block: int = BLOCK,
+        block: int = BLOCK_VOXELS,
         *,
-        across: bool = False,
+        along_y: bool = False,
     ) -> None:
-        depth, height, width = (size[1], size[0], size[2]) if across else size
-        self._across = across
+        depth, height, width = (size[1], size[0], size[2]) if along_y else size
+        self._along_y = along_y
         self._floor, self._device, self._depth = floor, device, depth
         # A rim of background on every side: neighbours of a voxel are then at fixed distances in memory.
         self._rows = (height + 2, width + 2)
         self._plane = self._rows[0] * self._rows[1]
-        self._most = min(max(block // self._plane, 1), depth)
+        self._block_planes = min(max(block // self._plane, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._rows), dtype=torch.int32, device=device)
         # Together the place of each voxel, modulo 3 along each axis; the same whichever planes come.
-        self._weights = (3, 9) if across else (9, 3)
-        self._plane_codes, self._codes = _codes(self._most, *self._rows, self._weights, device)
+        self._weights = (3, 9) if along_y else (9, 3)
+        self._plane_codes, self._codes = _codes(self._block_planes, *self._rows, self._weights, device)
         self._offsets = _offsets(*self._rows, device)
         self._steps = _steps(self._plane, self._rows[1], self._weights, device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
-        self._waiting = self._empty(1)
+        self._pending = self._empty(1)
         # The first plane of the next block, counted with the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._roots = [_Roots(zero, zero - 1, zero, zero)]
+        self._piece_ends = [_PieceEnds(zero, zero - 1, zero, zero)]
         self._count = 1
-        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, float32 and bool [planes, Y, X], across [Z, planes, X]; what is not inside is background."""
-        if self._across:
+        """Add the next planes, float32 and bool [planes, Y, X], or [Z, planes, X] along y."""
+        if self._along_y:
             heights, inside = heights.transpose(0, 1), inside.transpose(0, 1)
-        for low in range(0, len(heights), self._most):
-            part = slice(low, low + self._most)
-            before, planes = len(self._waiting), len(heights[part])
+        for low in range(0, len(heights), self._block_planes):
+            part = slice(low, low + self._block_planes)
+            before, planes = len(self._pending), len(heights[part])
             last = self._z + before - 2 + planes == self._depth
             # With the plane of background at the end, a small volume is done in one go.
             block = self._empty(before + planes + last)
-            block[:before] = self._waiting
+            block[:before] = self._pending
             self._fill(heights[part], inside[part], block[before : before + planes])
             self._advance(block)
 
     def finish(self) -> Basins:
         """Once all planes were added."""
         # In NumPy, which takes a fraction of torch's time for so few numbers.
-        link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._roots, strict=True))
+        link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._piece_ends, strict=True))
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[self._order(place[maxima]).argsort()]
         # Paths that went up could not know the piece above.
@@ -168,23 +168,23 @@ class Watershed:
         total = np.zeros(len(maxima) + 1, np.int64)
         np.add.at(total, basin_of + 1, voxels)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
-        inner = inner.transpose(0, 1) if self._across else inner
+        inner = inner.transpose(0, 1) if self._along_y else inner
         peaks = _heights(self._tensor(top[maxima]).int())
         return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
 
     def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers [N] in the order in which voxels are in the volume, by their places with the rim."""
-        if not self._across:
+        if not self._along_y:
             return place
         plane, rest = np.divmod(place, self._plane)
         row, x = np.divmod(rest, self._rows[1])
         return (row * (self._depth + 2) + plane) * self._rows[1] + x
 
     def _passes(self, basin_of: NDArray[np.int64]) -> Passes:
-        if not self._found:
+        if not self._candidates:
             none = torch.zeros(0, dtype=torch.int64, device=self._device)
             return Passes(none, none, none.float())
-        here, place, key = (torch.cat(column) for column in zip(*self._found, strict=True))
+        here, place, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
         one, other = here.cpu().numpy(), self._pieces_at(place.cpu().numpy())
         return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), _heights(key))
 
@@ -204,7 +204,7 @@ class Watershed:
 
     def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
         """Write the keys of planes that come next into the inside of their rims."""
-        z = (self._z - 1 + len(self._waiting)) % 3
+        z = (self._z - 1 + len(self._pending)) % 3
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
         keys += self._codes
@@ -214,17 +214,17 @@ class Watershed:
     def _advance(self, block: Tensor) -> None:
         """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
         if len(block) > 2:
-            if (climb := self._climb(block.view(-1))) is not None:
-                self._number(climb)
-                self._search(climb, block.view(-1))
+            if (paths := self._trace_paths(block.view(-1))) is not None:
+                self._store_pieces(paths)
+                self._find_passes(paths, block.view(-1))
             self._z += len(block) - 2
-        self._waiting = block[-2:].clone()
+        self._pending = block[-2:].clone()
 
     def _limits(self, tops: Tensor) -> Tensor:
         """Keys of tops -> the least key, int32 [P], of what a pass near each may touch."""
         return _keys(self._floor(_heights(tops))) & ~PLACE_BITS
 
-    def _climb(self, keys: Tensor) -> _Climb | None:
+    def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
         """Where the voxels between the first and the last plane climb to; None without any foreground."""
         place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
         if not len(place):
@@ -244,30 +244,30 @@ class Watershed:
         numbers = torch.zeros_like(rows)
         numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
         piece = numbers.index_select(0, parent)
-        return _Climb(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
+        return _BlockPaths(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
 
-    def _number(self, climb: _Climb) -> None:
+    def _store_pieces(self, paths: _BlockPaths) -> None:
         """Write the pieces of a block into the volume, and note where they lead."""
         pieces = self._pieces.view(-1)
         low = (self._z - 1) * self._plane
-        inner = climb.row_of[self._plane : -self._plane]
-        number_of = torch.cat((climb.piece.new_zeros(1), climb.piece + self._count))
+        inner = paths.row_of[self._plane : -self._plane]
+        number_of = torch.cat((paths.piece.new_zeros(1), paths.piece + self._count))
         torch.index_select(number_of, 0, inner, out=pieces[low + self._plane :][: len(inner)])
-        place = low + climb.targets.long()
-        voxels = torch.bincount(climb.piece, minlength=len(climb.targets))
-        self._roots.append(_Roots(pieces[place].long(), place, climb.tops.long(), voxels))
-        self._count += len(climb.targets)
+        place = low + paths.targets.long()
+        voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
+        self._piece_ends.append(_PieceEnds(pieces[place].long(), place, paths.tops.long(), voxels))
+        self._count += len(paths.targets)
 
-    def _search(self, climb: _Climb, keys: Tensor) -> None:
+    def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
         """Find passes to other pieces near the tops of a block's pieces; those of the plane above are not yet known."""
-        limit = self._limits(climb.tops).index_select(0, climb.piece)
-        near = (climb.own >= limit).nonzero().squeeze(1)
-        here = climb.piece + (self._count - len(climb.targets))
-        for rows in torch.split(near, NEAR):
-            columns = (climb.place, climb.own, limit, here)
-            self._look_around(keys, *(each.index_select(0, rows) for each in columns))
+        limit = self._limits(paths.tops).index_select(0, paths.piece)
+        near = (paths.own >= limit).nonzero().squeeze(1)
+        here = paths.piece + (self._count - len(paths.targets))
+        for rows in torch.split(near, NEIGHBOUR_BATCH):
+            columns = (paths.place, paths.own, limit, here)
+            self._collect_passes(keys, *(each.index_select(0, rows) for each in columns))
 
-    def _look_around(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
+    def _collect_passes(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
         """Note the neighbours of these voxels that belong to other pieces and are not below the limit."""
         around = (index[:, None] + self._offsets).view(-1)
         key = keys.index_select(0, around).view(-1, len(NEIGHBOURS))
@@ -277,7 +277,7 @@ class Watershed:
         differs = (self._pieces.view(-1).index_select(0, place) != here.index_select(0, rows)).nonzero().squeeze(1)
         rows, found = rows.index_select(0, differs), found.index_select(0, differs)
         height = torch.minimum(own.index_select(0, rows), key.view(-1).index_select(0, found))
-        self._found.append((here.index_select(0, rows), place.index_select(0, differs), height))
+        self._candidates.append((here.index_select(0, rows), place.index_select(0, differs), height))
 
 
 def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:

@@ -25,8 +25,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 # What each function takes and gives, as `CppExtension` says.
 SIGNATURES = (
-    ("stackseg_landscape", "pifdiq", "p"),
-    ("stackseg_forget", "p", "-"),
+    ("stackseg_watershed", "pifdiq", "p"),
+    ("stackseg_free", "p", "-"),
     ("stackseg_planes", "ppippipq", "i"),
     ("stackseg_objects", "pqip", "q"),
     ("stackseg_labels", "pp", "-"),
@@ -34,24 +34,24 @@ SIGNATURES = (
 
 
 # Voxels that are worked on together: some megabytes.
-BLOCK = 2**22
+BLOCK_VOXELS = 2**22
 
 # Up to so many voxels a landscape is made and forgotten in some 30 us.
-SMALL = 2**20
+SMALL_VOXELS = 2**20
 
 # Places in a block are 32-bit integers.
-MOST = 2**31 - 1
+MAX_PLACE = 2**31 - 1
 
 CPU = torch.device("cpu")
 
 _Three = ctypes.c_int64 * 3
 
-# By the number that `ascent.cpp` has for them.
+# By the number that `watershed_kernel.cpp` has for them.
 HEIGHTS = (torch.float32, torch.bfloat16)
 INSIDE = (*HEIGHTS, torch.bool)
 
 
-class Terms(NamedTuple):
+class WatershedParameters(NamedTuple):
     """What makes an object.
 
     threshold  above which a voxel is inside
@@ -70,54 +70,64 @@ class WatershedKernel(CppExtension):
     def __init__(self) -> None:
         super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
 
-    def suits(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK) -> bool:
+    def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
         """Whether it is there, and can work on volumes of this size, whichever way planes come, on this device."""
         largest = (max(size[:2]) + 2) * (size[2] + 2)
-        return self._library is not None and device.type == "cpu" and block + 4 * largest <= MOST
+        return self._library is not None and device.type == "cpu" and block + 4 * largest <= MAX_PLACE
 
-    def landscape(self, size: Size, terms: Terms, *, across: bool = False, block: int = BLOCK) -> Landscape:
+    def start(
+        self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int = BLOCK_VOXELS
+    ) -> KernelWatershed:
         """One without planes so far. Raises MemoryError.
 
         size    (Z, Y, X) of the volume
-        across  planes come along y instead, each with all of z; the same comes out
+        along_y  planes come along y instead, each with all of z; the same comes out
         block   voxels that are worked on together
         """
-        if min(size) < 1 or not self.suits(CPU, size, block):
+        if min(size) < 1 or not self.supports(CPU, size, block):
             raise ValueError(f"a volume of {size} is not for the kernel")
-        return Landscape((self._functions, self._functions_with_gil), size, terms, across=across, block=block)
+        return KernelWatershed(
+            (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block=block
+        )
 
 
-class Landscape:
-    """Takes planes of a landscape, and labels its objects; made by `WatershedKernel.landscape`."""
+class KernelWatershed:
+    """Takes planes of a landscape, and labels its objects; made by `WatershedKernel.start`."""
 
     def __init__(
-        self, kernel: tuple[ctypes.CDLL, ctypes.PyDLL], size: Size, terms: Terms, *, across: bool, block: int
+        self,
+        kernel: tuple[ctypes.CDLL, ctypes.PyDLL],
+        size: Size,
+        parameters: WatershedParameters,
+        *,
+        along_y: bool,
+        block: int,
     ) -> None:
-        self._size, self._across = size, across
+        self._size, self._along_y = size, along_y
         self._functions, quick = kernel
         # Memory of large ones comes, and goes, page by page.
-        self._brief = quick if math.prod(size) <= SMALL else self._functions
-        self._left = size[across]
-        self._known = self._brief.stackseg_landscape(_Three(*size), across, *terms, block)
-        if self._known is None:
+        self._cheap_functions = quick if math.prod(size) <= SMALL_VOXELS else self._functions
+        self._left = size[along_y]
+        self._handle = self._cheap_functions.stackseg_watershed(_Three(*size), along_y, *parameters, block)
+        if self._handle is None:
             raise MemoryError(f"no memory for the landscape of a volume of {size}")
 
     # Even where making it failed.
-    _known: int | None = None
+    _handle: int | None = None
 
     def __del__(self) -> None:
-        if self._known is not None:
-            self._brief.stackseg_forget(self._known)
+        if self._handle is not None:
+            self._cheap_functions.stackseg_free(self._handle)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, [planes, Y, X], or across [Z, planes, X], with any strides. Raises ValueError, MemoryError.
+        """The next planes, [planes, Y, X], or along_y [Z, planes, X], with any strides. Raises ValueError, MemoryError.
 
         heights  float32 or bfloat16
         inside   the same, voxels being inside where it is above the threshold; or bool
         """
-        planes = heights.shape[self._across]
+        planes = heights.shape[self._along_y]
         shape = list(self._size)
-        shape[self._across] = planes
+        shape[self._along_y] = planes
         for tensor, kinds in ((heights, HEIGHTS), (inside, INSIDE)):
             if tensor.dtype not in kinds or list(tensor.shape) != shape or tensor.device.type != "cpu":
                 raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where planes {shape} must be")
@@ -125,7 +135,7 @@ class Landscape:
             raise ValueError(f"{planes} planes where {self._left} are left")
         self._left -= planes
         failed = self._functions.stackseg_planes(
-            *(self._known, heights.data_ptr(), HEIGHTS.index(heights.dtype), self._steps(heights)),
+            *(self._handle, heights.data_ptr(), HEIGHTS.index(heights.dtype), self._steps(heights)),
             *(inside.data_ptr(), INSIDE.index(inside.dtype), self._steps(inside), planes),
         )
         if failed:
@@ -133,25 +143,25 @@ class Landscape:
 
     def _steps(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
         z, y, x = planes.stride()
-        return _Three(y, z, x) if self._across else _Three(z, y, x)
+        return _Three(y, z, x) if self._along_y else _Three(z, y, x)
 
-    def labels(self, minimum_size: int, *, whole: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
         """Once every plane was added: labels [Z, Y, X], uint16 or uint32, from 1, and their number. Raises MemoryError.
 
         minimum_size  voxels that an object must have
-        whole         and it must not touch a face of the volume, unless that is one voxel wide there
+        drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
         """
         if self._left:
             raise ValueError(f"{self._left} planes are missing")
         labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(0))
-        count = self._functions.stackseg_objects(self._known, minimum_size, whole, labels.ctypes.data)
+        count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border, labels.ctypes.data)
         if count < 0:
             raise MemoryError("no memory for the objects of a landscape")
         if (dtype := label_dtype(count)) != labels.dtype:
             labels = np.empty(self._size, dtype)
-            self._functions.stackseg_labels(self._known, labels.ctypes.data)
+            self._functions.stackseg_labels(self._handle, labels.ctypes.data)
         return labels, int(count)
 
 
-ascent = WatershedKernel()
+watershed_kernel = WatershedKernel()
 """The one of this process; a service prepares it when it starts, so that no request waits for a compiler."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
-from service.inference.decoding.decoders import CACHED, decoding_bytes, in_parts, make_decoder
+from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.instances import Persistence, Smoother
-from service.inference.decoding.watershed_kernel import ascent
+from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
 
@@ -214,9 +214,9 @@ def test_probabilities_are_the_outputs_after_the_activation(random_nuclei: Model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slabs_that_are_taken_in_in_parts_come_out_whole(bands: ModelSpec, dtype: torch.dtype) -> None:
     """Three planes a part and one left over, between two slabs of rows."""
-    depth, rows, width = 4, 20, CACHED // 60
+    depth, rows, width = 4, 20, CACHE_VOXELS // 60
     scores = torch.randn((1, 3, depth, 2 * rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert [first for first, _ in in_parts(5, scores[:, :, :, :rows])] == [5, 8]
+    assert [first for first, _ in split_planes(5, scores[:, :, :, :rows])] == [5, 8]
     found = {}
     for output in ("probabilities", "classes"):
         decoder = make_decoder(bands, (depth, 2 * rows, width), output, None)
@@ -307,14 +307,14 @@ def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
 
 def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
     size, voxels = (64, 512, 512), 64 * 512 * 512
-    ascent.prepare()
-    here, there = (decoding_bytes(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
+    watershed_kernel.prepare()
+    here, there = (estimate_decoding(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
     assert (here.device, here.disk, there.disk) == (0, 0, 0)
     assert there.device > here.host > there.host == 8 * voxels
     for on_host in (True, False):
-        assert decoding_bytes(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
+        assert estimate_decoding(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
         large = 4 * len(bands.outputs) * 2 * voxels
-        assert decoding_bytes(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
+        assert estimate_decoding(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
 
 
 @pytest.mark.parametrize("output", ["classes", "probabilities"])

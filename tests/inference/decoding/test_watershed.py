@@ -13,9 +13,9 @@ from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
-from service.inference.decoding.instances import Persistence, shallow_passes
-from service.inference.decoding.watershed import NEAR, Watershed
-from service.inference.decoding.watershed_kernel import BLOCK
+from service.inference.decoding.instances import Persistence, find_shallow_passes
+from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
 from service.training.evaluate import score
 
 SIZE = (11, 23, 19)
@@ -50,12 +50,14 @@ def test_planes_along_either_axis_give_the_same_basins(
     persistence = Persistence(0.1, logits=False)
     expected = basins_of(heights, persistence)
     inner = tuple(sorted(cut for cut in cuts if cut < size[1]))
-    found = basins_of(heights, persistence, inner, planes * (size[0] + 2) * (size[2] + 2), across=True)
+    found = basins_of(heights, persistence, inner, planes * (size[0] + 2) * (size[2] + 2), along_y=True)
     assert found.pieces.shape == size
     assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
     assert torch.equal(found.voxels, expected.voxels)
-    for one, other in zip(shallow_passes(found, persistence), shallow_passes(expected, persistence), strict=True):
+    for one, other in zip(
+        find_shallow_passes(found, persistence), find_shallow_passes(expected, persistence), strict=True
+    ):
         assert np.array_equal(one, other)
 
 
@@ -112,7 +114,7 @@ def test_the_passes_are_the_highest_ones_between_neighbours() -> None:
         lower = np.minimum(heights[here], heights[there])[crossing]
         for a, b, height in zip(basin[here][crossing], basin[there][crossing], lower, strict=True):
             expected[a, b] = max(expected.get((a, b), -np.inf), float(height))
-    first, second, height = shallow_passes(basins, persistence)
+    first, second, height = find_shallow_passes(basins, persistence)
     assert len(expected) > 5
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(expected)
     for a, b, found in zip(first, second, height, strict=True):
@@ -147,13 +149,13 @@ def test_nothing_inside_gives_no_basins() -> None:
 
 def test_a_plane_larger_than_a_block_is_worked_on_alone() -> None:
     heights = hills(3, (3, 50, 50))
-    assert np.array_equal(decode(heights, block=100)[0], decode(heights, block=BLOCK)[0])
+    assert np.array_equal(decode(heights, block=100)[0], decode(heights, block=BLOCK_VOXELS)[0])
 
 
 def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes() -> None:
     heights = np.random.default_rng(4).uniform(0.9, 1, (12, 150, 151)).astype(np.float32)
-    assert (heights > 0.97).sum() > NEAR
+    assert (heights > 0.97).sum() > NEIGHBOUR_BATCH
     together, count = decode(heights, persistence=0.03)
-    apart, other = decode(heights, persistence=0.03, block=NEAR // 2)
+    apart, other = decode(heights, persistence=0.03, block=NEIGHBOUR_BATCH // 2)
     assert 1 < count == other
     assert np.array_equal(together, apart)

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from service.core.config import Settings
 from service.inference.decoding.instances import InstanceDecoder
-from service.inference.decoding.watershed_kernel import BLOCK, Landscape, Terms, WatershedKernel
+from service.inference.decoding.watershed_kernel import (
+    BLOCK_VOXELS,
+    KernelWatershed,
+    WatershedKernel,
+    WatershedParameters,
+)
 from service.inference.segmenter import Segmenter
 from service.models.spec import Instances, ModelSpec
 
-TERMS = Terms(0.0, 0.1, logits=False)
+PARAMETERS = WatershedParameters(0.0, 0.1, logits=False)
 
 Size = tuple[int, int, int]
 
@@ -27,7 +32,7 @@ Size = tuple[int, int, int]
 def kernel() -> WatershedKernel:
     made = WatershedKernel()
     made.prepare()
-    assert made.suits(CPU)
+    assert made.supports(CPU)
     return made
 
 
@@ -37,15 +42,25 @@ def compare(
     persistence: float,
     minimum_size: int = 0,
     cuts: tuple[int, ...] = (),
-    block: int = BLOCK,
+    block: int = BLOCK_VOXELS,
     *,
-    across: bool = False,
+    along_y: bool = False,
     logits: bool = False,
-    whole: bool = False,
+    drop_border: bool = False,
 ) -> Array:
     """Assert that both ways give the same labels, of the same type; these."""
     (expected, many), (labels, count) = (
-        decode(heights, persistence, minimum_size, cuts, block, one, across=across, logits=logits, whole=whole)
+        decode(
+            heights,
+            persistence,
+            minimum_size,
+            cuts,
+            block,
+            one,
+            along_y=along_y,
+            logits=logits,
+            drop_border=drop_border,
+        )
         for one in (None, kernel)
     )
     assert count == many == labels.max(initial=0)
@@ -64,9 +79,9 @@ def compare(
     logits=st.booleans(),
     cuts=st.sets(st.integers(1, 22)),
     planes=st.integers(1, 10),
-    across=st.booleans(),
+    along_y=st.booleans(),
     minimum_size=st.sampled_from([0, 1, 2, 30]),
-    whole=st.booleans(),
+    drop_border=st.booleans(),
 )
 def test_labels_are_those_of_torch(
     kernel: WatershedKernel,
@@ -78,17 +93,22 @@ def test_labels_are_those_of_torch(
     logits: bool,
     cuts: set[int],
     planes: int,
-    across: bool,
+    along_y: bool,
     minimum_size: int,
-    whole: bool,
+    drop_border: bool,
 ) -> None:
     """With ties and plateaus, in slabs and blocks of any number of planes, anisotropic or not."""
     heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[across]))
-    block = planes * (size[not across] + 2) * (size[2] + 2)
-    compare(*(kernel, heights, persistence, minimum_size, inner, block), across=across, logits=logits, whole=whole)
+    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
+    block = planes * (size[not along_y] + 2) * (size[2] + 2)
+    compare(
+        *(kernel, heights, persistence, minimum_size, inner, block),
+        along_y=along_y,
+        logits=logits,
+        drop_border=drop_border,
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
@@ -107,7 +127,7 @@ def test_single_voxels_anywhere(kernel: WatershedKernel) -> None:
         heights[place] = 0.5
         assert np.argwhere(compare(kernel, heights, 0.1, logits=True)).tolist() == [list(place)]
         at_a_face = place[0] != 1 or place[1] in {0, 3} or place[2] in {0, 4}
-        assert compare(kernel, heights, 0.1, whole=True).any() != at_a_face
+        assert compare(kernel, heights, 0.1, drop_border=True).any() != at_a_face
 
 
 def test_thin_stretched_and_flattened_objects(kernel: WatershedKernel) -> None:
@@ -214,8 +234,8 @@ def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
 def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -> None:
     heights, inside = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
 
-    def made() -> Landscape:
-        return kernel.landscape((3, 4, 5), TERMS)
+    def made() -> KernelWatershed:
+        return kernel.start((3, 4, 5), PARAMETERS)
 
     for wrong in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), inside):
         with pytest.raises(ValueError, match="must be"):
@@ -230,15 +250,15 @@ def test_nothing_is_read_or_written_that_is_not_there(kernel: WatershedKernel) -
     early = made()
     early.add(heights[:2], inside[:2])
     with pytest.raises(ValueError, match="missing"):
-        early.labels(0, whole=False)
+        early.labels(0, drop_border=False)
     for size in ((0, 4, 5), (2**16, 2**16, 2**16)):
         with pytest.raises(ValueError, match="not for the kernel"):
-            kernel.landscape(size, TERMS)
+            kernel.start(size, PARAMETERS)
 
 
 def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
-        kernel.landscape((17 * 10**7, 17 * 10**7, 1), TERMS)
+        kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)
 
 
 def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
@@ -249,26 +269,26 @@ def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
     with caplog.at_level(logging.WARNING):
         none.prepare()
         none.prepare()
-    assert not none.suits(CPU)
+    assert not none.supports(CPU)
     assert sum("without the kernel" in record.message for record in caplog.records) == 1
     scores = torch.ones(1, 2, 3, 4, 5)
     assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1
 
 
 def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: WatershedKernel) -> None:
-    assert not kernel.suits(torch.device("cuda"))
-    assert kernel.suits(CPU, (2000, 2000, 2000))
-    assert not kernel.suits(CPU, (2**15, 10, 2**15))
-    assert not kernel.suits(CPU, (10, 10, 10), block=2**31)
+    assert not kernel.supports(torch.device("cuda"))
+    assert kernel.supports(CPU, (2000, 2000, 2000))
+    assert not kernel.supports(CPU, (2**15, 10, 2**15))
+    assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
 
 
 def test_warming_up_prepares_it_where_instances_are_decoded(
     random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = WatershedKernel()
-    monkeypatch.setattr("service.inference.segmenter.ascent", fresh)
+    monkeypatch.setattr("service.inference.segmenter.watershed_kernel", fresh)
     settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     segmenter = Segmenter(random_nuclei, settings)
-    assert not fresh.suits(CPU)
+    assert not fresh.supports(CPU)
     segmenter.warm_up()
-    assert fresh.suits(CPU)
+    assert fresh.supports(CPU)

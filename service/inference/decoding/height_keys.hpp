@@ -1,0 +1,132 @@
+// Integer keys that order voxels by height, and helpers to find the highest neighbour of each voxel.
+//
+// A key holds the bits of a float32 height in an order-preserving form. Its last five bits are replaced by the position of
+// the voxel modulo 3 along each axis: they tell 27 neighbours apart and break ties, so that every path ends.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int32_t BACKGROUND = INT32_MIN;
+constexpr int32_t PLACE_BITS = 31;
+constexpr int CODES = 32, NEIGHBOURS = 26;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widened(float value) { return value; }
+inline float widened(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+template <typename Score> inline bool is_above(Score score, float threshold) { return widened(score) > threshold; }
+inline bool is_above(uint8_t inside, float) { return inside != 0; }
+
+// In the same order as the heights; the bits of the place are zero.
+inline int32_t key_of(float height) {
+  int32_t bits;
+  std::memcpy(&bits, &height, sizeof bits);
+  return (bits ^ ((bits >> 31) & INT32_MAX)) & ~PLACE_BITS;
+}
+
+// The inverse, but for the bits that were dropped.
+inline float height_of(int32_t key) {
+  const int32_t ordered = key & ~PLACE_BITS, bits = ordered ^ ((ordered >> 31) & INT32_MAX);
+  float height;
+  std::memcpy(&height, &bits, sizeof height);
+  return height;
+}
+
+inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
+
+// The highest key among each voxel of one plane and its 8 neighbours there; nothing for the rim.
+void widen(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
+  for (int64_t i = 1; i < size - 1; ++i)
+    along_x[i] = highest_of(keys[i - 1], keys[i], keys[i + 1]);
+  for (int64_t i = width + 1; i < size - width - 1; ++i)
+    highest[i] = highest_of(along_x[i - width], along_x[i], along_x[i + width]);
+}
+
+// Adds the places from `begin` to `end` that are no background to `count` others, and up to 15 numbers behind them; gives
+// how many there are then.
+inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *places, int64_t count) {
+#ifdef __AVX512F__
+  const __m512i background = _mm512_set1_epi32(BACKGROUND);
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; begin + 16 <= end; begin += 16) {
+    const __mmask16 inside = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
+    const __m512i here = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(begin)));
+    _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(inside, here));
+    count += __builtin_popcount(inside);
+  }
+#endif
+  // Without a branch, which would be guessed wrongly at the edge of every object.
+  for (int64_t place = begin; place < end; ++place) {
+    places[count] = static_cast<int32_t>(place);
+    count += keys[place] != BACKGROUND;
+  }
+  return count;
+}
+
+// Memory that is taken, and costs, only where it is written.
+template <typename T> class Pages {
+public:
+  explicit Pages(int64_t size, bool zeros = false)
+      : data_(static_cast<T *>(zeros ? std::calloc(size, sizeof(T)) : std::malloc(size * sizeof(T)))) {
+    if (!data_)
+      throw std::bad_alloc();
+  }
+  T *get() const { return data_.get(); }
+
+private:
+  struct Free {
+    void operator()(T *data) const { std::free(data); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+// How deep a pass must lie below a peak to part two objects, in units of the distance; `logits` heights are its logits.
+struct Persistence {
+  double depth;
+  bool logits;
+
+  double distance(float height) const {
+    return logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
+  }
+
+  // The least key of what a pass near a top may touch; a little less does no harm.
+  int32_t limit(int32_t top) const {
+    double lowest = distance(height_of(top)) - depth;
+    if (logits) {
+      lowest = std::min(std::max(lowest, 0.0), 1.0);
+      lowest = std::log(lowest / (1 - lowest));
+    }
+    lowest = std::isfinite(lowest) ? lowest - 1e-5 * std::fabs(lowest) : -INFINITY;
+    return key_of(static_cast<float>(lowest));
+  }
+};
+
+// Values of one kind in some planes, with any strides: 0 float32, 1 bfloat16, 2 bytes.
+struct Planes {
+  const void *data;
+  int32_t kind;
+  const int64_t *steps;
+};
+
+} // namespace

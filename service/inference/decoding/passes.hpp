@@ -1,0 +1,81 @@
+// Passes between pieces and basins of the watershed, and union-find to merge these.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+// Where a path of one block ends: the piece of voxels that come there.
+struct Piece {
+  int64_t place;  // of the highest neighbour of the end, in the volume with its rim; of itself at a maximum
+  int64_t voxels;
+  int32_t top;  // key there
+};
+
+// From a voxel near the top of a piece to a neighbour whose piece was not yet known.
+struct PendingPass {
+  int64_t place;
+  int32_t piece, key;
+};
+
+// By two numbers, neither of which is 0, the highest of the keys of passes between them.
+class Passes {
+public:
+  void add(int64_t one, int64_t other, int32_t key) {
+    const uint64_t pair = static_cast<uint64_t>(std::min(one, other)) << 32 | static_cast<uint64_t>(std::max(one, other));
+    Known &slot = recent_[mixed(pair) >> (64 - SLOT_BITS)];
+    if (slot.pair != pair) {
+      put(slot);
+      slot = {pair, key};
+    }
+    slot.key = std::max(slot.key, key);
+  }
+
+  template <typename Visit> void visit_all(Visit visit) {
+    for (Known &slot : recent_)
+      put(slot);
+    for (const auto &[pair, key] : highest_)
+      visit(static_cast<int64_t>(pair >> 32), static_cast<int64_t>(pair & UINT32_MAX), key);
+  }
+
+private:
+  // Most passes are between pairs that were met a moment ago.
+  static constexpr int SLOT_BITS = 9;
+  struct Known {
+    uint64_t pair;
+    int32_t key;
+  };
+  static size_t mixed(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
+  struct Mixed {
+    size_t operator()(uint64_t pair) const { return mixed(pair) >> 7; }
+  };
+
+  void put(Known &slot) {
+    if (slot.pair) {
+      int32_t &key = highest_.emplace(slot.pair, slot.key).first->second;
+      key = std::max(key, slot.key);
+    }
+    slot.pair = 0;
+  }
+
+  std::array<Known, 1 << SLOT_BITS> recent_{};
+  std::unordered_map<uint64_t, int32_t, Mixed> highest_;
+};
+
+struct Pass {
+  double height;
+  int64_t first, second;
+};
+
+int64_t root_of(std::vector<int64_t> &parent, int64_t one) {
+  while (parent[one] != one)
+    one = parent[one] = parent[parent[one]];
+  return one;
+}
+
+} // namespace

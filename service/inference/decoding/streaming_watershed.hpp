@@ -1,0 +1,366 @@
+// Watershed of a height map that comes in planes. `watershed.py` and `instances.py` compute the same with torch and NumPy.
+//
+// A block is a run of planes with a rim of background around each, in flat memory, so that the 26 neighbours of a voxel
+// are at fixed distances; its first and last plane are only neighbours of others. While a block is worked on, a negative
+// number in `pieces` is the complement of the place of the voxel's highest neighbour in the block.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+#include "height_keys.hpp"
+#include "passes.hpp"
+
+namespace {
+
+class StreamingWatershed {
+public:
+  // As `stackseg_watershed`.
+  StreamingWatershed(const int64_t *size, bool along_y, float threshold, Persistence persistence, int64_t block)
+      : along_y_(along_y), threshold_(threshold), persistence_(persistence), depth_(size[along_y]), rows_(size[!along_y] + 2),
+        width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
+        weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
+        foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
+        codes_(width_ - 2), piece_ends_{{-1, 0, BACKGROUND}} {
+    // The plane below the volume, and the rims of the others: what they surround is written when it comes.
+    std::fill_n(keys_.get(), plane_, BACKGROUND);
+    for (int64_t z = 1; z < block_planes_ + 3; ++z) {
+      int32_t *const plane = keys_.get() + z * plane_;
+      std::fill_n(plane, width_ + 1, BACKGROUND);
+      for (int64_t y = 2; y < rows_; ++y)
+        std::fill_n(plane + y * width_ - 1, 2, BACKGROUND);
+      std::fill_n(plane + plane_ - width_ - 1, width_ + 1, BACKGROUND);
+    }
+    for (int64_t x = 0; x < width_ - 2; ++x)
+      codes_[x] = static_cast<int32_t>((x + 1) % 3);
+    for (int from = 0; from < CODES; ++from)
+      for (int to = 0; to < CODES; ++to)
+        steps_[from * CODES + to] =
+            static_cast<int32_t>(step(from, to, weights_[0]) * plane_ + step(from, to, weights_[1]) * width_ + step(from, to, 1));
+    int neighbour = 0;
+    for (int64_t z = -1; z <= 1; ++z)
+      for (int64_t y = -1; y <= 1; ++y)
+        for (int64_t x = -1; x <= 1; ++x)
+          if (z || y || x)
+            offsets_[neighbour++] = z * plane_ + y * width_ + x;
+  }
+
+  // The next planes; the last of them waits for its upper neighbour.
+  void add(const Planes &heights, const Planes &inside, int64_t planes) {
+    for (int64_t low = 0; low < planes; low += block_planes_) {
+      const int64_t count = std::min(block_planes_, planes - low);
+      fill(heights, inside, low, count);
+      int64_t length = pending_planes_ + count;
+      // With the plane of background at the end, a small volume is done in one go.
+      if (z_ + length - 2 == depth_)
+        std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND), ++length;
+      if (length > 2) {
+        const int32_t first = static_cast<int32_t>(piece_ends_.size());
+        find_passes(trace_paths(length, first), first);
+        z_ += length - 2;
+      }
+      std::memmove(keys_.get(), keys_.get() + (length - 2) * plane_, 2 * plane_ * sizeof(int32_t));
+      pending_planes_ = 2;
+    }
+  }
+
+  // Joins pieces to basins and basins to objects, and drops the unwanted; gives the number of those that are left.
+  int64_t join(int64_t least, bool drop_border) {
+    const int64_t basins = number_basins();
+    const std::vector<int64_t> object = merge(basins);
+    std::vector<int64_t> voxels(basins, 0);
+    for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
+      voxels[object[basin_of_[piece]]] += piece_ends_[piece].voxels;
+    std::vector<char> kept(basins);
+    for (int64_t basin = 0; basin < basins; ++basin)
+      kept[basin] = voxels[basin] >= std::max(least, int64_t(1));
+    if (drop_border)
+      visit_faces([&](int64_t piece) { kept[object[basin_of_[piece]]] = false; });
+    std::vector<int32_t> numbers(basins, 0);
+    int32_t count = 0;
+    for (int64_t basin = 0; basin < basins; ++basin)
+      if (kept[basin])
+        numbers[basin] = ++count;
+    number_of_.assign(piece_ends_.size(), 0);
+    for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
+      number_of_[piece] = numbers[object[basin_of_[piece]]];
+    return count;
+  }
+
+  // After `join`, into [Z, Y, X].
+  template <typename Label> void label(Label *labels) const {
+    const int64_t z_step = along_y_ ? width_ : plane_, y_step = along_y_ ? plane_ : width_;
+    const int64_t z_size = along_y_ ? rows_ - 2 : depth_, y_size = along_y_ ? depth_ : rows_ - 2;
+    for (int64_t z = 0; z < z_size; ++z)
+      for (int64_t y = 0; y < y_size; ++y) {
+        const int32_t *const from = pieces_.get() + (z + 1) * z_step + (y + 1) * y_step + 1;
+        for (int64_t x = 0; x < width_ - 2; ++x)
+          *labels++ = static_cast<Label>(number_of_[from[x]]);
+      }
+  }
+
+private:
+  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
+
+  void fill(const Planes &heights, const Planes &inside, int64_t low, int64_t count) {
+    switch (heights.kind) {
+    case 0:
+      return fill_from(static_cast<const float *>(heights.data), heights.steps, inside, low, count);
+    default:
+      return fill_from(static_cast<const BFloat16 *>(heights.data), heights.steps, inside, low, count);
+    }
+  }
+
+  template <typename Height>
+  void fill_from(const Height *heights, const int64_t *steps, const Planes &inside, int64_t low, int64_t count) {
+    switch (inside.kind) {
+    case 0:
+      return fill_planes(heights, steps, static_cast<const float *>(inside.data), inside.steps, low, count);
+    case 1:
+      return fill_planes(heights, steps, static_cast<const BFloat16 *>(inside.data), inside.steps, low, count);
+    default:
+      return fill_planes(heights, steps, static_cast<const uint8_t *>(inside.data), inside.steps, low, count);
+    }
+  }
+
+  // Writes the keys of planes that come next into the inside of their rims.
+  template <typename Height, typename Inside>
+  void fill_planes(const Height *heights, const int64_t *by, const Inside *inside, const int64_t *in_by, int64_t low,
+                   int64_t count) {
+    const bool dense = by[2] == 1 && in_by[2] == 1;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t y = 0; y < rows_ - 2; ++y) {
+        const Height *const from = heights + (low + i) * by[0] + y * by[1];
+        const Inside *const mask = inside + (low + i) * in_by[0] + y * in_by[1];
+        const int64_t z = z_ - 1 + pending_planes_ + i;
+        const int32_t level = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
+        int32_t *const out = keys_.get() + (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
+        if (dense)
+          fill_line(from, 1, mask, 1, level, out);
+        else
+          fill_line(from, by[2], mask, in_by[2], level, out);
+      }
+  }
+
+  template <typename Height, typename Inside>
+  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t in_step, int32_t level,
+                 int32_t *out) const {
+    const int32_t *const codes = codes_.data();
+    for (int64_t x = 0; x < width_ - 2; ++x) {
+      const int32_t key = key_of(widened(heights[x * step])) + level + codes[x];
+      out[x] = is_above(inside[x * in_step], threshold_) ? key : BACKGROUND;
+    }
+  }
+
+  // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends a
+  // piece begins: they are numbered from `first` in the order of these places.
+  int64_t trace_paths(int64_t planes, int32_t first) {
+    const int32_t *const keys = keys_.get();
+    int32_t *const pieces = pieces_.get() + (z_ - 1) * plane_, *const scratch = scratch_.get();
+    int32_t *const along_x = scratch + 3 * plane_, *const foreground = foreground_.get(), *const targets = targets_.get();
+    const int64_t last = (planes - 1) * plane_;
+    widen(keys, plane_, width_, along_x, scratch);
+    widen(keys + plane_, plane_, width_, along_x, scratch + plane_);
+    int64_t ends = 0, count = 0;
+    for (int64_t z = 1; z < planes - 1; ++z) {
+      widen(keys + (z + 1) * plane_, plane_, width_, along_x, scratch + (z + 1) % 3 * plane_);
+      const int64_t before = count;
+      count = list_foreground(keys, z * plane_, (z + 1) * plane_, foreground, count);
+      for (int64_t n = before; n < count; ++n) {
+        const int32_t place = foreground[n];
+        const int32_t *const here = scratch + (place - z * plane_);
+        const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
+        const int32_t target = place + steps_[(keys[place] & PLACE_BITS) << 5 | (top & PLACE_BITS)];
+        if (target == place || target < plane_ || target >= last) {
+          pieces[place] = static_cast<int32_t>(first + ends);
+          targets[ends++] = target;
+        } else {
+          // What lies behind may know its piece already; what lies ahead is still zero.
+          pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
+        }
+      }
+    }
+    for (int64_t end = 0; end < ends; ++end)
+      piece_ends_.push_back({(z_ - 1) * plane_ + targets[end], 0, keys[targets[end]]});
+    settle(pieces, count, first);
+    return count;
+  }
+
+  // Follows every path to its end. What lies ahead of a voxel comes first, and then knows its piece.
+  void settle(int32_t *pieces, int64_t count, int32_t first) {
+    const int32_t *const foreground = foreground_.get();
+    int32_t counted = first;
+    int64_t run = count;
+    for (int64_t n = count - 1; n >= 0; --n) {
+      const int32_t here = foreground[n], known = pieces[here];
+      // Most are there after one step or none, which of the two nobody could guess.
+      int32_t piece = pieces[known < 0 ? ~known : here];
+      if (piece < 0)
+        piece = follow(pieces, here);
+      pieces[here] = piece;
+      // Counted in runs: one number that is raised voxel by voxel would be waited for.
+      if (piece != counted) {
+        piece_ends_[counted].voxels += run - n - 1;
+        counted = piece, run = n + 1;
+      }
+    }
+    if (count)
+      piece_ends_[counted].voxels += run;
+  }
+
+  // The piece at the end of a path. Every voxel on the way is visited once more, and from then on is an end for others.
+  static int32_t follow(int32_t *pieces, int32_t here) {
+    int32_t end = here;
+    while (pieces[end] < 0)
+      end = ~pieces[end];
+    const int32_t piece = pieces[end];
+    while (here != end) {
+      const int32_t next = ~pieces[here];
+      pieces[here] = piece;
+      here = next;
+    }
+    return piece;
+  }
+
+  // Finds the ways between voxels near the tops of the block's pieces and neighbours that belong to other pieces.
+  void find_passes(int64_t count, int32_t first) {
+    const int64_t low = (z_ - 1) * plane_;
+    const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const foreground = foreground_.get();
+    limits_.clear();
+    for (size_t piece = first; piece < piece_ends_.size(); ++piece)
+      limits_.push_back(persistence_.limit(piece_ends_[piece].top));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t voxel = foreground[i];
+      const int32_t piece = pieces[voxel], key = keys[voxel], limit = limits_[piece - first];
+      if (key < limit)
+        continue;
+      for (const int64_t offset : offsets_) {
+        const int64_t neighbour = voxel + offset;
+        const int32_t other = pieces[neighbour], height = keys[neighbour];
+        if (other == piece || height < limit)
+          continue;
+        if (other)
+          passes_.add(piece, other, std::min(key, height));
+        else
+          pending_passes_.push_back({low + neighbour, piece, std::min(key, height)});
+      }
+    }
+  }
+
+  // Which basin every piece belongs to; gives the number of basins, which are in the order of the places of their maxima.
+  int64_t number_basins() {
+    const int64_t count = static_cast<int64_t>(piece_ends_.size());
+    // Paths that went up could not know the piece above.
+    std::vector<int64_t> link(count);
+    std::vector<int64_t> maxima;
+    for (int64_t piece = 1; piece < count; ++piece)
+      if ((link[piece] = pieces_.get()[piece_ends_[piece].place]) == piece)
+        maxima.push_back(piece);
+    std::sort(maxima.begin(), maxima.end(),
+              [this](int64_t one, int64_t other) { return order(piece_ends_[one].place) < order(piece_ends_[other].place); });
+    basin_of_.assign(count, -1);
+    peaks_.clear();
+    for (size_t basin = 0; basin < maxima.size(); ++basin) {
+      basin_of_[maxima[basin]] = static_cast<int64_t>(basin);
+      peaks_.push_back(persistence_.distance(height_of(piece_ends_[maxima[basin]].top)));
+    }
+    for (int64_t piece = 1; piece < count; ++piece)
+      basin_of_[piece] = basin_of_[root_of(link, piece)];
+    return static_cast<int64_t>(maxima.size());
+  }
+
+  // In the order in which voxels are in the volume, by their places with the rim.
+  int64_t order(int64_t place) const {
+    if (!along_y_)
+      return place;
+    const int64_t plane = place / plane_, row = place % plane_ / width_, x = place % width_;
+    return (row * (depth_ + 2) + plane) * width_ + x;
+  }
+
+  // The object of every basin, numbered from 0 in the order of the highest basins that objects have.
+  std::vector<int64_t> merge(int64_t basins) {
+    std::vector<int64_t> parent(basins);
+    for (int64_t basin = 0; basin < basins; ++basin)
+      parent[basin] = basin;
+    for (const Pass &pass : shallow_passes()) {
+      int64_t high = root_of(parent, pass.first), low = root_of(parent, pass.second);
+      if (peaks_[high] < peaks_[low])
+        std::swap(high, low);
+      if (high != low && peaks_[low] - pass.height < persistence_.depth)
+        parent[low] = high;
+    }
+    std::vector<int64_t> object(basins);
+    for (int64_t basin = 0; basin < basins; ++basin)
+      object[basin] = root_of(parent, basin);
+    return object;
+  }
+
+  // Between basins, the highest first; of those as high the one with the lower numbers.
+  std::vector<Pass> shallow_passes() {
+    Passes between;
+    const auto note = [&](int64_t one, int64_t other, int32_t key) {
+      if (basin_of_[one] != basin_of_[other])
+        between.add(basin_of_[one] + 1, basin_of_[other] + 1, key);
+    };
+    passes_.visit_all(note);
+    for (const PendingPass &way : pending_passes_)
+      note(way.piece, pieces_.get()[way.place], way.key);
+    std::vector<Pass> shallow;
+    between.visit_all([&](int64_t one_more, int64_t another, int32_t key) {
+      const int64_t first = one_more - 1, second = another - 1;
+      const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
+      // What is not a number is not near anything.
+      const bool comparable = !std::isnan(one) && !std::isnan(other);
+      if (comparable && std::min(one, other) - height < persistence_.depth)
+        shallow.push_back({height, first, second});
+    });
+    std::sort(shallow.begin(), shallow.end(), [](const Pass &a, const Pass &b) {
+      return a.height != b.height ? a.height > b.height : a.first != b.first ? a.first < b.first : a.second < b.second;
+    });
+    return shallow;
+  }
+
+  // Calls with every piece of a voxel in the first or last plane along an axis that has more than one.
+  template <typename Visit> void visit_faces(Visit visit) const {
+    const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, by = {plane_, width_, 1};
+    for (size_t axis = 0; axis < 3; ++axis) {
+      const size_t one = (axis + 1) % 3, other = (axis + 2) % 3;
+      for (const int64_t end : {int64_t(1), edges[axis]})
+        for (int64_t i = 1; edges[axis] > 1 && i <= edges[one]; ++i)
+          for (int64_t j = 1; j <= edges[other]; ++j)
+            if (const int32_t piece = pieces_.get()[end * by[axis] + i * by[one] + j * by[other]])
+              visit(piece);
+    }
+  }
+
+  const bool along_y_;
+  const float threshold_;
+  const Persistence persistence_;
+  const int64_t depth_, rows_, width_, plane_, block_planes_;
+  // What a place modulo 3 along planes and rows counts in a code.
+  const std::array<int64_t, 2> weights_;
+  Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
+  std::vector<int32_t> codes_, limits_;
+  // From a voxel of one code to its neighbour of another; and to each neighbour.
+  std::array<int32_t, CODES * CODES> steps_;
+  std::array<int64_t, NEIGHBOURS> offsets_;
+  // The first plane of the next block, counted with the rim, and how many planes of it are there: the one below it,
+  // and then the one that waits for its upper neighbour.
+  int64_t z_ = 1, pending_planes_ = 1;
+  // By number; 0 is the background.
+  std::vector<Piece> piece_ends_;
+  Passes passes_;
+  std::deque<PendingPass> pending_passes_;
+  std::vector<int64_t> basin_of_;
+  std::vector<double> peaks_;
+  std::vector<int32_t> number_of_;
+};
+
+} // namespace

@@ -1,0 +1,28 @@
+// Prefetching of lines that are read or written a few lines later.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+// A part of a line is too short for the hardware prefetcher to predict where the next line begins. Lines are requested
+// this many lines ahead.
+constexpr int64_t AHEAD = 16;
+constexpr int64_t AHEAD_IN_ROWS = 8;
+constexpr uintptr_t CACHE_LINE = 64;
+
+template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t count) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from), end = begin + count * sizeof(T);
+  for (uintptr_t line = begin & -CACHE_LINE; line < end; line += CACHE_LINE)
+    __builtin_prefetch(reinterpret_cast<const void *>(line), ToWrite);
+}
+
+// Moves (z, y) on by `ahead` lines; returns false where there is no such line.
+inline bool step_ahead(int64_t ahead, int64_t depth, int64_t height, int64_t &z, int64_t &y) {
+  y += ahead;
+  if (y >= height) y -= height, ++z;
+  return z < depth && y < height;
+}
+
+} // namespace
