@@ -1,7 +1,6 @@
-"""Scores -> labels: classes by the highest score, instances by ascent to the maxima of a distance map.
+"""Decoding of scores into labels: classes by the highest score, instances by a watershed of a distance map.
 
-A decoder takes finished z-slabs and keeps of each only what it needs, so that the scores
-of a volume never exist at once.
+A decoder takes finished slabs and keeps of each only what it needs, so that the scores of a volume never exist at once.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from service.inference.decoding.instances import InstanceDecoder, logit, thresho
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, CPU, WatershedKernel, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-# Voxels whose scores fit a core's cache.
+# Number of voxels whose scores fit a core's cache.
 CACHE_VOXELS = 2**16
 
 
 class Decoder(Protocol):
-    """Takes slabs of raw scores and then gives the segmentation."""
+    """Converter of slabs of raw scores into a segmentation."""
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        """Raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
+        """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on.
 
         float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in order, then
         those of the next planes.
         """
 
     def finish(self) -> Segmentation:
-        """The segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
+        """Return the segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
 
 
 def make_decoder(
     spec: ModelSpec, size: Size, output: OutputKind, voxel_size: VoxelSize | None, allocate: Allocate = np.zeros
 ) -> Decoder:
-    """The decoder for what the caller wants of this model; `size` is (Z, Y, X), `allocate` makes what is as large."""
+    """Return the decoder for an output of this model; `size` is (Z, Y, X), `allocate` makes the result array."""
     if output == "probabilities":
         return ProbabilityDecoder(spec, size, voxel_size, allocate)
     if isinstance(spec.decoding, Instances):
@@ -53,7 +52,7 @@ def make_decoder(
 
 
 class DecodingMemory(NamedTuple):
-    """Peak bytes of decoding and of its result: in the host's memory, in that of a device of its own, and on disk."""
+    """Peak bytes of decoding and its result: in the host's memory, in a separate device's memory, and on disk."""
 
     host: int
     device: int = 0
@@ -63,31 +62,31 @@ class DecodingMemory(NamedTuple):
 def estimate_decoding(
     spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: WatershedKernel = watershed_kernel
 ) -> DecodingMemory:
-    """What decoding a volume of `size` (Z, Y, X) takes, whose scores are on the host or not."""
+    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device."""
     voxels = math.prod(size)
     if output != "labels":
-        # Gathered on the host, wherever the scores are.
+        # The result is gathered on the host, wherever the scores are.
         result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
         return DecodingMemory(result) if result < LARGE_BYTES else DecodingMemory(0, disk=result)
-    # A block of planes and one more on either side: the kernel has the key of every voxel, and of those inside, which
-    # even of crowded stacks are hardly more than three of four, their places and where they lead.
+    # The kernel keeps the key of every voxel in a block of planes and one more on either side. For foreground, hardly
+    # more than three of four voxels even in crowded stacks, it keeps their places and targets.
     block = min(voxels, BLOCK_VOXELS + 2 * size[1] * size[2])
     if on_host and kernel.supports(CPU, size):
-        # A piece for every voxel and its label, which takes two bytes up to 65535 objects.
+        # Each voxel has the number of its piece, and its label in two bytes up to 65535 objects.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2) * voxels)
-    # Some nine 32-bit arrays of torch's; then pieces and labels and, by measurement, two bytes for the passes between
-    # crowded objects.
+    # Torch needs some nine 32-bit arrays for a block, then pieces and labels, and by measurement two bytes for the
+    # passes between crowded objects.
     if on_host:
         return DecodingMemory(36 * block + 8 * voxels)
-    # What comes back are labels, and the numbers of pieces that they are looked up by.
+    # The host receives the labels and the numbers of pieces that they are looked up by.
     return DecodingMemory(8 * voxels, 36 * block + 8 * voxels)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """First plane and scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
+    """Yield the first plane and the scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
 
-    What is made of them then stays in its cache, and is little: torch asks for aligned memory, for which malloc hardly
-    ever finds room where the like was freed, so that what large ones have left adds up from slab to slab.
+    Temporary arrays of a few planes stay in the cache. Large ones would fragment memory from slab to slab, because
+    malloc hardly ever reuses freed memory for the aligned arrays of torch.
     """
     planes = scores.shape[2]
     step = max(CACHE_VOXELS // math.prod(scores.shape[3:]), 1) if scores.is_cpu else planes
@@ -95,7 +94,7 @@ def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
-    """Put `slab`, [..., z, y, X], into `pixels`, [..., Z, Y, X]; where they lie on disk, let go of finished planes."""
+    """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release finished planes of arrays on disk."""
     planes, rows = slab.shape[-3:-1]
     pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
     if y0 + rows == pixels.shape[-2]:
@@ -103,7 +102,7 @@ def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> No
 
 
 class ProbabilityDecoder:
-    """All outputs after the model's activation, float32 [K, Z, Y, X]."""
+    """Decoder of all outputs after the model's activation, float32 [K, Z, Y, X]."""
 
     def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
         self._spec, self._voxel_size = spec, voxel_size
@@ -127,7 +126,7 @@ class ProbabilityDecoder:
 
 
 class ClassDecoder:
-    """The index of the output with the highest score, uint8 [Z, Y, X] (uint16 beyond 256 classes)."""
+    """Decoder of the index of the highest score, uint8 [Z, Y, X] (uint16 beyond 256 classes)."""
 
     def __init__(self, spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, allocate: Allocate) -> None:
         self._spec, self._voxel_size = spec, voxel_size
@@ -135,7 +134,7 @@ class ClassDecoder:
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         for first, part in split_planes(z0, scores):
-            # The same as argmax, which takes nine times as long along the first axis.
+            # The indices of `max` equal argmax, which takes nine times as long along the first axis.
             write_slab(self._pixels, first, y0, part[0].max(0).indices.cpu().numpy())
 
     def finish(self) -> Segmentation:
@@ -143,7 +142,7 @@ class ClassDecoder:
 
 
 class ForegroundDecoder:
-    """Background and foreground of a model of instances, uint8 [Z, Y, X] of 0 and 1."""
+    """Decoder of background and foreground of a model of instances, uint8 [Z, Y, X] of 0 and 1."""
 
     def __init__(
         self, spec: ModelSpec, decoding: Instances, size: Size, voxel_size: VoxelSize | None, allocate: Allocate

@@ -1,7 +1,7 @@
-"""Holes of objects: background that one object encloses.
+"""Filling of holes: background that one object encloses.
 
-Background is looked at as runs along x, of which there are far fewer than voxels; runs that touch are joined by
-union-find over all of them at once (run-based connected components: He, Chao and Suzuki 2008).
+Background is processed as runs along x, which are far fewer than voxels; touching runs are joined by union-find over
+all of them at once (run-based connected components: He, Chao and Suzuki 2008).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Indices = NDArray[np.intp]
 
 
 class Runs(NamedTuple):
-    """Stretches of background, each within one row; ascending by row, then by place.
+    """Runs of background, each within one row, in ascending order of row and start.
 
     row    z * Y + y
     start  first voxel along x; `end` is the one after the last
@@ -26,8 +26,8 @@ class Runs(NamedTuple):
     start: Indices
     end: Indices
 
-    def of(self, chosen: NDArray[np.bool_]) -> Runs:
-        """Some of them."""
+    def select(self, chosen: NDArray[np.bool_]) -> Runs:
+        """Return the runs where `chosen` is true."""
         return Runs(self.row[chosen], self.start[chosen], self.end[chosen])
 
 
@@ -36,15 +36,15 @@ def fill_holes(labels: Labels) -> None:
 
     labels  unsigned [Z, Y, X], 0 for the background
 
-    A hole is background, connected through the faces of its voxels, that reaches no face of the volume and touches one
-    object only; what lies between two objects stays background. An axis of one voxel has no faces.
+    A hole is background, connected through the faces of its voxels, that reaches no face of the volume and touches only
+    one object; background between two objects stays. An axis of one voxel has no faces.
     """
     runs = _background(labels)
     component = _components(runs, labels.shape)
     outside = np.zeros(len(component), bool)
     outside[component[_at_faces(runs, labels.shape)]] = True
     closed = ~outside[component]
-    runs, component = runs.of(closed), component[closed]
+    runs, component = runs.select(closed), component[closed]
     least, most = _neighbours(labels, runs, component)
     flat = labels.reshape(-1, labels.shape[2])
     for row, start, end, low, high in zip(*runs, least, most, strict=True):
@@ -53,7 +53,7 @@ def fill_holes(labels: Labels) -> None:
 
 
 def _background(labels: Labels) -> Runs:
-    """Runs of zeros."""
+    """Return the runs of zeros."""
     rows, starts, ends = [], [], []
     height, width = labels.shape[1:]
     edges = np.zeros((height, width + 2), np.int8)
@@ -68,7 +68,7 @@ def _background(labels: Labels) -> Runs:
 
 
 def _components(runs: Runs, shape: tuple[int, ...]) -> Indices:
-    """For each run the number of the first run that it is connected with."""
+    """Return for each run the number of the first run that it is connected with."""
     height = shape[1]
     inner = runs.row % height < height - 1
     pairs = [_touching(runs, inner, 1), _touching(runs, np.ones(len(runs.row), bool), height)]
@@ -85,7 +85,7 @@ def _components(runs: Runs, shape: tuple[int, ...]) -> Indices:
 
 
 def _touching(runs: Runs, among: NDArray[np.bool_], rows_on: int) -> tuple[Indices, Indices]:
-    """Pairs of runs that share an x, the second of them so many rows after the first."""
+    """Return pairs of runs that share an x, the second one `rows_on` rows after the first."""
     width = int(runs.end.max(initial=0)) + 1
     which = np.flatnonzero(among)
     base = (runs.row[which] + rows_on) * width
@@ -97,7 +97,7 @@ def _touching(runs: Runs, among: NDArray[np.bool_], rows_on: int) -> tuple[Indic
 
 
 def _at_faces(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Whether a run has a voxel at a face of the volume."""
+    """Return whether each run has a voxel at a face of the volume."""
     depth, height, width = shape
     z, y = np.divmod(runs.row, height)
     touching = np.zeros(len(runs.row), bool)
@@ -108,7 +108,7 @@ def _at_faces(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
 
 
 def _neighbours(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels, Labels]:
-    """The least and the greatest label around the component of each run, none of which is at a face."""
+    """Return the least and the greatest label around the component of each run; no run may be at a face."""
     depth, height, width = labels.shape
     lengths = runs.end - runs.start
     of = np.repeat(np.arange(len(lengths)), lengths)

@@ -1,4 +1,8 @@
-"""Scores -> objects: the watershed of smoothed distances, without shallow maxima."""
+"""Decoding of instances: the watershed of smoothed distances, with shallow maxima merged into higher ones.
+
+A stack no higher than a window arrives in rows that hold all of z. Each row is decoded as planes along y while later
+rows are computed; ties are broken by the same places as along z, so the basins are equal to the bit.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from service.models.spec import Instances, ModelSpec
 
 
 class InstanceDecoder:
-    """Objects, numbered from 1 in the order of the places of their peaks; see `Watershed` and `merge_shallow_basins`.
+    """Decoder of objects, numbered from 1 in the order of the places of their peaks.
 
-    Keeps one int32 per voxel, and the distance in the planes that are coming in.
+    It keeps one int32 per voxel, and the distances of planes that are not complete.
     """
 
     def __init__(
@@ -45,24 +49,24 @@ class InstanceDecoder:
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
         self._watershed: StreamingWatershed | None = None
-        # Planes of which not every row has come.
+        # Planes whose rows have not all arrived.
         self._distances: Tensor
         self._inside: Tensor
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
-        """As `Decoder.add`."""
+        """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on, like `Decoder.add`."""
         planes, rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance], scores[0, self._foreground]
         if not self._decoding.smoothing and rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and planes == self._size[0]:
-            # All of z at once, as windows as high as the volume give it: nothing has to wait for the last row.
+            # Windows as high as the volume give all of z at once, so that nothing has to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
             self._gather(y0, distances.float(), threshold_mask(foreground, self._threshold))
 
     def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
-        """Rows of some planes, [z, y, X] of float32 and bool, which go on once they are whole."""
+        """Collect rows of some planes, float32 and bool [z, y, X], and process the planes once they are complete."""
         planes, rows, width = distances.shape
         if rows < self._size[1]:
             if y0 == 0:
@@ -100,13 +104,13 @@ class InstanceDecoder:
 
 
 class StreamingWatershed(Protocol):
-    """Takes planes, and labels the objects in them, as `watershed_kernel.KernelWatershed` does or with torch."""
+    """Watershed of a height map that arrives in planes, computed by the C++ kernel or by torch."""
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, as `service.inference.decoding.watershed_kernel.KernelWatershed.add`."""
+        """Add the next planes; `KernelWatershed.add` states shapes and dtypes."""
 
     def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        """As `service.inference.decoding.watershed_kernel.KernelWatershed.labels`."""
+        """Return labels [Z, Y, X] and their number; `KernelWatershed.labels` states dtypes and parameters."""
 
 
 class TorchWatershed:
@@ -133,9 +137,10 @@ class TorchWatershed:
 
 
 class Persistence(NamedTuple):
-    """How deep a pass must lie below a peak to part two objects: `persistence`, in units of the distance.
+    """Depth below a peak at which a pass separates two objects: the persistence of the lower peak.
 
-    squashed   the landscape holds logits of the distance, which climb alike and need no sigmoid for each voxel
+    persistence  in units of the distance
+    logits       whether heights are logits of the distance, which have the same order and save a sigmoid per voxel
     """
 
     persistence: float
@@ -143,19 +148,19 @@ class Persistence(NamedTuple):
 
     @property
     def depth(self) -> float:
-        """Neighbouring maxima of one plateau are one maximum, even without any persistence."""
+        """Least depth, above 0 so that neighbouring maxima of one plateau are one maximum."""
         return max(self.persistence, MIN_DEPTH)
 
     def distance(self, heights: Tensor) -> Tensor:
-        """Heights of the landscape -> distances, float64: of equal heights equal ones, wherever they lie.
+        """Convert heights to distances, float64; equal heights give equal distances wherever they lie.
 
-        Those of `torch.sigmoid` differ in the last bits where a tensor ends in the midst of a vector, and peaks of one
-        plateau would be two.
+        `torch.sigmoid` may round differently where a tensor ends within a vector register, which would turn one plateau
+        into two peaks.
         """
         return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
 
     def floor(self, peaks: Tensor) -> Tensor:
-        """Heights from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
+        """Return the height from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
         lowest = self.distance(peaks) - self.depth
         if self.logits:
             lowest = torch.logit(lowest.clamp(0, 1))
@@ -163,10 +168,10 @@ class Persistence(NamedTuple):
 
 
 class Smoother:
-    """Averages the distance with its neighbours `times` times, weights 1, 2, 1 along each axis; planes come and leave.
+    """Binomial filter (weights 1, 2, 1 along each axis), applied `times` times to planes that arrive in parts.
 
-    At the faces of the volume the outermost voxel stands for what is missing. A plane leaves as soon as those above
-    that it needs have come, so that the result does not depend on how the planes were cut.
+    The outermost voxel is repeated beyond the faces of the volume. A plane leaves once the planes above that it needs
+    have arrived, so the result does not depend on how the planes were cut.
     """
 
     def __init__(self, times: int) -> None:
@@ -175,7 +180,7 @@ class Smoother:
         self._masks: list[Tensor] = []
 
     def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The next planes, float32 and bool [planes, Y, X] -> those that are finished."""
+        """Add the next planes, float32 and bool [planes, Y, X], and yield the finished ones."""
         if not self._times:
             yield heights, inside
             return
@@ -185,7 +190,7 @@ class Smoother:
         yield from self._pop_finished()
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The planes that waited for others above them."""
+        """Yield the planes that waited for others above them."""
         if self._planes is not None:
             self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._times, -1, -1)))
             yield from self._pop_finished()
@@ -203,7 +208,7 @@ class Smoother:
 
 
 def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
-    """Weights 1, 2, 1 along one axis of [z, y, x], the ends standing for what lies beyond them."""
+    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the ends."""
     last = heights.shape[axis] - 1
     before = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
     after = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)
@@ -213,12 +218,12 @@ def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
 def label_basins(
     basins: Basins, persistence: Persistence, minimum_size: int, *, drop_border: bool = False
 ) -> tuple[NDArray[np.unsignedinteger], int]:
-    """Join basins to objects and drop the unwanted: labels [Z, Y, X], uint16 or uint32, from 1, and their number.
+    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and their number.
 
     minimum_size  voxels that an object must have
     drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
     """
-    # In NumPy, which takes a fraction of torch's time for so few numbers.
+    # NumPy takes a fraction of torch's time for so few numbers.
     group = merge_shallow_basins(basins, persistence)
     voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
@@ -235,7 +240,7 @@ def label_basins(
 
 
 def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
-    """Write the number of each piece into labels [Z, Y, X]."""
+    """Write the number of each voxel's piece into labels [Z, Y, X]."""
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
     for z0 in range(0, len(labels), step):
         part = pieces[z0 : z0 + step]
@@ -243,7 +248,7 @@ def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedin
 
 
 def _at_faces(basins: Basins) -> Tensor:
-    """Basins with a voxel in the first or last plane along an axis that has more than one, int64 [N]."""
+    """Return the basins with a voxel in the first or last plane along an axis of several planes, int64 [N]."""
     faces = [
         basins.pieces.select(axis, end).flatten()
         for axis, edge in enumerate(basins.pieces.shape)
@@ -255,7 +260,7 @@ def _at_faces(basins: Basins) -> Tensor:
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Join a basin to its higher neighbour where its peak rises less than the persistence above the pass between them.
+    """Merge a basin into its higher neighbour where its peak rises less than the persistence above their pass.
 
     Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
     of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
@@ -282,9 +287,9 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 
 
 def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Pairs of basins and the distance at the highest pass between them, where it is shallow to the lower peak.
+    """Return pairs of basins and the distance at their highest pass, where it is shallow to the lower peak.
 
-    Three arrays of [E], the highest pass first; every pair stands once, with the lower number first.
+    Returns three arrays of [E], the highest pass first; every pair occurs once, with the lower number first.
     """
     one, other = (side.cpu().numpy() for side in basins.passes[:2])
     height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
@@ -299,12 +304,12 @@ def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArr
 
 
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
-    """Where the scores are above the threshold, bool of the same shape; what is bool stays as it is."""
+    """Return where scores exceed the threshold, bool of the same shape; a bool tensor is returned as it is."""
     if scores.dtype == torch.bool:
         return scores
     if scores.device.type != "cpu":
         return scores > threshold
-    # On one thread NumPy takes a sixth of torch's time.
+    # NumPy takes a sixth of torch's time on one thread.
     return torch.from_numpy(scores.float().numpy() > np.float32(threshold))
 
 

@@ -1,7 +1,7 @@
-"""Basins of a landscape that arrives plane by plane: every voxel climbs to a maximum, and passes lead between basins.
+"""Watershed basins of a height map that arrives in planes, and the passes between them, by torch on any device.
 
-Planes are worked on in blocks that fit a processor's cache, and of a finished block only the numbers of its voxels are
-kept. Neither basins nor passes depend on where planes were cut.
+Planes are processed in blocks that fit a processor's cache, and of a finished block only the piece number of each voxel
+is kept. Neither basins nor passes depend on where planes were cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-
 
 
 class Passes(NamedTuple):
-    """Ways over the border of two basins: their numbers, int64 [E] each, and height, float32 [E].
+    """Passes over the border of two basins: their numbers, int64 [E] each, and height, float32 [E].
 
     The height is that of the lower of two voxels that touch. Many rows may join one pair, or a basin with itself.
     """
@@ -44,7 +44,7 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Basins:
-    """What all planes together make; basins are numbered from 0 in the order of the places of their maxima.
+    """Basins of the whole volume, numbered from 0 in the order of the places of their maxima.
 
     basin_of  int64 [P]: the basin of each piece; the background is piece 0 and has basin -1
     pieces    int32 [Z, Y, X]: the piece of every voxel
@@ -61,7 +61,7 @@ class Basins:
 
 
 class _PieceEnds(NamedTuple):
-    """Where the paths of one block end, int64 [P] each: a piece per row.
+    """Ends of the steepest-ascent paths of one block, int64 [P] each, one piece per row.
 
     link     the piece that its highest neighbour belongs to; itself at a maximum
     place    place of its end in the volume with its rim
@@ -93,13 +93,13 @@ class _BlockPaths(NamedTuple):
 
 
 class Watershed:
-    """Takes a landscape in planes and gives its basins.
+    """Watershed transform of planes that are added one after the other.
 
-    Every voxel climbs to the highest of its 26 neighbours, as in the watershed by topographical distance (Meyer 1994);
-    where that leads is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its block
-    ends there as a piece of its own; pieces are joined at the end. Heights are compared by all but their last five
-    bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are passes of
-    its own height.
+    A path leads from every voxel to the highest of its 26 neighbours, as in the watershed by topographical distance
+    (Meyer 1994); its end is found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
+    block ends there as a piece of its own; pieces are joined at the end. Heights are compared by all but their last
+    five bits. Among equals the place decides, so that every path ends; between the maxima of one plateau there are
+    passes of its own height.
 
     size    (Z, Y, X)
     along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
@@ -153,12 +153,12 @@ class Watershed:
             self._advance(block)
 
     def finish(self) -> Basins:
-        """Once all planes were added."""
+        """Return the basins, once all planes were added."""
         # In NumPy, which takes a fraction of torch's time for so few numbers.
         link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._piece_ends, strict=True))
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[self._order(place[maxima]).argsort()]
-        # Paths that went up could not know the piece above.
+        # The piece above a block was not known when its paths were traced.
         link[1:] = self._pieces_at(place[1:])
         while not np.array_equal(further := link[link], link):
             link = further
@@ -173,7 +173,7 @@ class Watershed:
         return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
 
     def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers [N] in the order in which voxels are in the volume, by their places with the rim."""
+        """Return numbers [N] that order places with the rim like the voxels of the volume."""
         if not self._along_y:
             return place
         plane, rest = np.divmod(place, self._plane)
@@ -189,7 +189,7 @@ class Watershed:
         return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), _heights(key))
 
     def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The pieces of voxels of the volume with its rim."""
+        """Return the pieces at places of the volume with its rim."""
         pieces = self._pieces.view(-1)
         found: NDArray[np.int32] = (
             pieces.numpy()[place] if pieces.device.type == "cpu" else pieces[self._tensor(place)].cpu().numpy()
@@ -203,7 +203,7 @@ class Watershed:
         return torch.full((planes, *self._rows), BACKGROUND, dtype=torch.int32, device=self._device)
 
     def _fill(self, heights: Tensor, inside: Tensor, block: Tensor) -> None:
-        """Write the keys of planes that come next into the inside of their rims."""
+        """Write the keys of the next planes inside their rims."""
         z = (self._z - 1 + len(self._pending)) % 3
         keys = _keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
@@ -212,7 +212,7 @@ class Watershed:
         torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
     def _advance(self, block: Tensor) -> None:
-        """Work on the planes whose upper neighbours have come now; `block` begins with those that waited."""
+        """Process the planes whose upper neighbours have arrived; `block` begins with the pending ones."""
         if len(block) > 2:
             if (paths := self._trace_paths(block.view(-1))) is not None:
                 self._store_pieces(paths)
@@ -221,11 +221,11 @@ class Watershed:
         self._pending = block[-2:].clone()
 
     def _limits(self, tops: Tensor) -> Tensor:
-        """Keys of tops -> the least key, int32 [P], of what a pass near each may touch."""
+        """Return the least key, int32 [P], that a pass near each of the given top keys may touch."""
         return _keys(self._floor(_heights(tops))) & ~PLACE_BITS
 
     def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
-        """Where the voxels between the first and the last plane climb to; None without any foreground."""
+        """Trace the paths of voxels between the first and the last plane; None without any foreground."""
         place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
         if not len(place):
             return None
@@ -247,7 +247,7 @@ class Watershed:
         return _BlockPaths(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
 
     def _store_pieces(self, paths: _BlockPaths) -> None:
-        """Write the pieces of a block into the volume, and note where they lead."""
+        """Write the pieces of a block into the volume, and record their ends."""
         pieces = self._pieces.view(-1)
         low = (self._z - 1) * self._plane
         inner = paths.row_of[self._plane : -self._plane]
@@ -259,7 +259,7 @@ class Watershed:
         self._count += len(paths.targets)
 
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
-        """Find passes to other pieces near the tops of a block's pieces; those of the plane above are not yet known."""
+        """Find passes near the tops of a block's pieces; the pieces of the plane above are not yet known."""
         limit = self._limits(paths.tops).index_select(0, paths.piece)
         near = (paths.own >= limit).nonzero().squeeze(1)
         here = paths.piece + (self._count - len(paths.targets))
@@ -268,7 +268,7 @@ class Watershed:
             self._collect_passes(keys, *(each.index_select(0, rows) for each in columns))
 
     def _collect_passes(self, keys: Tensor, index: Tensor, own: Tensor, limit: Tensor, here: Tensor) -> None:
-        """Note the neighbours of these voxels that belong to other pieces and are not below the limit."""
+        """Record neighbours of these voxels that belong to other pieces and are not below the limit."""
         around = (index[:, None] + self._offsets).view(-1)
         key = keys.index_select(0, around).view(-1, len(NEIGHBOURS))
         found = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
@@ -281,7 +281,7 @@ class Watershed:
 
 
 def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
-    """The highest key among each voxel and its 26 neighbours, and how many voxels at either end have none.
+    """Return the highest key among each voxel and its 26 neighbours, and how many voxels at either end have none.
 
     Rows lie one behind the other in flat memory, where the rim keeps them apart: one filter per axis, each contiguous.
     """
@@ -292,7 +292,7 @@ def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
 
 
 def _keys(heights: Tensor) -> Tensor:
-    """float32 -> int32 in the same order, the bits of the place being zero."""
+    """Map float32 heights to int32 keys of the same order, with the bits of the place zero."""
     bits = heights.view(torch.int32)
     # In place, as each further array of a large block would leave the cache.
     keys = bits >> 31
@@ -303,14 +303,14 @@ def _keys(heights: Tensor) -> Tensor:
 
 
 def _heights(keys: Tensor) -> Tensor:
-    """The inverse of `_keys`, but for the bits that were dropped."""
+    """Invert `_keys`, except for the bits that were dropped."""
     ordered = keys & ~PLACE_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 @lru_cache(maxsize=16)
 def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a plane adds to keys by its place modulo 3, int32 [planes + 2, 1, 1], and its voxels by theirs, [Y, X]."""
+    """Return codes of places modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
     digits = (torch.arange(edge, dtype=torch.int32, device=device) % 3 for edge in (planes + 2, rows, row))
     z, y, x = digits
     return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
@@ -318,13 +318,13 @@ def _codes(planes: int, rows: int, row: int, weights: tuple[int, int], device: t
 
 @lru_cache(maxsize=16)
 def _offsets(rows: int, row: int, device: torch.device) -> Tensor:
-    """int32 [26]: from a voxel to its neighbours in flat memory."""
+    """Return the offsets, int32 [26], from a voxel to its neighbours in flat memory."""
     return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBOURS], dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=16)
 def _steps(plane: int, row: int, weights: tuple[int, int], device: torch.device) -> Tensor:
-    """int32 [1024]: from a voxel of one code to its neighbour of another, at own code * 32 + the other."""
+    """Return the offsets, int32 [1024], to a neighbour by both codes, at own code * 32 + the neighbour's."""
     code = torch.arange(32)
     steps = torch.zeros(32, 32, dtype=torch.int64)
     for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):

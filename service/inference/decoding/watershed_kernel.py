@@ -1,9 +1,8 @@
-"""Objects of a landscape in C++, for planes in the memory of a CPU; `watershed_kernel.cpp` says how.
+"""Watershed in C++ for planes in the memory of a CPU.
 
-The same labels come out as of `service.inference.decoding.watershed` and what `service.inference.decoding.decoders`
-makes of its basins. For a small volume that is hundreds of operations of torch and NumPy, each of which takes
-microseconds however few voxels there are, and passes the interpreter's lock on; here it is one for each part that
-comes, and one at the end, in the caller's thread.
+Its labels equal those of `watershed.py` with `instances.label_basins`. For a small volume these take hundreds of
+torch and NumPy operations, each of which costs microseconds and releases the interpreter's lock. The kernel takes one
+call for each part that arrives and one at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from service.core.volume import Size, label_dtype
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# What each function takes and gives, as `CppExtension` says.
+# Argument and result types of each function, in the letters of `CppExtension`.
 SIGNATURES = (
     ("stackseg_watershed", "pifdiq", "p"),
     ("stackseg_free", "p", "-"),
@@ -33,10 +32,10 @@ SIGNATURES = (
 )
 
 
-# Voxels that are worked on together: some megabytes.
+# Number of voxels in a block, which takes some megabytes.
 BLOCK_VOXELS = 2**22
 
-# Up to so many voxels a landscape is made and forgotten in some 30 us.
+# Up to this many voxels memory is allocated and freed within about 30 us.
 SMALL_VOXELS = 2**20
 
 # Places in a block are 32-bit integers.
@@ -46,17 +45,17 @@ CPU = torch.device("cpu")
 
 _Three = ctypes.c_int64 * 3
 
-# By the number that `watershed_kernel.cpp` has for them.
+# Dtypes by their number in `watershed_kernel.cpp`.
 HEIGHTS = (torch.float32, torch.bfloat16)
 INSIDE = (*HEIGHTS, torch.bool)
 
 
 class WatershedParameters(NamedTuple):
-    """What makes an object.
+    """Parameters that decide what an object is.
 
-    threshold  above which a voxel is inside
-    depth      of a pass below the lower one of two peaks that it parts, in units of the distance; above 0
-    squashed   heights are logits of the distance
+    threshold  above which a voxel is foreground
+    depth      of a pass below the lower of the two peaks that it separates, in units of the distance; above 0
+    logits     whether heights are logits of the distance
     """
 
     threshold: float
@@ -65,24 +64,24 @@ class WatershedParameters(NamedTuple):
 
 
 class WatershedKernel(CppExtension):
-    """The compiled functions, once `prepare` has made them; without a compiler there are none."""
+    """The compiled functions, once `prepare` has compiled them; without a compiler there are none."""
 
     def __init__(self) -> None:
         super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
-        """Whether it is there, and can work on volumes of this size, whichever way planes come, on this device."""
+        """Whether the kernel is compiled and takes volumes of this size on this device, along either axis."""
         largest = (max(size[:2]) + 2) * (size[2] + 2)
         return self._library is not None and device.type == "cpu" and block + 4 * largest <= MAX_PLACE
 
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int = BLOCK_VOXELS
     ) -> KernelWatershed:
-        """One without planes so far. Raises MemoryError.
+        """Return a watershed without planes. Raises MemoryError, and ValueError for a size that is not supported.
 
         size    (Z, Y, X) of the volume
-        along_y  planes come along y instead, each with all of z; the same comes out
-        block   voxels that are worked on together
+        along_y  planes come along y instead of z, each with all of z; labels are equal
+        block   number of voxels that are processed together
         """
         if min(size) < 1 or not self.supports(CPU, size, block):
             raise ValueError(f"a volume of {size} is not for the kernel")
@@ -92,7 +91,7 @@ class WatershedKernel(CppExtension):
 
 
 class KernelWatershed:
-    """Takes planes of a landscape, and labels its objects; made by `WatershedKernel.start`."""
+    """Watershed of a height map that arrives in planes; `WatershedKernel.start` makes it."""
 
     def __init__(
         self,
@@ -105,14 +104,14 @@ class KernelWatershed:
     ) -> None:
         self._size, self._along_y = size, along_y
         self._functions, quick = kernel
-        # Memory of large ones comes, and goes, page by page.
+        # Allocating much memory takes long, and must not hold the interpreter's lock.
         self._cheap_functions = quick if math.prod(size) <= SMALL_VOXELS else self._functions
         self._left = size[along_y]
         self._handle = self._cheap_functions.stackseg_watershed(_Three(*size), along_y, *parameters, block)
         if self._handle is None:
             raise MemoryError(f"no memory for the landscape of a volume of {size}")
 
-    # Even where making it failed.
+    # `__del__` also runs where `__init__` failed.
     _handle: int | None = None
 
     def __del__(self) -> None:
@@ -120,10 +119,10 @@ class KernelWatershed:
             self._cheap_functions.stackseg_free(self._handle)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        """The next planes, [planes, Y, X], or along_y [Z, planes, X], with any strides. Raises ValueError, MemoryError.
+        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X]. Raises ValueError, MemoryError.
 
         heights  float32 or bfloat16
-        inside   the same, voxels being inside where it is above the threshold; or bool
+        inside   float32 or bfloat16, foreground above the threshold; or bool
         """
         planes = heights.shape[self._along_y]
         shape = list(self._size)
@@ -146,7 +145,7 @@ class KernelWatershed:
         return _Three(y, z, x) if self._along_y else _Three(z, y, x)
 
     def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        """Once every plane was added: labels [Z, Y, X], uint16 or uint32, from 1, and their number. Raises MemoryError.
+        """Return labels [Z, Y, X], uint16 or uint32, from 1, and their number, once every plane was added.
 
         minimum_size  voxels that an object must have
         drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
@@ -164,4 +163,4 @@ class KernelWatershed:
 
 
 watershed_kernel = WatershedKernel()
-"""The one of this process; a service prepares it when it starts, so that no request waits for a compiler."""
+"""The kernel of this process; a service prepares it at start, so that no request waits for a compiler."""
