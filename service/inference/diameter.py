@@ -1,4 +1,4 @@
-"""How wide the objects of a stack are, found out by looking at a few windows of it at several scales.
+"""Estimate the diameter of the objects of a stack from a few windows of it at several scales.
 
 A network finds objects best at the width that it was trained for; at others it merges or splits them, or is less sure
 of their centres. So the scale that fits is the one at which what it finds has that width, with high peaks of the
@@ -68,7 +68,7 @@ PLANES, PLACES = 8, 16
 
 
 class Sizing(NamedTuple):
-    """What was found out.
+    """An estimate of the diameter of objects.
 
     diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
     fits      whether the model works well on objects of this width without any resampling
@@ -82,7 +82,7 @@ class Sizing(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a user should know about it."""
+        """A sentence about the estimate for the user."""
         seen = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
             return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
@@ -93,7 +93,7 @@ class Sizing(NamedTuple):
 
 
 class ScaleProbe(NamedTuple):
-    """What one look found.
+    """Objects found at one scale, and how well it suits the model.
 
     factors  voxels of the scaled grid per voxel of the image, along (z, y, x)
     widths   median extents of objects along (z, y, x), in voxels of the scaled grid; y and x have one value
@@ -114,7 +114,7 @@ class DiameterEstimator:
 
     image  normalised, at the sampling of its volume
     base   voxels of the grid on which the model works by itself per voxel of the image, along (z, y, x)
-    look   is asked for the scores of a few windows at a time, with zeros where the image ends
+    score_windows  computes the scores of a few windows at a time, which have zeros where the image ends
     """
 
     def __init__(self, image: Image, base: Factors, spec: ModelSpec, score_windows: ScoreWindows) -> None:
@@ -126,7 +126,7 @@ class DiameterEstimator:
         self._size: Size = (depth, height, width)
 
     def estimate(self, stretch: float = 1.0) -> Sizing:
-        """The width of the objects, always the same for one image and one network. Raises what `look` raises.
+        """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises.
 
         `stretch`, the spacing of planes over that of pixels on the `base` grid, is half believed at first: objects are
         rarely as flat in voxels as their sampling would have them, because light blurs them along z.
@@ -153,12 +153,12 @@ class DiameterEstimator:
         return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows)
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
-        """Whether another look would hardly tell more."""
+        """Return whether another probe would hardly tell more."""
         best = max(seen, key=_fit)
         return best.fit >= GOOD_FIT and _near(self._refined(best), best.factors, FITTING)
 
     def _next(self, seen: Sequence[ScaleProbe]) -> Factors | None:
-        """Where the best look leads to, or the next best if it leads nowhere new; None where no look does."""
+        """Return the factors that the best probe suggests, else the next best; None where none suggests new ones."""
         for probe in sorted(seen, key=_fit, reverse=True):
             factors = self._refined(probe)
             if probe.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
@@ -166,7 +166,7 @@ class DiameterEstimator:
         return None
 
     def probe(self, places: Sequence[Size], factors: Factors, most: int) -> ScaleProbe:
-        """Look at up to `most` windows at this scale, around the first of `places` that are apart."""
+        """Score up to `most` windows at this scale, around the first of `places` that are apart."""
         roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
         inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
@@ -185,7 +185,7 @@ class DiameterEstimator:
         return self._summary(factors, objects, len(boxes))
 
     def _objects(self, scores: Tensor) -> NDArray[np.float64]:
-        """[N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and the distance at its peak."""
+        """Return [N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and its peak distance."""
         depth, height, width = scores.shape[2:]
         decoder = InstanceDecoder(self._spec, self._decoding, (depth, height, width), None)
         decoder.add(0, 0, scores)
@@ -205,7 +205,7 @@ class DiameterEstimator:
         return rows
 
     def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int) -> ScaleProbe:
-        """Of the rows that `_objects` gives. Objects that no axis shows whole are taken to be as deep as wide."""
+        """Summarise the rows of `_objects`. Objects that no axis shows whole are taken to be as deep as wide."""
         known = np.isfinite(objects[:, :3])
         count = int(known[:, 1:].sum()) // 2
         if count < FEWEST:
@@ -220,7 +220,7 @@ class DiameterEstimator:
         return ScaleProbe(factors, (deep, wide, wide), count, fit, windows)
 
     def _refined(self, probe: ScaleProbe) -> Factors:
-        """The factors at which what was found would be as wide as the model wants it, as far as they are allowed.
+        """Return the factors at which the objects would be as wide as the model wants them, as far as allowed.
 
         Objects become as wide as deep only from `ROUND` on; less flat ones keep their shape.
         """
@@ -232,7 +232,7 @@ class DiameterEstimator:
         return self._allowed((base_z * scale * stretch, base_y * scale, base_x * scale))
 
     def _allowed(self, factors: Factors) -> Factors:
-        """Within `FARTHEST` of `base`; an axis as long as the window stays so: padding confuses what is beside it."""
+        """Clamp factors to `FARTHEST` of `base`. An axis as long as the window stays so: padding confuses networks."""
         allowed = []
         for factor, usual, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
             least = max(usual / FARTHEST, min(edge / length, usual))
@@ -241,7 +241,7 @@ class DiameterEstimator:
 
 
 class DiameterCache:
-    """What was found out of earlier stacks by one network. Safe to use from several threads.
+    """Estimates of earlier stacks by one network. Safe to use from several threads.
 
     People come back with the same stack for another output or for measurements, and a stack of a single window takes
     less time than its estimate. Of a stack beyond `LARGE_BYTES` the estimate is next to nothing, and reading it is not.
@@ -252,7 +252,7 @@ class DiameterCache:
         self._lock = threading.Lock()
 
     def get(self, volume: Volume, estimate: Callable[[], Sizing]) -> Sizing:
-        """What was found out of the same pixels and voxel size, or what `find_out` finds now."""
+        """Return the estimate for the same pixels and voxel size, or what `estimate` returns now."""
         if volume.nbytes > LARGE_BYTES:
             return estimate()
         key = _digest(volume)
@@ -278,22 +278,22 @@ def _digest(volume: Volume) -> bytes:
 
 
 class ScoreCollector:
-    """Takes scores in like a decoder, and keeps them as they are."""
+    """A consumer of scores that keeps them as they are."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
-        """The next planes [1, K, z, Y, X], with all of their rows."""
+        """Take in the next planes [1, K, z, Y, X], with all of their rows."""
         self._slabs.append(scores)
 
     def scores(self) -> Tensor:
-        """All planes, float32 [1, K, Z, Y, X]."""
+        """Return all planes, float32 [1, K, Z, Y, X]."""
         return torch.cat(self._slabs, 2).float()
 
 
 def score_as_stack(score_stack: ScoreWindows) -> ScoreWindows:
-    """Looks at windows through what takes one stack of them, [1, C, N * z, y, x], and gives [1, K, N * z, y, x]."""
+    """Score windows with a function of one stack of them, [1, C, N * z, y, x] -> [1, K, N * z, y, x]."""
 
     def score_windows(windows: Tensor) -> Tensor:
         count, channels, depth, height, width = windows.shape
@@ -312,7 +312,7 @@ def estimate_anisotropy(volume: Extent, base: Factors) -> float:
 
 
 def signals(image: Image, edges: Size) -> list[Size]:
-    """Places (z, y, x) with signal around them in their plane, the strongest first; `edges` of what is around them."""
+    """Return places (z, y, x) with signal around them in their plane, the strongest first, within `edges`."""
     depth, height, width = image.shape[2:]
     rows, columns = _middles(height, edges[1], PLACES), _middles(width, edges[2], PLACES)
     candidates = list[tuple[float, Size]]()
@@ -332,7 +332,7 @@ def _middles(length: int, edge: int, most: int) -> list[int]:
 
 
 def _cut(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
-    """Parts of the image, float32 [C, z, y, x]; every plane is read once, and none stays."""
+    """Return parts of the image, float32 [C, z, y, x]; every plane is read once, and none stays."""
     parts = [torch.empty((image.shape[1], *(part.stop - part.start for part in box))) for box in boxes]
     for z in sorted(set(itertools.chain.from_iterable(range(box[0].start, box[0].stop) for box in boxes))):
         for part, (planes, rows, columns) in zip(parts, boxes, strict=True):
@@ -342,7 +342,7 @@ def _cut(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
 
 
 def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
-    """The voxels of an image of `size` around `place` that become `inner` voxels of a grid of `scaled`."""
+    """Return the voxels of an image of `size` around `place` that become `inner` voxels of a grid of `scaled`."""
     parts = []
     for middle, length, edge, whole in zip(place, size, inner, scaled, strict=True):
         taken = min(max(round(edge * length / whole), 1), length)
@@ -352,7 +352,7 @@ def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -
 
 
 def _apart(one: Box, other: Box) -> bool:
-    """Whether two boxes of one size have at most half of their edge in common along some axis."""
+    """Return whether two boxes of one size have at most half of their edge in common along some axis."""
     return any(abs(a.start - b.start) * 2 >= a.stop - a.start for a, b in zip(one, other, strict=True))
 
 

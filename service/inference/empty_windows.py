@@ -25,7 +25,7 @@ from service.inference.windows.sliding_window import Image, SparseImage, WindowS
 from service.models.spec import Instances, ModelSpec
 
 # Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
-Look = Callable[[Tensor], Tensor]
+ScoreWindows = Callable[[Tensor], Tensor]
 
 # `auto`: so many times the spread of darker voxels above the background; the brightest voxel of a window of noise, the
 # largest of some 10^5 normal numbers, lies 4.5 times above it.
@@ -40,7 +40,7 @@ SAMPLE, STEPS = 2**20, 32
 
 
 class IntensitySurvey(NamedTuple):
-    """What one pass over a volume tells.
+    """Intensities of a volume, from one pass over it.
 
     brightest  voxel of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf where none is finite
     samples    finite voxels of each channel, one-dimensional
@@ -61,12 +61,12 @@ class Skipped(NamedTuple):
     limits: tuple[float, ...]
 
     def __str__(self) -> str:
-        """In few words."""
+        """Return a short text for users."""
         return f"{self.windows} of {self.total} windows; up to {', '.join(f'{limit:.6g}' for limit in self.limits)}"
 
 
 class Skipping(NamedTuple):
-    """The image that is to be run instead, what of it is skipped, and what a user should know about that.
+    """The image to run instead, the windows of it that are skipped, and notes for the user.
 
     skipped  None where every window was to be computed
     """
@@ -77,36 +77,37 @@ class Skipping(NamedTuple):
 
 
 class EmptyWindowFilter:
-    """Finds windows of an image in which no voxel exceeds a grey value, and what the network says of such.
+    """Finds windows of an image in which no voxel exceeds a grey value, and the scores that stand for theirs.
 
     image       normalised, on the grid that the windows lie on
     grid        where they lie
     batch_size  windows per call of the network
-    look        is asked for the scores of a few windows
+    score_windows  computes the scores of a few windows
     """
 
-    def __init__(self, image: Image, grid: Grid, batch_size: int, spec: ModelSpec, look: Look) -> None:
-        self._image, self._grid, self._batch_size, self._spec, self._look = image, grid, batch_size, spec, look
+    def __init__(self, image: Image, grid: Grid, batch_size: int, spec: ModelSpec, score_windows: ScoreWindows) -> None:
+        self._image, self._grid, self._batch_size, self._spec = image, grid, batch_size, spec
+        self._score_windows = score_windows
 
     def skip(self, volume: Volume, below: float | Literal["auto"]) -> Skipping:
-        """Skip windows of voxels up to `below`, in the grey values of the volume; auto: up to its `background`.
+        """Skip windows of voxels up to `below`, in grey values of the volume; auto: `estimate_background`.
 
         `volume` is that from which the image was made. Where nothing would be saved, the image comes back as it is.
-        Raises what `look` raises.
+        Raises what `score_windows` raises.
         """
-        survey = surveyed(volume, self._grid)
+        survey = survey_intensities(volume, self._grid)
         if below == "auto" and not all(sample.size for sample in survey.samples):
             none = Skipped(0, self._grid.count, ())
             return Skipping(self._image, none, ("No window was skipped: hardly a voxel has a finite value.",))
-        limits = tuple(map(background, survey.samples)) if below == "auto" else (below,) * len(survey.samples)
+        limits = tuple(map(estimate_background, survey.samples)) if below == "auto" else (below,) * len(survey.samples)
         above = (survey.brightest - np.reshape(limits, (-1, 1, 1, 1))).max(0)
-        chosen = self._chosen(above <= 0)
+        chosen = self._choose_windows(above <= 0)
         none = Skipped(0, self._grid.count, limits)
         # The network is asked for one batch of them.
         if len(chosen) <= self._batch_size:
             return Skipping(self._image, none)
         order = np.argsort(-above[tuple(chosen.T)], kind="stable")[: self._batch_size]
-        scores, found = usual_scores(self._look(self._cut(chosen[order])), self._spec)
+        scores, found = usual_scores(self._score_windows(self._cut(chosen[order])), self._spec)
         if scores is None or (found and below == "auto"):
             return Skipping(
                 self._image, none, ("No window was skipped: the network finds something in dark ones too.",)
@@ -115,8 +116,8 @@ class EmptyWindowFilter:
         image = SparseImage(self._image, frozenset(map(self._place, chosen)), scores)
         return Skipping(image, none._replace(windows=len(chosen)), notes)
 
-    def _chosen(self, empty: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Of the empty windows those that are skipped, [N, 3] along each axis, in order.
+    def _choose_windows(self, empty: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Choose the empty windows to skip: indices [N, 3] along each axis, in order.
 
         Now and then one is computed all the same, so that finished scores leave in portions.
         """
@@ -135,7 +136,7 @@ class EmptyWindowFilter:
         return z, y, x
 
     def _cut(self, indices: NDArray[np.intp]) -> Tensor:
-        """Some windows, float32 [N, C, *roi] on the host."""
+        """Cut some windows, float32 [N, C, *roi] on the host."""
         windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
         scan = WindowScan(self._image, self._grid, Blending(), windows.device)
         for window, index in zip(windows, indices, strict=True):
@@ -143,8 +144,8 @@ class EmptyWindowFilter:
         return windows
 
 
-def surveyed(volume: Volume, grid: Grid) -> IntensitySurvey:
-    """One pass over the volume, whose windows lie as `grid` says on a grid of any size.
+def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
+    """Survey a volume in one pass, whose windows lie as `grid` says on a grid of any size.
 
     Of a resampled volume a window has all voxels that one of its own was interpolated from.
     """
@@ -175,7 +176,7 @@ def _raise(cells: NDArray[np.float64], block: NDArray[Any], z: int, spans: Seque
 
 
 def _spans(grid: Grid, axis: int, length: int) -> list[slice]:
-    """Of each window along an axis, the voxels of a volume with `length` of them there."""
+    """Return for each window along an axis the voxels of a volume with `length` of them there."""
     scaled, before, edge = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
     factor, spans = length / scaled, list[slice]()
     for start in grid.starts[axis]:
@@ -186,12 +187,12 @@ def _spans(grid: Grid, axis: int, length: int) -> list[slice]:
 
 
 def _finite(block: NDArray[Any]) -> NDArray[Any]:
-    """Without what is not finite, which is read as the lowest intensity."""
+    """Replace values that are not finite by the lowest intensity."""
     return block if block.dtype.kind != "f" else np.where(np.isfinite(block), block, -np.inf)
 
 
-def background(sample: NDArray[Any]) -> float:
-    """The grey value up to which voxels hold nothing, told from some of them.
+def estimate_background(sample: NDArray[Any]) -> float:
+    """Estimate the grey value up to which voxels hold nothing, from some of them.
 
     The most frequent value is taken for that of the background, and the spread of the values below it for its noise:
     `NOISE` times that above it, but within `DIMMEST` of the range that the stack makes use of.
@@ -212,7 +213,7 @@ def background(sample: NDArray[Any]) -> float:
 
 
 def usual_scores(scores: Tensor, spec: ModelSpec) -> tuple[Tensor | None, bool]:
-    """Mean scores [K] of the voxels that are background to the model in windows of scores [N, K, *roi].
+    """Return the mean scores [K] of the voxels that are background to the model in windows of scores [N, K, *roi].
 
     None where there is no such voxel; and whether there is anything else, as large as an object at least.
     """

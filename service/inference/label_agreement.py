@@ -1,4 +1,4 @@
-"""Does a fast network still give the answer of the slow one? Judged on the labels of the model's own sample."""
+"""Compare the labels of a fast network with those of the FP32 reference, on the model's own sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LabelAgreement:
         self._expected: Segmentation | None = None
 
     def row(self, windows: int) -> Tensor:
-        """The image over and over, float32 [1, C, Z, Y, X], as large as so many windows in a row along x."""
+        """Return the image over and over, float32 [1, C, Z, Y, X], as large as so many windows in a row along x."""
         z, y, x = self._spec.input.roi_size
         edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
         ends = (
@@ -51,12 +51,12 @@ class LabelAgreement:
         return row
 
     def decoder(self, image: Tensor) -> Decoder:
-        """What makes labels of the scores of an image [1, C, Z, Y, X], or classes where the model has no objects."""
+        """Make a decoder to labels for an image [1, C, Z, Y, X], or to classes where the model has no objects."""
         kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
         return make_decoder(self._spec, _size(image), kind, None)
 
     def difference(self, window: SlidingWindow) -> float:
-        """Share of the image's voxels with another label than the reference's; NaN where scores are not finite."""
+        """Return the share of the image's voxels with another label than the reference's; NaN for non-finite scores."""
         if self._expected is None:
             self._expected = self._segment(self._reference())
         try:
@@ -74,7 +74,7 @@ class LabelAgreement:
 
 
 def image_of(spec: ModelSpec) -> Tensor:
-    """The middle of the model's sample, at most two windows along each axis: float32 [1, C, Z, Y, X], normalised.
+    """Return the middle of the model's sample, at most two windows per axis: float32 [1, C, Z, Y, X], normalised.
 
     Smooth noise where the model has no sample, or none that can be read.
     """
@@ -93,7 +93,7 @@ def image_of(spec: ModelSpec) -> Tensor:
 
 
 def noise(shape: tuple[int, ...]) -> Tensor:
-    """Random numbers from 0 to 1 on a grid of every eighth voxel, interpolated, and a tenth of them at every voxel."""
+    """Return random numbers from 0 to 1 on a grid of every eighth voxel, interpolated, and a tenth at every voxel."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
     smooth = functional.interpolate(coarse, size=shape[2:], mode="trilinear", align_corners=False)
@@ -111,7 +111,7 @@ def _sample(spec: ModelSpec) -> Tensor | None:
 
 
 def share_differing(one: Segmentation, other: Segmentation) -> float:
-    """Share of voxels that differ; of two label volumes, once each object and its largest partner share a number."""
+    """Return the share of voxels that differ; of labels, once each object and its largest partner share a number."""
     if one.kind != "labels":
         return float(np.mean(one.pixels != other.pixels))
     return 1 - _agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)

@@ -20,8 +20,8 @@ from service.inference.empty_windows import (
     NOISE,
     EmptyWindowFilter,
     Skipped,
-    background,
-    surveyed,
+    estimate_background,
+    survey_intensities,
     usual_scores,
 )
 from service.inference.normalize import IntensityScaling, NormalisedImage
@@ -51,7 +51,7 @@ def test_the_brightest_voxel_of_every_window(
     padded[(slice(None), *(slice(b, b + n) for b, n in zip(grid.pad_before, size, strict=True)))] = pixels
     places = [tuple(slice(a, a + n) for a, n in zip(place, roi, strict=True)) for place in grid.positions()]
     expected = [[channel[box].max() for box in places] for channel in padded]
-    found = surveyed(volume_of(pixels), grid).brightest
+    found = survey_intensities(volume_of(pixels), grid).brightest
     np.testing.assert_array_equal(found.reshape(channels, -1), expected)
 
 
@@ -61,7 +61,7 @@ def test_a_volume_of_several_blocks_is_surveyed_like_one() -> None:
     grid = Grid.cover((5, 2100, 2100), (2, 700, 700), 0)
     expected = np.zeros((3, 3, 3))
     expected[1, 2, 0] = 200
-    survey = surveyed(volume_of(pixels), grid)
+    survey = survey_intensities(volume_of(pixels), grid)
     np.testing.assert_array_equal(survey.brightest[0], expected)
     assert 2**19 < survey.samples[0].size < 2**21
 
@@ -75,7 +75,7 @@ def test_no_window_of_a_resampled_volume_is_brighter_than_what_it_was_made_of(
     pixels[tuple(data.draw(st.integers(0, edge - 1)) for edge in size)] = 1
     resampled = functional.interpolate(torch.from_numpy(pixels)[None, None], size=scaled, mode="trilinear")[0, 0]
     grid = Grid.cover(scaled, roi, overlap)
-    brightest = surveyed(volume_of(pixels), grid).brightest.ravel()
+    brightest = survey_intensities(volume_of(pixels), grid).brightest.ravel()
     for place, most in zip(grid.positions(), brightest, strict=True):
         inside = (slice(max(a - b, 0), a - b + n) for a, b, n in zip(place, grid.pad_before, roi, strict=True))
         assert float(resampled[tuple(inside)].max()) <= most + 1e-6
@@ -84,7 +84,7 @@ def test_no_window_of_a_resampled_volume_is_brighter_than_what_it_was_made_of(
 def test_pixels_that_are_not_finite_are_dark() -> None:
     pixels = np.full((4, 4, 8), 3.0, np.float32)
     pixels[1, 1, 1], pixels[2, 2, 6], pixels[:, :, 4:6] = np.nan, np.inf, -np.inf
-    survey = surveyed(volume_of(pixels), Grid.cover((4, 4, 8), (4, 4, 4), 0))
+    survey = survey_intensities(volume_of(pixels), Grid.cover((4, 4, 8), (4, 4, 4), 0))
     assert survey.brightest.tolist() == [[[[3, 3]]]]
     assert survey.samples[0].tolist() == [3.0] * (4 * 4 * 6 - 2)
 
@@ -95,22 +95,22 @@ def test_background_is_what_noise_explains(kind: str) -> None:
     noise = rng.normal(500, 10, 300_000)
     bright = rng.uniform(500, 5000, 30_000)
     sample = np.concatenate([noise, bright]).round(0 if kind == "uint16" else 9).astype(kind)
-    assert background(sample) == pytest.approx(500 + NOISE * 10, abs=6)
-    assert noise.max() < background(sample)
+    assert estimate_background(sample) == pytest.approx(500 + NOISE * 10, abs=6)
+    assert noise.max() < estimate_background(sample)
 
 
 def test_background_stays_far_below_what_the_stack_makes_use_of() -> None:
     tissue = np.random.default_rng(0).normal(300, 80, 200_000).clip(0).astype(np.uint16)
     low, high = np.percentile(tissue, (1, 99.8))
-    assert background(tissue) == pytest.approx(low + DIMMEST * (high - low))
+    assert estimate_background(tissue) == pytest.approx(low + DIMMEST * (high - low))
 
 
 @pytest.mark.parametrize("value", [0, 7])
 def test_background_of_a_stack_that_is_mostly_one_value_is_that_value(value: int) -> None:
     sample = np.full(1000, value, np.uint8)
-    assert background(sample) == value
+    assert estimate_background(sample) == value
     sample[:200] = np.arange(value + 1, value + 201)
-    assert background(sample) == value
+    assert estimate_background(sample) == value
 
 
 def skipper(pixels: NDArray[Any], spec: ModelSpec, look: Any, batch_size: int = 2) -> EmptyWindowFilter:
