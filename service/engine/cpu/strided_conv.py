@@ -119,9 +119,7 @@ def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
         and module.weight.device.type == "cpu"
         and module.kernel_size == module.stride
         and module.padding in {(0, 0, 0), "valid"}
-        and module.output_padding == (0, 0, 0)
-        and module.dilation == (1, 1, 1)
-        and module.groups == 1
+        and (module.output_padding, module.dilation, module.groups) == ((0, 0, 0), (1, 1, 1), 1)
     )
 
 
