@@ -307,6 +307,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             raise Refused("The head of the request is too long.")
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise Refused("Too many requests were sent ahead.")
+        self._check_headers()
+
+    def _check_headers(self) -> None:
+        """Raise Refused for headers whose meaning another server might read differently."""
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.

@@ -83,12 +83,11 @@ def choose_request_id(proposed: str) -> str:
 
 
 def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
-    """Count the request in the metrics and log it."""
+    """Log the request and count it in the metrics."""
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
-    if "app" in scope and hasattr(scope["app"].state, "runtime"):
-        scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
+    _count_request(scope, route, status, caller, problem)
     model, objects = (
         find_header(headers, b"x-stackseg-model") or None,
         find_header(headers, b"x-stackseg-objects") or None,
@@ -112,6 +111,12 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
     known = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, seconds, request_id, extras)
     log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=logs.fields(**known))
+
+
+def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:
+    """Count the request in the metrics, unless the application was never reached."""
+    if "app" in scope and hasattr(scope["app"].state, "runtime"):
+        scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
 
 
 def parse_server_timing(timing: str) -> dict[str, float] | None:
