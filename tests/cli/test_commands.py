@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff_reader, tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
-from service.training.recipes.synthetic_nuclei import synthesise
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from paths import ROOT, SHARED_DATA
 from torch import nn
 
+from scripts.recipes.class_targets import classes_of, dice
+from scripts.recipes.synthetic_nuclei import Scene, synthesise
+from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_diameter
 from service.engine.prepare import prepare
@@ -23,9 +26,6 @@ from service.models.loader import Network, load_network
 from service.models.repository import read_repository, select_model
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
-from service.training.recipes.class_targets import classes_of, dice
-from service.training.recipes.synthetic_nuclei import Scene, synthesise
-from service.training.recipes.synthetic_tissue import Tissue, synthesise_tissue
 
 CPU = torch.device("cpu")
 RECORDED = SHARED_DATA / "real"

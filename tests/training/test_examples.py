@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.recipes.sources import Percentiles
+from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.errors import BadParameter
 from service.core.volume import Segmentation
 from service.formats import tiff_writer
 from service.training.examples import ExampleDataset, ExamplePool, Pair, RecordedStacks, Source, draw_batch, read_pairs
-from service.training.recipes.sources import Percentiles
-from service.training.recipes.synthetic_nuclei import synthesise
 
 
 def small(rng: np.random.Generator) -> Pair:

@@ -7,9 +7,9 @@ from landscapes import decode
 from numpy.typing import NDArray
 from scipy.ndimage import label, maximum_filter
 
+from scripts.recipes.synthetic_nuclei import synthesise
 from service.training.evaluate import score
 from service.training.instance_targets import DICE, distance_target, instance_loss
-from service.training.recipes.synthetic_nuclei import synthesise
 
 
 def ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:

@@ -13,13 +13,13 @@ from monai.networks.nets.dynunet import DynUNet
 from safetensors.torch import load_file
 from torch import nn
 
+from scripts.recipes.sources import Percentiles
+from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
 from service.training import trainer as trainer_module
 from service.training.examples import Pair
 from service.training.model_folder import save_weights
-from service.training.recipes.sources import Percentiles
-from service.training.recipes.synthetic_nuclei import synthesise
 from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
 
 CPU = torch.device("cpu")

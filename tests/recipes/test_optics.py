@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from service.training.recipes.optics import blur_widely, expose, log_uniform, smooth_noise
+from scripts.recipes.optics import blur_widely, expose, log_uniform, smooth_noise
 
 
 class Camera(NamedTuple):

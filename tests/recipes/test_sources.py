@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from scripts.recipes.sources import Percentiles, TurnedStacks, mix, resample_to_diameter
 from service.training.examples import Pair, Source
 from service.training.object_size import median_extents
-from service.training.recipes.sources import Percentiles, TurnedStacks, mix, resample_to_diameter
 
 
 def test_normalisation_is_the_one_of_the_model_file() -> None:

@@ -1,4 +1,4 @@
-"""Train a bundled model: `python -m service.training.recipes.train --kind nuclei --out FOLDER --minutes 30`.
+"""Train a bundled model: `python -m scripts.recipes.train --kind nuclei --out FOLDER --minutes 30`.
 
 Writes `weights.safetensors` into the folder every minute, so that the training may be stopped at any time.
 """
@@ -20,15 +20,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
+from scripts.recipes.sources import Percentiles, TurnedStacks, mix, random_size, resample_to_diameter
+from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_tissue import synthesise_tissue
 from service.models.architectures import ShuffleUNet
 from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
 from service.training.model_folder import save_weights
-from service.training.recipes.class_targets import CLASSES, class_loss, class_targets
-from service.training.recipes.sources import Percentiles, TurnedStacks, mix, random_size, resample_to_diameter
-from service.training.recipes.synthetic_nuclei import synthesise
-from service.training.recipes.synthetic_tissue import synthesise_tissue
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _make_source(recipe: Recipe, options: argparse.Namespace) -> Source:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m service.training.recipes.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.recipes.train", description=__doc__)
     parser.add_argument("--kind", choices=RECIPES, default="nuclei")
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget")

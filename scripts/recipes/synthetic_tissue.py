@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
+from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 from service.core.volume import Size
-from service.training.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 
 Labels = NDArray[np.uint16]
 
@@ -43,7 +43,7 @@ class Tissue:
     blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
     haze, floor     stray light of the membranes; even background
     shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
-    photons, read_noise, bits, saturation   documented at `service.training.recipes.synthetic_nuclei.Scene`
+    photons, read_noise, bits, saturation   documented at `scripts.recipes.synthetic_nuclei.Scene`
     subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
     """
 

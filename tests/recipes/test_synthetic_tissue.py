@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import maximum_filter, minimum_filter
 
-from service.training.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 
 SHAPE = (24, 40, 44)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.training.recipes.synthetic_nuclei import Scene, synthesise
+from scripts.recipes.synthetic_nuclei import Scene, synthesise
 
 SHAPE = (20, 40, 44)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
+from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 from service.core.volume import Size
-from service.training.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
 
 Labels = NDArray[np.uint16]
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.recipes.sources import Percentiles
+from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.train import RECIPES, Schedule, load_matching, main, train
 from service.core.volume import Segmentation
 from service.formats import tiff_writer
 from service.models.architectures import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, draw_batch
 from service.training.instance_targets import instance_loss
 from service.training.model_folder import save_weights
-from service.training.recipes.sources import Percentiles
-from service.training.recipes.synthetic_nuclei import synthesise
-from service.training.recipes.train import RECIPES, Schedule, load_matching, main, train
 
 
 def small_pool(size: int) -> ExamplePool:

@@ -1,4 +1,4 @@
-"""Score a model of classes: `python -m service.training.recipes.evaluate_classes --images a.tif --labels a_labels.tif`.
+"""Score a model of classes: `python -m scripts.recipes.evaluate_classes --images a.tif --labels a_labels.tif`.
 
 Labels are those of cells, and the classes are made of them. Prints one Markdown table of Dice coefficients, the model
 beside a classical method: a Gaussian and Otsu's thresholds between as many classes, the darkest being background.
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from skimage.filters import threshold_multiotsu
 
+from scripts.recipes.class_targets import CLASSES, classes_of, dice
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Volume
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.training.evaluate import stack_name
 from service.training.examples import read_pairs
-from service.training.recipes.class_targets import CLASSES, classes_of, dice
 
 
 def classical(image: NDArray[Any]) -> NDArray[np.uint8]:
@@ -34,7 +34,7 @@ def classical(image: NDArray[Any]) -> NDArray[np.uint8]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m service.training.recipes.evaluate_classes", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.recipes.evaluate_classes", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/tissue"), help="model folder")
     parser.add_argument("--images", type=Path, nargs="+", required=True, help="stacks, one channel each")
     parser.add_argument(

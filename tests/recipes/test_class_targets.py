@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.ndimage import maximum_filter, minimum_filter
 
-from service.training.recipes.class_targets import CLASSES, class_loss, class_targets, classes_of, dice
+from scripts.recipes.class_targets import CLASSES, class_loss, class_targets, classes_of, dice
 
 
 def two_cells(width: int = 16) -> np.ndarray:

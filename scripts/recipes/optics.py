@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 class Camera(Protocol):
-    """Camera parameters, documented at `service.training.recipes.synthetic_nuclei.Scene`."""
+    """Camera parameters, documented at `scripts.recipes.synthetic_nuclei.Scene`."""
 
     @property
     def photons(self) -> float: ...
