@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from service.inference.decoding.instances import Persistence, StreamingWatershed, TorchWatershed
+from service.inference.decoding.basin_merging import Persistence
+from service.inference.decoding.instances import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Basins, Watershed
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 

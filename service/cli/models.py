@@ -63,7 +63,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
     """Import one package; print notes for the operator."""
     from service.inference.resample import prepare_tensor  # noqa: PLC0415
-    from service.models.importers.model_folder import import_model  # noqa: PLC0415
+    from service.models.importers.import_model import import_model  # noqa: PLC0415
 
     stated = {} if options.stated is None else _read_stated_keys(options.stated)
     spec, notes = import_model(options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor)

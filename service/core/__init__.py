@@ -1,1 +1,1 @@
-"""What every other package builds on: errors, settings, nouns, hardware, memory, compiled C++, log."""
+"""Ground floor: errors, settings, the nouns, hardware, memory, compiled C++, log."""

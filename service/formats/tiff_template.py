@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from service.formats import ifd, imagej
+from service.formats import ifd, imagej_writer
 
 STRIP_OFFSETS, STRIP_BYTE_COUNTS = 273, 279
 # Stands in the template for the UUID of each file.
@@ -44,7 +44,7 @@ class TiffTemplate:
         """Lay out a file from `write`, with any pixels of one strip per page, and the longest possible description."""
         stream = io.BytesIO()
         write(stream)
-        position = imagej.append_description(stream, description)
+        position = imagej_writer.append_description(stream, description)
         pages = [_value_positions(stream, offset) for offset in ifd.scan(stream).offsets]
         offsets, counts = (
             np.array([page[tag] for page in pages], np.intp) for tag in (STRIP_OFFSETS, STRIP_BYTE_COUNTS)

@@ -20,7 +20,7 @@ from tifffile import TiffWriter
 
 from service.core.buffers import release_pages
 from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
-from service.formats import imagej, tiff_template
+from service.formats import imagej_writer, tiff_template
 from service.formats.tiff_template import Streams, TiffTemplate
 
 Compress = Callable[[Array], Streams | None]
@@ -83,7 +83,7 @@ def write(
             else:
                 pixels = segmentation.pixels
                 _write_pages(file, form, _compress_planes(pixels, compress) or pixels, _make_uuid(), bigtiff=bigtiff)
-                imagej.append_description(file, imagej.describe(segmentation))
+                imagej_writer.append_description(file, imagej_writer.describe(segmentation))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def encode(segmentation: Segmentation, compress: Compress = lambda _pixels: None
     if not form.is_small:
         return None
     streams = compress(segmentation.pixels) or _compress_by_zlib(segmentation.pixels)
-    return _template(form).render(streams, _make_uuid(), imagej.describe(segmentation))
+    return _template(form).render(streams, _make_uuid(), imagej_writer.describe(segmentation))
 
 
 def _make_uuid() -> str:
@@ -118,7 +118,7 @@ def _template(form: _Form) -> TiffTemplate:
         pages = itertools.repeat(b"\0", form.pages)
         _write_pages(stream, form, pages, tiff_template.UUID_PLACEHOLDER, bigtiff=False)
 
-    return TiffTemplate.prepare(write, imagej.describe(segmentation))
+    return TiffTemplate.prepare(write, imagej_writer.describe(segmentation))
 
 
 def _write_pages(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], number: str, *, bigtiff: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Segmentation, Size, VoxelSize, label_dtype
+from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import Basins, Watershed
 from service.inference.decoding.watershed_kernel import (
@@ -25,6 +26,9 @@ from service.inference.decoding.watershed_kernel import (
     watershed_kernel,
 )
 from service.models.spec import Instances, ModelSpec
+
+# Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
+LOOKUP_VOXELS = 2**20
 
 
 class InstanceDecoder:
@@ -136,37 +140,6 @@ class TorchWatershed:
         return label_basins(self._watershed.finish(), self._persistence, minimum_size, drop_border=drop_border)
 
 
-class Persistence(NamedTuple):
-    """Depth below a peak at which a pass separates two objects: the persistence of the lower peak.
-
-    persistence  in units of the distance
-    logits       whether heights are logits of the distance, which have the same order and save a sigmoid per voxel
-    """
-
-    persistence: float
-    logits: bool
-
-    @property
-    def depth(self) -> float:
-        """Least depth, above 0 so that neighbouring maxima of one plateau are one maximum."""
-        return max(self.persistence, MIN_DEPTH)
-
-    def distance(self, heights: Tensor) -> Tensor:
-        """Convert heights to distances, float64; equal heights give equal distances wherever they lie.
-
-        `torch.sigmoid` may round differently where a tensor ends within a vector register, which would turn one plateau
-        into two peaks.
-        """
-        return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
-
-    def floor(self, peaks: Tensor) -> Tensor:
-        """Return the height from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
-        lowest = self.distance(peaks) - self.depth
-        if self.logits:
-            lowest = torch.logit(lowest.clamp(0, 1))
-        return (lowest - 1e-5 * lowest.abs()).float()
-
-
 class Smoother:
     """Binomial filter (weights 1, 2, 1 along each axis), applied `times` times to planes that arrive in parts.
 
@@ -247,62 +220,6 @@ def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedin
         labels[z0 : z0 + step] = numbers.index_select(0, part.flatten()).view(part.shape).cpu().numpy()
 
 
-def _at_faces(basins: Basins) -> Tensor:
-    """Return the basins with a voxel in the first or last plane along an axis of several planes, int64 [N]."""
-    faces = [
-        basins.pieces.select(axis, end).flatten()
-        for axis, edge in enumerate(basins.pieces.shape)
-        for end in (0, -1)
-        if edge > 1
-    ]
-    touching = basins.basin_of[torch.unique(torch.cat(faces)).long()] if faces else basins.basin_of[:0]
-    return touching[touching >= 0]
-
-
-def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Merge a basin into its higher neighbour where its peak rises less than the persistence above their pass.
-
-    Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
-    of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
-    because merging only raises peaks, and is therefore left out beforehand.
-    """
-    peaks = persistence.distance(basins.peaks).cpu().numpy()
-    first, second, height = find_shallow_passes(basins, persistence)
-    parent = list(range(len(peaks)))
-
-    def root(basin: int) -> int:
-        while parent[basin] != basin:
-            parent[basin] = parent[parent[basin]]
-            basin = parent[basin]
-        return basin
-
-    for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
-        high, low = root(one), root(other)
-        if peaks[high] < peaks[low]:
-            high, low = low, high
-        if high != low and peaks[low] - saddle < persistence.depth:
-            parent[low] = high
-    roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
-    return np.unique(roots, return_inverse=True)[1]
-
-
-def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return pairs of basins and the distance at their highest pass, where it is shallow to the lower peak.
-
-    Returns three arrays of [E], the highest pass first; every pair occurs once, with the lower number first.
-    """
-    one, other = (side.cpu().numpy() for side in basins.passes[:2])
-    height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
-    first, second = np.minimum(one, other), np.maximum(one, other)
-    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < persistence.depth)
-    pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
-    highest = np.full(len(pairs), -np.inf)
-    np.maximum.at(highest, inverse, height[shallow])
-    order = np.argsort(-highest, kind="stable")
-    pairs = pairs[order]
-    return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
-
-
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
     """Return where scores exceed the threshold, bool of the same shape; a bool tensor is returned as it is."""
     if scores.dtype == torch.bool:
@@ -317,7 +234,13 @@ def logit(probability: float) -> float:
     return math.log(probability / (1 - probability))
 
 
-# Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
-LOOKUP_VOXELS = 2**20
-# The least float32 that is as precise as others.
-MIN_DEPTH = float(np.finfo(np.float32).tiny)
+def _at_faces(basins: Basins) -> Tensor:
+    """Return the basins with a voxel in the first or last plane along an axis of several planes, int64 [N]."""
+    faces = [
+        basins.pieces.select(axis, end).flatten()
+        for axis, edge in enumerate(basins.pieces.shape)
+        for end in (0, -1)
+        if edge > 1
+    ]
+    touching = basins.basin_of[torch.unique(torch.cat(faces)).long()] if faces else basins.basin_of[:0]
+    return touching[touching >= 0]

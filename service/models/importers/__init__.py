@@ -1,1 +1,1 @@
-"""Packages from elsewhere -> model folder: one module per kind of package, which `model_folder` puts to use."""
+"""Packages from elsewhere -> model folder: one module per kind of package, which `import_model` puts to use."""

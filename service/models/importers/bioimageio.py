@@ -17,7 +17,7 @@ from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
 from service.models.architectures import ARCHITECTURES
 from service.models.importers import onnx_package
-from service.models.importers.package import (
+from service.models.importers.draft import (
     Draft,
     Fields,
     PackageTest,

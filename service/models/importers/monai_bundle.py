@@ -13,7 +13,7 @@ from typing import Any
 
 from service.core.errors import UnsupportedPackage
 from service.models.architectures import ARCHITECTURES
-from service.models.importers.package import Draft, Fields, WeightsKind, collect_problem, read_mapping
+from service.models.importers.draft import Draft, Fields, WeightsKind, collect_problem, read_mapping
 
 WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"), ("models/model.ts", "torchscript"))
 # Transforms that load a file and lay it out, which is done here by other means, or bring the result back to its grid.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
-from service.models.importers.package import find_file
+from service.models.importers.draft import find_file
 from service.models.onnx import file as onnxfile
 from service.models.onnx.network import find_image
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from service.models.importers import onnx_package
-from service.models.importers.package import Draft, WeightsKind
+from service.models.importers.draft import Draft, WeightsKind
 
 SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".pt2", ".onnx")
 KINDS: dict[str, tuple[WeightsKind, str]] = {".pt2": ("exported", "torch.export"), ".onnx": ("onnx", "ONNX")}

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
+from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
-from service.inference.decoding.instances import Persistence, Smoother
+from service.inference.decoding.instances import Smoother
 from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score

@@ -13,7 +13,7 @@ from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
-from service.inference.decoding.instances import Persistence, find_shallow_passes
+from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
 from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
 from service.training.evaluate import score

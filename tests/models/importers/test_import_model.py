@@ -15,7 +15,7 @@ from torch import nn
 from service.__main__ import main
 from service.core.errors import UnsupportedPackage
 from service.models.importers.archives import unpack
-from service.models.importers.model_folder import read_state_dict
+from service.models.importers.import_model import read_state_dict
 from service.models.loader import load_network
 
 STATED: dict[str, Any] = {

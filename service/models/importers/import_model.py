@@ -22,7 +22,7 @@ from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
 from service.models.importers.archives import unpack
-from service.models.importers.package import Draft, PackageTest
+from service.models.importers.draft import Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec

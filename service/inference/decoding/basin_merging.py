@@ -1,0 +1,90 @@
+"""Merging of basins across shallow passes: an object with two maxima stays one where the lower one hardly rises."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.inference.decoding.watershed import Basins
+
+# The least float32 that is as precise as others.
+MIN_DEPTH = float(np.finfo(np.float32).tiny)
+
+
+class Persistence(NamedTuple):
+    """Depth below a peak at which a pass separates two objects: the persistence of the lower peak.
+
+    persistence  in units of the distance
+    logits       whether heights are logits of the distance, which have the same order and save a sigmoid per voxel
+    """
+
+    persistence: float
+    logits: bool
+
+    @property
+    def depth(self) -> float:
+        """Least depth, above 0 so that neighbouring maxima of one plateau are one maximum."""
+        return max(self.persistence, MIN_DEPTH)
+
+    def distance(self, heights: Tensor) -> Tensor:
+        """Convert heights to distances, float64; equal heights give equal distances wherever they lie.
+
+        `torch.sigmoid` may round differently where a tensor ends within a vector register, which would turn one plateau
+        into two peaks.
+        """
+        return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
+
+    def floor(self, peaks: Tensor) -> Tensor:
+        """Return the height from which on a pass is shallow to each peak, or a little less; float32 [R] in and out."""
+        lowest = self.distance(peaks) - self.depth
+        if self.logits:
+            lowest = torch.logit(lowest.clamp(0, 1))
+        return (lowest - 1e-5 * lowest.abs()).float()
+
+
+def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
+    """Merge a basin into its higher neighbour where its peak rises less than the persistence above their pass.
+
+    Returns the object of every basin, int64 [R], from 0. Passes are taken from the highest down, as in the merge tree
+    of a height function (Edelsbrunner, Letscher and Zomorodian 2002). A pass that is deep enough at first stays so,
+    because merging only raises peaks, and is therefore left out beforehand.
+    """
+    peaks = persistence.distance(basins.peaks).cpu().numpy()
+    first, second, height = find_shallow_passes(basins, persistence)
+    parent = list(range(len(peaks)))
+
+    def root(basin: int) -> int:
+        while parent[basin] != basin:
+            parent[basin] = parent[parent[basin]]
+            basin = parent[basin]
+        return basin
+
+    for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
+        high, low = root(one), root(other)
+        if peaks[high] < peaks[low]:
+            high, low = low, high
+        if high != low and peaks[low] - saddle < persistence.depth:
+            parent[low] = high
+    roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
+    return np.unique(roots, return_inverse=True)[1]
+
+
+def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return pairs of basins and the distance at their highest pass, where it is shallow to the lower peak.
+
+    Returns three arrays of [E], the highest pass first; every pair occurs once, with the lower number first.
+    """
+    one, other = (side.cpu().numpy() for side in basins.passes[:2])
+    height, peaks = (persistence.distance(heights).cpu().numpy() for heights in (basins.passes.height, basins.peaks))
+    first, second = np.minimum(one, other), np.maximum(one, other)
+    shallow = (first != second) & (np.minimum(peaks[first], peaks[second]) - height < persistence.depth)
+    pairs, inverse = np.unique(first[shallow] * len(peaks) + second[shallow], return_inverse=True)
+    highest = np.full(len(pairs), -np.inf)
+    np.maximum.at(highest, inverse, height[shallow])
+    order = np.argsort(-highest, kind="stable")
+    pairs = pairs[order]
+    return pairs // max(len(peaks), 1), pairs % max(len(peaks), 1), highest[order]
