@@ -22,7 +22,7 @@ from service.inference.label_agreement import OVERLAP, LabelAgreement
 from service.inference.throughput import StreamThreads, Throughput
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.loader import Network, weight_bytes
+from service.models.loader import Network
 from service.models.spec import ModelSpec
 
 # Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest on a CPU,
@@ -43,18 +43,7 @@ _HERE = Path(__file__).parent
 MEASURED_WITH = (
     _HERE / "throughput.py",
     _HERE / "label_agreement.py",
-    *(
-        _HERE / "windows" / name
-        for name in (
-            "blend.hpp",
-            "blending.py",
-            "grid.py",
-            "kernels.cpp",
-            "kernels.py",
-            "prefetch.hpp",
-            "sliding_window.py",
-        )
-    ),
+    *sorted(file for file in (_HERE / "windows").iterdir() if file.suffix in {".py", ".cpp", ".hpp"}),
 )
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
 
@@ -106,12 +95,12 @@ class EngineSelector:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes = network, window_bytes
         self._native = hardware.native_precisions(device) if native is None else native
+        self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
         tf32.use(settings.engine, device)
 
     def preliminary(self) -> EngineConfig:
         """Return the configuration before anything was tried: eager, with whatever else is fixed."""
-        name = precision.choose(self._settings.engine.precision, self._native).name
-        return self._eager(name)
+        return self._eager(precision.choose(self._settings.engine.precision, self._native).name)
 
     def run(self, *, tune: bool = True) -> ReadyEngine:
         """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
@@ -128,8 +117,7 @@ class EngineSelector:
         plan = plans.find(folder, self._spec.name, circumstances)
         if plan is not None:
             try:
-                ready = self.build(plan.choice)
-                return replace(ready, plan=plan, cached=True, warnings=(*ready.warnings, *_failures(plan)))
+                return replace(self.build(plan.choice, *_failures(plan)), plan=plan, cached=True)
             except autotune.ENGINE_FAILURES as error:
                 reason = backends.first_line(error)
                 log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
@@ -137,23 +125,25 @@ class EngineSelector:
             return self._build_quick()
         ready = self._tune(circumstances)
         if ready.plan is not None:
-            _keep(folder, ready.plan)
+            try:
+                plans.save(folder, ready.plan)
+            except OSError as error:
+                name = self._spec.name
+                log.warning("The plan for %s cannot be kept, every start tries anew: %s", name, error)
         return ready
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights of the network as it was loaded."""
-        return weight_bytes(self._network)
+    def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
+        """Build a configuration, with these warnings after its own.
 
-    def build(self, config: EngineConfig) -> ReadyEngine:
-        """Build a configuration. Raises RuntimeError, OSError or ImportError where it does not run."""
+        Raises RuntimeError, OSError or ImportError where it does not run.
+        """
         module = self.module(config)
         window = self.sliding_window(module, config, config.sw_batch_size)
         built = backends.build(module, window.batch, config, self._settings.engine)
-        caution = backends.BACKENDS[config.engine].caution
-        warnings = (caution,) if caution else ()
-        network = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
-        ready = ReadyEngine(network, module, config, built.seconds, warnings)
+        if caution := backends.BACKENDS[config.engine].caution:
+            warnings = (caution, *warnings)
+        window = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
+        ready = ReadyEngine(window, module, config, built.seconds, warnings)
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
 
     def module(self, config: EngineConfig) -> nn.Module:
@@ -206,18 +196,20 @@ class EngineSelector:
 
     def _build_fixed(self) -> ReadyEngine:
         settings = self._settings.engine
+        backend = backends.BACKENDS[settings.kind]
         warning = precision.choose(settings.precision, self._native).warning
         warnings = [warning] if warning else []
-        backend = backends.BACKENDS[settings.kind]
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
-        configs = [self._requested(name) for name in names if unfit[name] is None]
+        # The first configuration of a precision is the most promising one.
+        by_precision = {config.precision: config for config in reversed(self._candidates(self._streams))}
+        configs = [by_precision[name] for name in names if unfit[name] is None]
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
             configs = [self._eager(name) for name in names]
         for config in configs:
             try:
-                return self._build_warned(config, *warnings)
+                return self.build(config, *warnings)
             except autotune.ENGINE_FAILURES as error:
                 if config == self._eager(self._safe_precision):
                     raise
@@ -225,16 +217,7 @@ class EngineSelector:
                 instead = "in another precision" if config is not configs[-1] else "eagerly"
                 reason = backends.first_line(error)
                 warnings.append(f"The {config.engine} engine failed, so the model runs {instead}: {reason}")
-        return self._build_warned(self._eager(self._safe_precision), *warnings)
-
-    def _requested(self, name: str) -> EngineConfig:
-        """Return the engine that was asked for, in the precision of that name."""
-        settings = self._settings.engine
-        backend = backends.BACKENDS[settings.kind]
-        memory_format = backend.allowed_formats(settings, self._device)[0]
-        mode = backend.compile_modes(settings, self._device)[0]
-        config = EngineConfig(settings.kind, name, memory_format, self._batch_size, mode, self._streams)
-        return replace(config, streams=1) if backends.needs_single_stream(config, settings) else config
+        return self.build(self._eager(self._safe_precision), *warnings)
 
     @property
     def _safe_precision(self) -> str:
@@ -250,14 +233,14 @@ class EngineSelector:
             if not is_quick or self._explain_skip(config) is not None:
                 continue
             try:
-                ready = self.build(config)
+                ready = self.build(config, UNTUNED)
                 agrees = agreement.difference(ready.window) <= self._tolerance
             except autotune.ENGINE_FAILURES as error:
                 log.warning("%s does not run in %s: %s", self._spec.identifier, config, backends.first_line(error))
                 continue
             if agrees:
-                return replace(ready, warnings=(*ready.warnings, UNTUNED))
-        return self._build_warned(self._eager(self._safe_precision), UNTUNED)
+                return ready
+        return self.build(self._eager(self._safe_precision), UNTUNED)
 
     def _agreement(self) -> LabelAgreement:
         return LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
@@ -307,15 +290,15 @@ class EngineSelector:
         log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
         try:
             candidates = self._candidates(1 if self._more_streams else self._streams)
-            won = tuner.run(candidates, self._batch_sizes, self._more_streams)
+            winner = tuner.run(candidates, self._batch_sizes, self._more_streams)
         except autotune.NothingRuns as nothing:
             log.warning("%s: %s", self._spec.identifier, nothing)
-            return self._build_warned(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
+            return self.build(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
         finally:
             threads.close()
-        plan = EnginePlan(self._spec.name, won.result.config, won.trials, tuner.seconds, circumstances)
-        warnings = (*won.result.warnings, *_failures(plan))
-        return replace(won.result, plan=plan, seconds=tuner.seconds, warnings=warnings)
+        ready = winner.result
+        plan = EnginePlan(self._spec.name, ready.config, winner.trials, tuner.seconds, circumstances)
+        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*ready.warnings, *_failures(plan)))
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""
@@ -334,21 +317,11 @@ class EngineSelector:
         return None
 
     @property
-    def _batch_size(self) -> int:
-        """Windows per call where tuning begins, or where nothing is tuned."""
-        return batch_size(self._settings, self._device)
-
-    @property
     def _batch_sizes(self) -> tuple[int, ...]:
         if self._settings.windows.sw_batch_size != "auto":
             return (self._batch_size,)
         most = self._settings.limits.sw_batch_size
         return autotune.list_batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
-
-    @property
-    def _streams(self) -> int:
-        """Batches at the same time where nothing is tuned."""
-        return streams(self._settings, self._device)
 
     @property
     def _more_streams(self) -> tuple[int, ...]:
@@ -360,10 +333,6 @@ class EngineSelector:
     def _eager(self, name: str) -> EngineConfig:
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
-
-    def _build_warned(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
-        ready = self.build(config)
-        return replace(ready, warnings=(*ready.warnings, *warnings))
 
 
 def batch_size(settings: Settings, device: torch.device) -> int:
@@ -390,13 +359,6 @@ def _failures(plan: EnginePlan) -> tuple[str, ...]:
             "Time ran out before every way to run the model was tried; a larger engine.tune_seconds tries them again."
         )
     return tuple(warnings)
-
-
-def _keep(folder: Path, plan: EnginePlan) -> None:
-    try:
-        plans.save(folder, plan)
-    except OSError as error:
-        log.warning("The plan for %s cannot be kept, every start tries anew: %s", plan.model, error)
 
 
 def _version(library: str) -> str:

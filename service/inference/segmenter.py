@@ -74,6 +74,8 @@ class Segmenter:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
         extension_cache.set_folder(plans.choose_folder(settings.engine.cache_folder).with_name("kernels"))
         network = load_network(spec, self._run_first)
+        # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
+        self._loaded_bytes = weight_bytes(network) if self._device.type == "cpu" else 0
         self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes)
         self._ready: ReadyEngine | None = None
         self._config = self._selector.preliminary()
@@ -120,9 +122,7 @@ class Segmenter:
         if ready is None:
             return 0
         batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
-        # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
-        loaded = self._selector.weight_bytes if self._device.type == "cpu" else 0
-        return loaded + weight_bytes(ready.module) + ready.nbytes + batches
+        return self._loaded_bytes + weight_bytes(ready.module) + ready.nbytes + batches
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""

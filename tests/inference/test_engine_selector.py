@@ -68,11 +68,11 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
 
 
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
-    warm = warm_up(bands, settings(kind="eager")).run()
-    assert warm.config == EngineConfig(
-        "eager", warm.config.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
+    ready = warm_up(bands, settings(kind="eager")).run()
+    assert ready.config == EngineConfig(
+        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
     )
-    assert warm.plan is None
+    assert ready.plan is None
     assert not (tmp_path / "cache").exists()
 
 
@@ -97,9 +97,9 @@ def test_a_fixed_engine_that_does_not_fit_is_not_what_runs_under_its_name(
     chosen = settings(precision="fp32")
     # A name that the settings allow for an engine of the test's own.
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    warm = warm_up(bands, chosen).run()
-    assert warm.config.engine == engine
-    assert warm.warnings == (() if warning is None else (warning,))
+    ready = warm_up(bands, chosen).run()
+    assert ready.config.engine == engine
+    assert ready.warnings == (() if warning is None else (warning,))
 
 
 def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, settings, only):
@@ -119,7 +119,7 @@ def test_what_was_tuned_is_kept_and_the_next_start_builds_only_that(bands, setti
     assert second.plan == first.plan
     assert len(built) <= tries + 1
     again = [second, *(warm_up(bands, settings(precision="fp32")).run() for _ in range(2))]
-    assert min(warm.seconds for warm in again) < first.seconds
+    assert min(ready.seconds for ready in again) < first.seconds
 
 
 def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, use_two_threads):
@@ -136,10 +136,10 @@ def test_streams_are_tuned_with_what_was_built_for_one(bands, settings, only, us
 
     only(eager=FakeBackend(lambda module: built.append(module) or Slow(module)))
     two, fp32 = {"sw_batch_size": 2}, "fp32"
-    warm = warm_up(bands, settings(two, precision=fp32)).run()
-    assert warm.config.streams == 2, "who sleeps needs no core"
-    assert warm.window.streams == 2
-    assert {trial.choice.streams for trial in warm.plan.trials} == {1, 2}
+    ready = warm_up(bands, settings(two, precision=fp32)).run()
+    assert ready.config.streams == 2, "who sleeps needs no core"
+    assert ready.window.streams == 2
+    assert {trial.choice.streams for trial in ready.plan.trials} == {1, 2}
     assert len(built) == 1
     again = warm_up(bands, settings(two, precision=fp32)).run()
     assert again.cached
@@ -185,16 +185,16 @@ def test_a_caution_about_the_engine_in_use_is_given_at_every_start(bands, settin
 
 def test_a_faster_engine_with_other_labels_is_not_taken(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
-    warm = warm_up(bands, settings()).run()
-    assert warm.config.engine == "eager"
-    assert any(t.verdict.startswith("wrong") for t in warm.plan.trials if t.choice.engine == "other")
+    ready = warm_up(bands, settings()).run()
+    assert ready.config.engine == "eager"
+    assert any(t.verdict.startswith("wrong") for t in ready.plan.trials if t.choice.engine == "other")
 
 
 def test_a_precision_that_the_operator_chose_is_not_judged(bands, settings, only):
     only("eager", other=FakeBackend(lambda _module: Wrong()))
-    warm = warm_up(bands, settings(precision="fp32")).run()
-    assert warm.config.engine == "other"
-    (trial,) = (trial for trial in warm.plan.trials if trial.verdict == "chosen")
+    ready = warm_up(bands, settings(precision="fp32")).run()
+    assert ready.config.engine == "other"
+    (trial,) = (trial for trial in ready.plan.trials if trial.verdict == "chosen")
     assert trial.difference > 0.1
 
 
@@ -204,10 +204,10 @@ def test_an_engine_that_fails_is_warned_about_at_every_start(bands, settings, on
 
     only("eager", other=FakeBackend(broken))
     for cached in (False, True):
-        warm = warm_up(bands, settings(precision="fp32")).run()
-        assert warm.cached == cached
-        assert warm.config.engine == "eager"
-        assert warm.warnings == ("The other engine failed: no compiler",)
+        ready = warm_up(bands, settings(precision="fp32")).run()
+        assert ready.cached == cached
+        assert ready.config.engine == "eager"
+        assert ready.warnings == ("The other engine failed: no compiler",)
 
 
 def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
@@ -223,9 +223,9 @@ def test_a_kept_plan_that_no_longer_runs_is_made_again(bands, settings, only):
     assert warm_up(bands, settings()).run().config.engine == "other"
     runs = False
     backends.BACKENDS["eager"] = eager
-    warm = warm_up(bands, settings()).run()
-    assert warm.config.engine == "eager"
-    assert not warm.cached
+    ready = warm_up(bands, settings()).run()
+    assert ready.config.engine == "eager"
+    assert not ready.cached
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settings, only, tmp_path, caplog):
@@ -237,13 +237,13 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settin
 
 def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings, only):
     only("eager", other=FakeBackend(lambda module: lambda x: module(x).flip(1)))
-    warming = warm_up(bands, settings(channels_last=True))
+    selector = warm_up(bands, settings(channels_last=True))
     # Eager is not among the candidates, but what remains when none of them will do.
     eager = backends.BACKENDS["eager"]
     only("eager", other=backends.BACKENDS["other"], eager=change(eager, precisions=()))
-    warm = warming.run()
-    assert (warm.config.engine, warm.config.precision) == ("eager", "fp32")
-    assert "runs eagerly in fp32" in warm.warnings[0]
+    ready = selector.run()
+    assert (ready.config.engine, ready.config.precision) == ("eager", "fp32")
+    assert "runs eagerly in fp32" in ready.warnings[0]
 
 
 def broken(_module):
@@ -264,10 +264,10 @@ def test_on_demand_nothing_is_compared_but_what_is_quick_and_right_is_taken(
     bands, settings, only, make, seconds, engine, tmp_path
 ):
     only("eager", other=FakeBackend(make, slow_build_seconds=seconds))
-    warm = warm_up(bands, settings()).run(tune=False)
-    assert warm.config.engine == engine
-    assert warm.plan is None
-    assert "on demand" in warm.warnings[-1]
+    ready = warm_up(bands, settings()).run(tune=False)
+    assert ready.config.engine == engine
+    assert ready.plan is None
+    assert "on demand" in ready.warnings[-1]
     assert not (tmp_path / "cache").exists()
 
 
@@ -279,9 +279,9 @@ def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, o
 
 def test_a_plan_for_want_of_time_says_so(bands, settings, only):
     only("eager", other=change(backends.BACKENDS["eager"], slow_build_seconds=60.0))
-    warm = warm_up(bands, settings(tune_seconds=1.0)).run()
-    assert warm.config.engine == "eager"
-    assert "engine.tune_seconds" in warm.warnings[-1]
+    ready = warm_up(bands, settings(tune_seconds=1.0)).run()
+    assert ready.config.engine == "eager"
+    assert "engine.tune_seconds" in ready.warnings[-1]
 
 
 def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
@@ -311,9 +311,9 @@ from service.inference.engine_selector import EngineSelector
 torch.set_num_threads(1)
 spec = read_spec(Path(sys.argv[1]))
 settings = Settings.model_validate({"engine": {"kind": "compiled"}})
-warm = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
-assert warm.config.engine == "eager", warm
-assert "compiled engine failed" in warm.warnings[0], warm
+ready = EngineSelector(spec, settings, torch.device("cpu"), load_network(spec), 1).run()
+assert ready.config.engine == "eager", ready
+assert "compiled engine failed" in ready.warnings[0], ready
 """
 
 
@@ -363,15 +363,15 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     only("eager", other=FakeBackend(make, precisions=precisions))
     chosen = settings()
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
-    warm = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
-    assert (warm.config.engine, warm.config.precision) == (engine, "fp32")
+    ready = EngineSelector(bands, chosen, CPU, Wide(load_network(bands)), 1000, BOTH).run()
+    assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
 def test_on_demand_what_was_never_compared_runs_in_float32(bands, settings, only, precision, expected):
     only("eager")
-    warm = EngineSelector(bands, settings(precision=precision), CPU, load_network(bands), 1000, BOTH).run(tune=False)
-    assert (warm.config.engine, warm.config.precision) == ("eager", expected)
+    ready = EngineSelector(bands, settings(precision=precision), CPU, load_network(bands), 1000, BOTH).run(tune=False)
+    assert (ready.config.engine, ready.config.precision) == ("eager", expected)
 
 
 def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, settings, only, use_two_threads):
@@ -384,11 +384,11 @@ def test_streams_that_choose_other_algorithms_are_given_full_batches(bands, sett
 
     eager = change(backends.BACKENDS["eager"], precisions=())
     only(eager=eager, other=FakeBackend(moody, varying_batch=True))
-    warming = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
+    selector = warm_up(bands, settings(windows={"sw_batch_size": 2}), Wrong())
     alone = EngineConfig("other", "fp32", "contiguous", 2)
-    assert warming.build(alone).window.any_batch_size
-    assert not warming.build(replace(alone, streams=2)).window.any_batch_size
-    tuned = warming.run()
+    assert selector.build(alone).window.any_batch_size
+    assert not selector.build(replace(alone, streams=2)).window.any_batch_size
+    tuned = selector.run()
     assert tuned.config.streams == 2, "who sleeps needs no core"
     assert not tuned.window.any_batch_size
 
