@@ -376,18 +376,10 @@ def _override(values: dict[str, Any], environment: Mapping[str, str]) -> None:
         if not variable.startswith(PREFIX):
             continue
         section, separator, key = variable.removeprefix(PREFIX).lower().partition("__")
-        if not separator or key not in _keys(section):
+        field = Settings.model_fields.get(section)
+        if not separator or field is None or key not in type(field.default).model_fields:
             raise ConfigError(f"{variable}: there is no such setting; see configs/default.yaml for all of them.")
-        values.setdefault(section, {})[key] = _parse(variable, text)
-
-
-def _keys(section: str) -> frozenset[str]:
-    field = Settings.model_fields.get(section)
-    return frozenset(type(field.default).model_fields) if field is not None else frozenset()
-
-
-def _parse(variable: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{variable}: the value is not valid YAML: {error}") from error
+        try:
+            values.setdefault(section, {})[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{variable}: the value is not valid YAML: {error}") from error

@@ -201,13 +201,8 @@ def _digest(compiler: Sequence[str], source: Path, flags: Sequence[str]) -> str:
         [*compiler, "--version"], capture_output=True, check=False, timeout=COMPILER_SECONDS
     ).stdout
     processor = f"{platform.machine()} {hardware.cpu_fingerprint()}"
-    parts = (
-        *(file.read_bytes() for file in _with_headers(source)),
-        " ".join(flags).encode(),
-        " ".join(compiler).encode(),
-        version,
-        processor.encode(),
-    )
+    sources = [file.read_bytes() for file in _with_headers(source)]
+    parts = [*sources, " ".join(flags).encode(), " ".join(compiler).encode(), version, processor.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

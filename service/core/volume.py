@@ -217,8 +217,11 @@ DiameterSetting = Diameter | Literal["auto", "none"]
 
 def parse_diameter(text: str) -> DiameterSetting:
     """Parse auto, none, or text for `Diameter.parse`. Raises BadParameter."""
-    given = text.strip().lower()
-    return _auto_or_none(given) or Diameter.parse(given)
+    match text.strip().lower():
+        case "auto" | "none" as word:
+            return word
+        case given:
+            return Diameter.parse(given)
 
 
 SkipBelow = float | Literal["auto", "none"]
@@ -227,24 +230,16 @@ SkipBelow = float | Literal["auto", "none"]
 
 def parse_skip_below(text: str) -> SkipBelow:
     """Parse auto, none, or a finite number. Raises BadParameter."""
-    given = text.strip().lower()
-    if (word := _auto_or_none(given)) is not None:
-        return word
+    match text.strip().lower():
+        case "auto" | "none" as word:
+            return word
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
         raise BadParameter(f"A grey value of the stack, auto or none are expected, as in 120, not {text!r}")
     return value
-
-
-def _auto_or_none(text: str) -> Literal["auto", "none"] | None:
-    match text:
-        case "auto" | "none":
-            return text
-        case _:
-            return None
 
 
 @dataclass(frozen=True)
