@@ -55,7 +55,8 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
     Raises AmbiguousAxes where the file does not name its axes, BadParameter where the override does not fit, BadFile
     where a dimension is empty, or negative, as a signed tag may have it.
     """
-    _check_has_pixels(axes, shape)
+    if len(axes) < 2 or min(shape) < 1:
+        raise BadFile(f"The file holds an image without pixels: its stored shape is {_format_shape(shape)}.")
     if override is not None:
         return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
@@ -71,11 +72,6 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
         )
         return Layout("Z" + axes[1:], shape, (*notes, note))
     raise _ambiguous(axes, shape)
-
-
-def _check_has_pixels(axes: str, shape: Sequence[int]) -> None:
-    if len(axes) < 2 or min(shape) < 1:
-        raise BadFile(f"The file holds an image without pixels: its stored shape is {_format_shape(shape)}.")
 
 
 def _has_plane(axes: str) -> bool:

@@ -22,6 +22,8 @@ _LAYOUT_TAGS = frozenset(
 )
 _TYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 _LONGEST_VALUE = 1024
+# Codes of `struct` for the fields of `Packing`, by the version in the header: classic TIFF and BigTIFF.
+_PACKINGS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,11 @@ def read_header(stream: BinaryIO) -> tuple[Packing, int]:
     header = stream.read(16)
     order = {b"II": "<", b"MM": ">"}.get(header[:2])
     version = struct.unpack(f"{order}H", header[2:4])[0] if order and len(header) >= 4 else None
-    if version == 42 and len(header) >= 8:
-        packing = Packing(struct.Struct(f"{order}H"), struct.Struct(f"{order}HHI4s"), struct.Struct(f"{order}I"))
-        return packing, packing.offset.unpack(header[4:8])[0]
-    if version == 43 and len(header) == 16:
-        packing = Packing(struct.Struct(f"{order}Q"), struct.Struct(f"{order}HHQ8s"), struct.Struct(f"{order}Q"))
-        return packing, packing.offset.unpack(header[8:16])[0]
-    if version in {42, 43}:
+    if version in _PACKINGS:
+        packing = Packing(*(struct.Struct(f"{order}{code}") for code in _PACKINGS[version]))
+        width = packing.offset.size
+        if len(header) >= 2 * width:
+            return packing, packing.offset.unpack_from(header, width)[0]
         raise BadFile(f"The file is cut short: a TIFF header and nothing else, {len(header)} bytes.")
     problem = "is empty" if not header else f"begins with {header[:4]!r}, which no TIFF does"
     raise UnsupportedMedia(f"The file {problem}. Send a TIFF: ImageJ, OME-TIFF, BigTIFF or plain pages.")
@@ -163,20 +163,13 @@ class _DirectoryReader:
             decides_layout = tag in _LAYOUT_TAGS
             mask += b"\xff" * (entry.size - width) + (b"\xff" if decides_layout else b"\0") * width
             if decides_layout:
-                layout.append(
-                    struct.pack("=HHQ", tag, kind, number) + _value(self._stream, self._packing, value, length)
-                )
+                if width < length <= _LONGEST_VALUE:
+                    self._stream.seek(self._packing.offset.unpack(value)[0])
+                    value = self._stream.read(length)
+                layout.append(struct.pack("=HHQ", tag, kind, number) + value)
         bits = int.from_bytes(mask, "little")
         return _Pattern(len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(far))
 
     def _check_inside(self, data: bytes, position: int, length: int, tag: int, index: int) -> None:
         if self._packing.offset.unpack_from(data, position)[0] + length > self._size:
             raise BadFile(f"The file is cut short: tag {tag} of page {index} lies beyond its end. Copy it again.")
-
-
-def _value(stream: BinaryIO, packing: Packing, value: bytes, length: int) -> bytes:
-    """Return the value of an entry, read from the file where the entry holds only its offset."""
-    if not len(value) < length <= _LONGEST_VALUE:
-        return value
-    stream.seek(packing.offset.unpack(value)[0])
-    return stream.read(length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -48,44 +47,26 @@ def resolution(page: TiffPage) -> Resolution:
 
 def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
     """Read the sampling that a container states, else that of the resolution tags."""
-    read = _CALIBRATIONS.get(kind)
-    return resolution(page).calibration() if read is None else read(tiff, page)
-
-
-def _imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
-    return voxel_size.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
-
-
-def _shaped(_tiff: TiffFile, page: TiffPage) -> Calibration:
-    return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
-
-
-def _zeiss(tiff: TiffFile, _page: TiffPage) -> Calibration:
-    header = tiff.lsm_metadata or {}
-    return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
-
-
-def _metamorph(tiff: TiffFile, _page: TiffPage) -> Calibration:
-    header = tiff.stk_metadata or {}
-    distances = header.get("ZDistance", ())
-    z = float(distances[0]) if len(distances) else None
-    sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
-
-
-def _micromanager(tiff: TiffFile, _page: TiffPage) -> Calibration:
-    summary = (tiff.micromanager_metadata or {}).get("Summary", {})
-    sizes = [summary.get(key) for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return voxel_size.from_lengths([size or None for size in sizes], "um", "Micro-Manager metadata")
-
-
-_CALIBRATIONS: dict[str, Callable[[TiffFile, TiffPage], Calibration]] = {
-    "imagej": _imagej,
-    "shaped": _shaped,
-    "lsm": _zeiss,
-    "stk": _metamorph,
-    "mmstack": _micromanager,
-}
+    match kind:
+        case "imagej":
+            return voxel_size.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+        case "shaped":
+            return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
+        case "lsm":
+            header = tiff.lsm_metadata or {}
+            return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+        case "stk":
+            header = tiff.stk_metadata or {}
+            distances = header.get("ZDistance", ())
+            z = float(distances[0]) if len(distances) else None
+            sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
+            return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+        case "mmstack":
+            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+            sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
+            return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
+        case _:
+            return resolution(page).calibration()
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:

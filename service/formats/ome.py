@@ -39,8 +39,8 @@ class OmeImage:
     samples: int
     pages: tuple[int, ...]
     channels: tuple[str, ...]
-    sizes: tuple[str, str, str]
-    units: tuple[str, str, str]
+    sizes: tuple[str, ...]
+    units: tuple[str, ...]
 
 
 def parse(text: str, page_count: int) -> list[OmeImage]:
@@ -134,8 +134,8 @@ def _image(element: Element, page_count: int) -> OmeImage:
         samples=samples,
         pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
         channels=tuple(channel.get("Name", "") for channel in channels),
-        sizes=(pixels.get("PhysicalSizeZ", ""), pixels.get("PhysicalSizeY", ""), pixels.get("PhysicalSizeX", "")),
-        units=(_unit(pixels, "Z"), _unit(pixels, "Y"), _unit(pixels, "X")),
+        sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
+        units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
     )
 
 
@@ -145,10 +145,6 @@ def _samples(channels: list[Element]) -> int:
     if len(stated) > 1:
         raise UnusableOme("its OME-XML mixes channels of different numbers of samples")
     return max(1, *stated)
-
-
-def _unit(pixels: Element, axis: str) -> str:
-    return pixels.get(f"PhysicalSize{axis}Unit", "µm")
 
 
 def _pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
     """Raise BadParameter unless Y and X lie within a page, as pages are decoded one by one into planes."""
-    inner = layout.axes[len(layout.shape) - _inner(image, layout) :]
+    inner = layout.axes[_count_outer(image, layout) :]
     if not {*"YX"} <= {*inner}:
         raise BadParameter(
             f"axes={layout.axes} has the pages of this file hold {inner or 'single pixels'}; each must hold Y and X."
@@ -226,7 +226,7 @@ def _pitch(starts: Sequence[int]) -> int | None:
 
 def _strides(image: StoredImage, layout: Layout, pitch: int) -> dict[str, int]:
     """Return the stride of every axis in bytes: within a page dense, across pages by their distance."""
-    outer = len(layout.shape) - _inner(image, layout)
+    outer = _count_outer(image, layout)
     steps = [
         pitch * math.prod(layout.shape[index + 1 : outer])
         if index < outer
@@ -248,12 +248,12 @@ def _channel_stride(layout: Layout, part: Part, stride: dict[str, int]) -> int |
     return None
 
 
-def _inner(image: StoredImage, layout: Layout) -> int:
-    """Count the last dimensions of the layout that lie within one page. Raises BadFile where a page splits one."""
+def _count_outer(image: StoredImage, layout: Layout) -> int:
+    """Count the first dimensions of the layout, those across pages. Raises BadFile where a page splits one."""
     size = math.prod(layout.shape) if image.whole else image.page.size
-    for inner in range(len(layout.shape), -1, -1):
-        if math.prod(layout.shape[len(layout.shape) - inner :]) == size:
-            return inner
+    for outer in range(len(layout.shape) + 1):
+        if math.prod(layout.shape[outer:]) == size:
+            return outer
     raise BadFile("The axes of the stack run across the borders of its pages, which is not supported.")
 
 
@@ -266,8 +266,8 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
     lock = threading.RLock()
     dtype = native_dtype(image)
     _check_axes(image, layout)
-    inner = _inner(image, layout)
-    frames = list(_frames(layout, part, inner))
+    outer = _count_outer(image, layout)
+    frames = list(_frames(layout, part, outer))
     is_single = len(frames) == 1
 
     def decode_frame(frame: _Frame) -> None:
@@ -276,7 +276,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
                 pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=workers if is_single else 1)
-            pixels = pixels.reshape(layout.shape[len(layout.shape) - inner :]).astype(dtype, copy=False)
+            pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
             store(channel, frame.z, block)
 
@@ -301,9 +301,8 @@ class _Frame:
     z: int
 
 
-def _frames(layout: Layout, part: Part, inner: int) -> Iterator[_Frame]:
+def _frames(layout: Layout, part: Part, outer: int) -> Iterator[_Frame]:
     """Yield the pages that hold a part of the selection."""
-    outer = len(layout.shape) - inner
     samples = layout.length("S")
     wanted = {divmod(number, samples) for number in part.channels}
     for index, position in enumerate(np.ndindex(layout.shape[:outer])):

@@ -28,15 +28,7 @@ import numpy as np
 
 import service
 from service.core.buffers import LARGE_BYTES
-from service.core.errors import (
-    AmbiguousAxes,
-    BadFile,
-    BadParameter,
-    NotReady,
-    StackSegError,
-    TooLarge,
-    UnsupportedMedia,
-)
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
 from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
 from service.formats.parse_cache import ParseCache, Part
@@ -224,9 +216,20 @@ class _Child:
         if not self._ready:
             self._await_start()
         try:
-            return self._exchange(request)
+            cast("IO[bytes]", self._process.stdin).write(json.dumps(request).encode() + b"\n")
+            return self._receive(self._seconds)
+        except TimeoutError:
+            self.end()
+            raise TooLarge(
+                f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
+            ) from None
         except (EOFError, BrokenPipeError):
-            raise self._explain_death() from None
+            if self._retired:
+                raise NotReady("The service is stopping.") from None
+            self._log_death()
+            raise BadFile(
+                "The file is damaged: the program that decodes it crashed. Export it again, uncompressed."
+            ) from None
 
     def retire(self) -> None:
         """Kill the process for good; a caller that waits for its answer gets NotReady."""
@@ -261,30 +264,15 @@ class _Child:
             "OMP_NUM_THREADS": "1",
         }
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        complaints = os.fspath(descriptor_path(self._complaints.fileno()))
         return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-            [
-                sys.executable,
-                "-m",
-                sandbox_child.__name__,
-                *self._arguments,
-                os.fspath(descriptor_path(self._complaints.fileno())),
-            ],
+            [sys.executable, "-m", sandbox_child.__name__, *self._arguments, complaints],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             bufsize=0,
             env=environment,
         )
-
-    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        cast("IO[bytes]", self._process.stdin).write(json.dumps(request).encode() + b"\n")
-        try:
-            return self._receive(self._seconds)
-        except TimeoutError:
-            self.end()
-            raise TooLarge(
-                f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
-            ) from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         """Receive the next line from the child. Raises EOFError where it has ended, TimeoutError where it is silent."""
@@ -303,12 +291,6 @@ class _Child:
             line += chunk
         reply: dict[str, Any] = json.loads(line)
         return reply
-
-    def _explain_death(self) -> StackSegError:
-        if self._retired:
-            return NotReady("The service is stopping.")
-        self._log_death()
-        return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
 
     def _log_death(self) -> None:
         status = self._process.wait()

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from tifffile import TIFF, TiffFile, TiffFrame, TiffPage
@@ -22,28 +22,13 @@ from service.formats import metadata, ome, voxel_size
 from service.formats.ifd import Structure
 from service.formats.voxel_size import Calibration
 
-T = TypeVar("T")
 Page = TiffPage | TiffFrame
 
 # tifffile logs defects that it works around; here such files are refused with an error instead.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
 # Containers of slides, gels and diffraction patterns, and one that consists of several files: read as plain pages.
-_READ_AS_PLAIN = (
-    "ndtiff",
-    "sis",
-    "svs",
-    "scn",
-    "qpi",
-    "ndpi",
-    "bif",
-    "avs",
-    "eer",
-    "philips",
-    "indica",
-    "nih",
-    "mdgel",
-)
+_PLAIN_KINDS = ("ndtiff", "sis", "svs", "scn", "qpi", "ndpi", "bif", "avs", "eer", "philips", "indica", "nih", "mdgel")
 # Errors of tifffile, its codecs and NumPy for bad files.
 _DECODING_ERRORS = (
     ArithmeticError,
@@ -111,7 +96,7 @@ def translate_errors(doing: str) -> Iterator[None]:
 
 def open_pages(stream: BinaryIO) -> TiffFile:
     """Open a TIFF from a stream, without its path, so that tifffile can neither find nor open files beside it."""
-    flags: dict[str, Any] = {f"is_{kind}": False for kind in _READ_AS_PLAIN}
+    flags: dict[str, Any] = {f"is_{kind}": False for kind in _PLAIN_KINDS}
     return TiffFile(stream, name="stack.tif", _multifile=False, **flags)
 
 
@@ -147,7 +132,7 @@ def _from_container(tiff: TiffFile, structure: Structure) -> StoredImage:
 
 
 def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
-    image = _largest(images, [math.prod(image.shape) * image.size_y * image.size_x for image in images])
+    image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
     pages = _pages(tiff, structure, image.pages)
     page = _keyframe(pages)
     stored = dict(zip(page.axes, page.shape, strict=True))
@@ -160,7 +145,7 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         shape=image.shape + page.shape,
         pages=pages,
         channels=image.channels,
-        calibration=voxel_size.from_ome(image),
+        calibration=voxel_size.from_lengths(image.sizes, image.units, "OME-XML"),
         notes=_note_choice(len(images), image.name),
     )
 
@@ -175,7 +160,7 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
     doubt = f"its metadata ({container}) contradict its pages"
     if not candidates or candidates[0].kind != kind:
         return replace(_plain(tiff, structure), container=container, doubt=doubt)
-    series = _largest(candidates, [math.prod(series.shape) for series in candidates])
+    series = max(candidates, key=lambda series: math.prod(series.shape))
     whole = series.dataoffset is not None
     return StoredImage(
         container=container,
@@ -197,7 +182,7 @@ def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:
         groups.setdefault(structure.layouts[offset], []).append(index)
     images = [_pages(tiff, structure, indices) for indices in groups.values()]
     images = [pages for pages in images if not (_keyframe(pages).is_reduced or _keyframe(pages).is_mask)] or images
-    pages = _largest(images, [len(pages) * _area(_keyframe(pages)) for pages in images])
+    pages = max(images, key=lambda pages: len(pages) * _area(_keyframe(pages)))
     page, count = _keyframe(pages), len(pages)
     return StoredImage(
         container="TIFF",
@@ -207,10 +192,6 @@ def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:
         calibration=metadata.resolution(page).calibration(),
         notes=_note_choice(len(images), ""),
     )
-
-
-def _largest(candidates: Sequence[T], sizes: Sequence[int]) -> T:
-    return candidates[sizes.index(max(sizes))]
 
 
 def _note_choice(count: int, name: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
         def store(channel: int, z0: int, block: Array) -> None:
             decoded[channel, z0 : z0 + len(block)] = block
 
-        stack.decode(store)
+        pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
         return Volume.from_array(decoded, stack.voxel_size(selection), stack.channels)
 
 
@@ -94,7 +94,7 @@ def extract(
             def store(channel: int, z0: int, block: Array) -> None:
                 _write_all(descriptor, block, channel * placement.strides[0] + z0 * placement.strides[1])
 
-            stack.decode(store)
+            pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
         except BaseException:
             Path(name).unlink()
             raise
@@ -164,10 +164,6 @@ class _Stack:
         if self.part.time is None:
             raise BadParameter(axes.explain_time_choice(self.layout))
         return pixels.locate(self.image, self.layout, self.part)
-
-    def decode(self, store: pixels.Store) -> None:
-        """Decode the selected part in blocks."""
-        pixels.decode(self.tiff, self.image, self.layout, self.part, store)
 
 
 @contextmanager

@@ -71,8 +71,5 @@ def _value_positions(stream: BinaryIO, offset: int) -> dict[int, int]:
     stream.seek(offset)
     count = packing.count.unpack(stream.read(packing.count.size))[0]
     first = offset + packing.count.size
-    positions: dict[int, int] = {}
-    for index in range(count):
-        tag, *_ = packing.entry.unpack(stream.read(packing.entry.size))
-        positions[tag] = first + (index + 1) * packing.entry.size - packing.offset.size
-    return positions
+    tags = [packing.entry.unpack(stream.read(packing.entry.size))[0] for _ in range(count)]
+    return {tag: first + index * packing.entry.size - packing.offset.size for index, tag in enumerate(tags, 1)}

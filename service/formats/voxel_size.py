@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.core.volume import PLAUSIBLE_LENGTHS, VoxelSize
-from service.formats.ome import OmeImage
 
 _SI = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
@@ -135,13 +134,6 @@ class Resolution:
         return Calibration(None, y, x, "resolution tags")
 
 
-def from_ome(image: OmeImage) -> Calibration:
-    """Convert PhysicalSizeX, Y, Z with their units."""
-    notes: list[str] = []
-    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", image.sizes, image.units, strict=True))
-    return Calibration(z, y, x, "OME-XML", tuple(notes)) if any((z, y, x)) or notes else NOTHING
-
-
 def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
     """Convert ImageJ's `spacing` and `unit`: z is a length, x and y are pixels per unit in the resolution tags."""
     unit = str(metadata.get("unit") or "")
@@ -159,8 +151,9 @@ def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> 
     return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else NOTHING
 
 
-def from_lengths(sizes: Sequence[Any], unit: str, source: str) -> Calibration:
-    """Convert edges along z, y, x in one unit."""
+def from_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
+    """Convert edges along z, y, x, in one unit or each in its own."""
     notes: list[str] = []
-    z, y, x = (_convert_edge(axis, size, unit, notes) for axis, size in zip("zyx", sizes, strict=True))
+    of_axes = (units,) * 3 if isinstance(units, str) else units
+    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, of_axes, strict=True))
     return Calibration(z, y, x, source, tuple(notes))
