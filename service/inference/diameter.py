@@ -26,14 +26,12 @@ from service.core.buffers import LARGE_BYTES
 from service.core.volume import Diameter, Extent, Size, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.normalize import VolumeChannel
+from service.inference.scores import ScoreWindows
 from service.inference.windows.sliding_window import Image
 from service.models.spec import Instances, ModelSpec
 
 Factors = tuple[float, float, float]
 Box = tuple[slice, slice, slice]
-
-# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
-ScoreWindows = Callable[[Tensor], Tensor]
 
 # Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
 FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.5, 2))
@@ -275,32 +273,6 @@ def _digest(volume: Volume) -> bytes:
         for block in VolumeChannel(volume, index):
             digest.update(block.tobytes())
     return digest.digest()
-
-
-class ScoreCollector:
-    """A consumer of scores that keeps them as they are."""
-
-    def __init__(self) -> None:
-        self._slabs: list[Tensor] = []
-
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:  # noqa: ARG002
-        """Take in the next planes [1, K, z, Y, X], with all of their rows."""
-        self._slabs.append(scores)
-
-    def scores(self) -> Tensor:
-        """Return all planes, float32 [1, K, Z, Y, X]."""
-        return torch.cat(self._slabs, 2).float()
-
-
-def score_as_stack(score_stack: ScoreWindows) -> ScoreWindows:
-    """Score windows with a function of one stack of them, [1, C, N * z, y, x] -> [1, K, N * z, y, x]."""
-
-    def score_windows(windows: Tensor) -> Tensor:
-        count, channels, depth, height, width = windows.shape
-        scores = score_stack(windows.transpose(0, 1).reshape(1, channels, count * depth, height, width))
-        return scores[0].reshape(-1, count, depth, height, width).transpose(0, 1)
-
-    return score_windows
 
 
 def estimate_anisotropy(volume: Extent, base: Factors) -> float:

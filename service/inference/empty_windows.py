@@ -8,7 +8,7 @@ and where the network finds something in such a window, the threshold lies too h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,13 +19,11 @@ from torch import Tensor
 from service.core.volume import Volume
 from service.inference.decoding.decoders import make_decoder
 from service.inference.normalize import VolumeChannel
+from service.inference.scores import ScoreWindows
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import Image, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
-
-# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
-ScoreWindows = Callable[[Tensor], Tensor]
 
 # `auto`: so many times the spread of darker voxels above the background; the brightest voxel of a window of noise, the
 # largest of some 10^5 normal numbers, lies 4.5 times above it.

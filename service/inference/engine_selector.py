@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -207,6 +208,10 @@ class EngineSelector:
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
             configs = [self._eager(name) for name in names]
+        return self._build_first(configs, warnings)
+
+    def _build_first(self, configs: Sequence[EngineConfig], warnings: list[str]) -> ReadyEngine:
+        """Build the first configuration that runs, else eager, with a warning for each that does not."""
         for config in configs:
             try:
                 return self.build(config, *warnings)

@@ -37,6 +37,10 @@ Progress = Callable[[int, int], None]
 ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
 
 
+# Windows [N, C, *roi], float32 -> raw scores [N, K, *roi].
+ScoreWindows = Callable[[Tensor], Tensor]
+
+
 class RunWindows(Protocol):
     """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with those of others."""
 
@@ -60,6 +64,16 @@ class Scored(NamedTuple, Generic[C]):
     recomputed: bool
 
 
+class _ScoreCollector:
+    """A consumer that keeps scores as they are: planes [1, K, z, Y, X], with all of their rows."""
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+
+    def add(self, _z0: int, _y0: int, scores: Tensor) -> None:
+        self.slabs.append(scores)
+
+
 class ScoreComputer:
     """Computes scores with the network of one model. Safe to use from several threads.
 
@@ -70,6 +84,8 @@ class ScoreComputer:
 
     def __init__(self, selector: EngineSelector, config: EngineConfig, ready: ReadyEngine | None = None) -> None:
         self._selector, self._config, self._ready = selector, config, ready
+        # Then computing again in eager float32 would change nothing.
+        self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._eager_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -111,10 +127,15 @@ class ScoreComputer:
                     notes += self._notes(window)
                 return Scored(consumer, tuple(notes), fallbacks, recomputed)
 
-    @property
-    def _is_reference(self) -> bool:
-        """Whether computing again in eager float32 would change nothing."""
-        return self._config.engine == "eager" and self._config.precision == "fp32"
+    def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
+        """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
+
+        Raises what `compute` raises.
+        """
+        count, channels, depth, height, width = windows.shape
+        stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
+        slabs = self.compute(stack, plan._replace(overlap=0.0), _ScoreCollector, Stages(), run).consumer.slabs
+        return torch.cat(slabs, 2).float()[0].reshape(-1, count, depth, height, width).transpose(0, 1)
 
     def _window(self, batch_size: int) -> SlidingWindow:
         """Return the warm window, or an eager one for another batch size: compiling takes longer than it saves."""

@@ -17,27 +17,20 @@ from service.core.config import Settings
 from service.core.cpp_extension import extension_cache
 from service.core.errors import OutOfMemory, TooLarge
 from service.core.timing import Stages
-from service.core.volume import Diameter, Options, Size, Volume
+from service.core.volume import Diameter, Options, Volume
 from service.engine import backends, plans, torch_compile
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.watershed_kernel import watershed_kernel
-from service.inference.diameter import (
-    DiameterCache,
-    DiameterEstimator,
-    ScoreCollector,
-    ScoreWindows,
-    estimate_anisotropy,
-    score_as_stack,
-)
+from service.inference.diameter import DiameterCache, DiameterEstimator, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
 from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.resample import resample_image, resample_segmentation, working_size
+from service.inference.resample import PreparedImage, resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
 from service.inference.scores import Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer
-from service.inference.windows.grid import Grid
+from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
@@ -47,11 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class _Sized(NamedTuple):
-    """A request planned anew with the estimated diameter of its objects; None: it could not be estimated."""
+    """A request whose diameter of objects is known, stated or estimated; None: neither of them."""
 
     request: PlannedRequest
     diameter: Diameter | None
-    note: str
+    notes: tuple[str, ...] = ()
 
 
 class Segmenter:
@@ -77,10 +70,7 @@ class Segmenter:
         # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
         self._loaded_bytes = weight_bytes(network) if self._device.type == "cpu" else 0
         self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes)
-        self._ready: ReadyEngine | None = None
-        self._config = self._selector.preliminary()
-        self._scores = ScoreComputer(self._selector, self._config)
-        self.estimator = self._make_estimator()
+        self._use(None)
         self._diameters = DiameterCache()
 
     def _run_first(self, network: nn.Module, window: Tensor) -> Tensor:
@@ -98,21 +88,22 @@ class Segmenter:
             if isinstance(self.spec.decoding, Instances):
                 watershed_kernel.prepare()
         self._use(self._selector.run(tune=tune))
-        self.estimator = self._make_estimator()
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
-    def _use(self, ready: ReadyEngine) -> None:
-        self._ready, self._config = ready, ready.config
-        self._scores = ScoreComputer(self._selector, ready.config, ready)
-
-    def _make_estimator(self) -> Estimator:
-        """Make an estimator of what is known of the model by now."""
-        config, on_host = self._config, self._device.type == "cpu"
-        window_bytes = self._window_bytes * backends.batch_dtype(config).itemsize // 4
-        score_bytes = None if self._ready is None else self._ready.score_bytes
-        return Estimator(
-            self.spec, self._settings, config.sw_batch_size, window_bytes, on_host, config.streams, score_bytes
+    def _use(self, ready: ReadyEngine | None) -> None:
+        """Compute scores with a network that is ready; None: eagerly until there is one."""
+        self._ready = ready
+        self._config = config = self._selector.preliminary() if ready is None else ready.config
+        self._scores = ScoreComputer(self._selector, config, ready)
+        self.estimator = Estimator(
+            self.spec,
+            self._settings,
+            config.sw_batch_size,
+            self._window_bytes * backends.batch_dtype(config).itemsize // 4,
+            self._device.type == "cpu",
+            config.streams,
+            None if ready is None else ready.score_bytes,
         )
 
     @property
@@ -155,81 +146,77 @@ class Segmenter:
         Cancelled once `cancelled()` is true between two batches, OutOfMemory, NonFiniteScores where even float32 gives
         NaN or infinity, and DeviceLost.
         """
-        plan, estimate = request or self.estimator.plan_request(volume, options)
-        check_memory(estimate, hardware.available_memory())
-        stages, diameter, compute = Stages(), plan.diameter, partial(run, cancelled=cancelled, progress=_ignore)
-        with torch.inference_mode(), translate_errors(estimate, self._device):
+        request = request or self.estimator.plan_request(volume, options)
+        check_memory(request.estimate, hardware.available_memory())
+        stages = Stages()
+        # Windows that are scored to measure objects or background do not count as progress.
+        probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
+        with torch.inference_mode(), translate_errors(request.estimate, self._device):
             with stages.measure("prepare"):
                 source, notes = normalise_volume(volume, self.spec)
-            if plan.estimated:
+            sized = _Sized(request, request.plan.diameter)
+            if request.plan.estimated:
                 with stages.measure("size"):
-                    (plan, estimate), diameter, note = self._plan_by_diameter(
-                        source, volume, options, PlannedRequest(plan, estimate), compute
-                    )
-                revised(estimate)
-                notes += (note,)
+                    sized = self._plan_by_diameter(source, volume, options, request, probe)
+                revised(sized.request.estimate)
+            plan, estimate = sized.request
             with stages.measure("prepare"):
-                image, resampling_notes = resample_image(source, volume, self.spec, plan.diameter)
-                if self._device.type != "cpu":
-                    image = (image if isinstance(image, Tensor) else image.tensor()).to(self._device)
-            skipping = self._filter_empty_windows(image, volume, plan, stages, compute)
+                resampled, resampling_notes = self._resample(source, volume, plan.diameter)
+            image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, plan, stages, probe)
             progress(0, estimate.windows)
-            decoder = partial(make_decoder, self.spec, _size(image), plan.output, volume.voxel_size, self._allocate)
+            size = as_size(image.shape[2:])
+            decoder = partial(make_decoder, self.spec, size, plan.output, volume.voxel_size, self._allocate)
             compute = partial(run, cancelled=cancelled, progress=progress)
-            scored = self._scores.compute(skipping.image, plan, decoder, stages, compute)
-            skipped, skipping_notes = skipping.skipped, skipping.notes
+            scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
-            del image, skipping, source
+            del source, resampled, image
             with stages.measure("decode"):
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:])
+        notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *scored.notes)
+        estimated = plan.estimated and sized.diameter is not None
         return Result(
-            segmentation,
-            stages.seconds,
-            (*notes, *resampling_notes, *skipping_notes, *scored.notes),
-            scored.fallbacks,
-            scored.recomputed,
-            diameter,
-            estimated=plan.estimated and diameter is not None,
-            skipped=skipped,
+            segmentation, stages.seconds, notes, scored.fallbacks, scored.recomputed, sized.diameter, estimated, skipped
         )
 
     def _plan_by_diameter(
         self, image: NormalisedImage, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
     ) -> _Sized:
         """Estimate the diameter of the objects, and plan anew with it where resampling by it brings something."""
-        base = _ratios(working_size(volume, self.spec), volume)
-        estimator = DiameterEstimator(image, base, self.spec, self._score_windows(request.plan, compute))
-        sizing = self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, base)))
+        size = working_size(volume, self.spec)
+        z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
+        score_windows = partial(self._scores.score_windows, plan=request.plan, run=compute)
+        estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
+        sizing = self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
         if sizing.diameter is None or sizing.fits:
-            return _Sized(request, sizing.diameter, sizing.note)
+            return _Sized(request, sizing.diameter, (sizing.note,))
         try:
             estimate = self.estimator.estimate(volume, replace(options, diameter=sizing.diameter))
             check_memory(estimate, hardware.available_memory())
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
-            return _Sized(request, sizing.diameter, note)
+            return _Sized(request, sizing.diameter, (note,))
         plan = request.plan._replace(diameter=sizing.diameter)
-        return _Sized(PlannedRequest(plan, estimate), sizing.diameter, sizing.note)
+        return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
 
-    def _filter_empty_windows(
+    def _resample(self, image: NormalisedImage, volume: Volume, diameter: Diameter | None) -> PreparedImage:
+        """Resample an image to the grid of the network, and bring it to the device."""
+        prepared = resample_image(image, volume, self.spec, diameter)
+        if self._device.type == "cpu":
+            return prepared
+        tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
+        return prepared._replace(image=tensor.to(self._device))
+
+    def _skip_empty_windows(
         self, image: Image, volume: Volume, plan: Plan, stages: Stages, compute: ComputeSlabs
     ) -> Skipping:
         """Leave out windows without anything in them, where the plan says so."""
         if plan.skip_below is None:
             return Skipping(image, None)
         with stages.measure("skip"):
-            grid = Grid.cover(_size(image), self.spec.input.roi_size, plan.overlap)
-            score_windows = self._score_windows(plan, compute)
-            return EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, score_windows).skip(
-                volume, plan.skip_below
-            )
-
-    def _score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
-        """Return what computes scores [N, K, *roi] of a few windows [N, C, *roi], with all fallbacks."""
-        plan = plan._replace(overlap=0.0)
-        return score_as_stack(
-            lambda stack: self._scores.compute(stack, plan, ScoreCollector, Stages(), compute).consumer.scores()
-        )
+            grid = Grid.cover(as_size(image.shape[2:]), self.spec.input.roi_size, plan.overlap)
+            score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
+            windows = EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, score_windows)
+            return windows.skip(volume, plan.skip_below)
 
     def report(self) -> EngineReport:
         """Report the engine in use; before `warm_up` the one that would run without it."""
@@ -255,19 +242,3 @@ class Segmenter:
             planned=planned,
             trials=ready.plan.trials if ready and ready.plan else (),
         )
-
-
-def _size(image: Image) -> Size:
-    """Return (Z, Y, X)."""
-    z, y, x = image.shape[2:]
-    return z, y, x
-
-
-def _ratios(size: Size, volume: Volume) -> tuple[float, float, float]:
-    """Return the voxels of a grid of `size` per voxel of the volume, along (z, y, x)."""
-    z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
-    return z, y, x
-
-
-def _ignore(_done: int, _total: int) -> None:
-    """Ignore windows by which objects are measured: progress counts those of the volume."""

@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.volume import Volume, VoxelSize
-from service.inference.diameter import (
-    ROUND,
-    DiameterEstimator,
-    ScoreCollector,
-    Sizing,
-    estimate_anisotropy,
-    score_as_stack,
-    signals,
-)
+from service.inference.diameter import ROUND, DiameterEstimator, Sizing, estimate_anisotropy, signals
 from service.inference.normalize import IntensityScaling, NormalisedImage
 from service.models.spec import Instances, ModelSpec
 
@@ -134,21 +126,6 @@ def test_windows_go_where_the_signal_is() -> None:
     assert 0 <= z - 10 < 10
     assert abs(y - 65) <= 16
     assert abs(x - 105) <= 16
-
-
-def test_a_pile_of_windows_passes_as_a_stack() -> None:
-    windows = torch.rand(3, 2, 4, 5, 6)
-    collected = []
-
-    def as_stack(stack: Tensor) -> Tensor:
-        collected.append(tuple(stack.shape))
-        taker = ScoreCollector()
-        for z in range(0, stack.shape[2], 4):
-            taker.add(z, 0, stack[:, :, z : z + 4])
-        return taker.scores()
-
-    assert torch.equal(score_as_stack(as_stack)(windows), windows)
-    assert collected == [(1, 2, 12, 5, 6)]
 
 
 def test_planes_are_apart_as_the_voxel_size_says_within_reason() -> None:
