@@ -1,9 +1,9 @@
 """The threads that own a device: each computes a stream of batches, with windows of several requests where it can.
 
-Preparing, decoding and writing happen in the threads of the requests; what these wait for here is the network. Windows
-of requests that run through the same one share the room of a batch, as most networks take the same time however full it
-is. A GPU has one stream. On a CPU several batches at once, with a part of the cores each, keep these busier than one
-after the other with all of them: nobody waits at the end of every layer for the thread that was slowest.
+Requests prepare, decode and write in threads of their own. Windows that run through the same network share a batch, as
+most networks take the same time however full it is. A GPU has one stream. On a CPU several batches at once, with a part
+of the cores each, keep these busier than one after the other with all of them: nobody waits at the end of every layer
+for the thread that was slowest.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import Empty
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,7 +76,9 @@ class WindowBatcher:
         self._idle = 0
         self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
-        self._calling = self._closed = False
+        # Thread that runs a call.
+        self._caller: int | None = None
+        self._closed = False
         self._batches = 0
         # By the thread that computes it.
         self._busy: dict[int, _Running] = {}
@@ -129,14 +131,10 @@ class WindowBatcher:
             self._check_open()
             self._calls.append(run)
             self._wake()
-        while True:
-            try:
-                return future.result(POLL_SECONDS)
-            except TimeoutError:
-                if future.done():
-                    raise
-                with self._lock:
-                    self._check_open()
+        while not wait([future], POLL_SECONDS).done:
+            with self._lock:
+                self._check_open()
+        return future.result()
 
     def run(  # noqa: PLR0913
         self,
@@ -206,8 +204,7 @@ class WindowBatcher:
     @torch.inference_mode()
     def _loop(self, thread: int) -> None:
         last_sharing = 0
-        done: Literal["nothing", "batch", "call"] = "nothing"
-        while (work := self._wait(thread, done)) is not None:
+        while (work := self._wait(thread)) is not None:
             sharing = work.sharing if isinstance(work, _Batch) else 1
             if sharing != last_sharing:
                 # Only on a change: torch forgets what it has prepared for another number of threads.
@@ -215,24 +212,21 @@ class WindowBatcher:
                 last_sharing = sharing
             if isinstance(work, _Batch):
                 self._compute(work)
-                done = "batch"
             else:
                 with torch.inference_mode(mode=False):
                     work()
-                done = "call"
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self, thread: int, done: Literal["nothing", "batch", "call"]) -> Callable[[], None] | _Batch | None:
-        """Note what is done, and wait for the next call or batch. None at the end."""
+    def _wait(self, thread: int) -> Callable[[], None] | _Batch | None:
+        """Note that the thread is done with its work, and wait for the next call or batch. None at the end."""
         with self._lock:
-            if done == "batch":
-                del self._busy[thread]
-            elif done == "call":
-                self._calling = False
+            self._busy.pop(thread, None)
+            if self._caller == thread:
+                self._caller = None
             while not self._closed:
                 self._drop_cancelled()
                 if self._may_call():
-                    self._calling = True
+                    self._caller = thread
                     return self._calls.popleft()
                 if requests := self._may_compute():
                     batch = self._next_batch(thread, requests)
@@ -243,7 +237,7 @@ class WindowBatcher:
             return None
 
     def _may_call(self) -> bool:
-        return bool(self._calls) and not self._calling and not self._busy
+        return bool(self._calls) and self._caller is None and not self._busy
 
     def _drop_cancelled(self) -> None:
         for request in self._requests:
@@ -252,7 +246,7 @@ class WindowBatcher:
 
     def _may_compute(self) -> list[WindowRequest]:
         """Return the requests whose windows may be computed now."""
-        if self._calls or self._calling:
+        if self._calls or self._caller is not None:
             return []
         requests = self._choose_requests()
         return requests if requests and self._may_add(requests) else []
@@ -263,10 +257,7 @@ class WindowBatcher:
         # Requests that have to take slabs first count too: they will be back in a moment.
         left = sum([request.scan.left for request in self._requests if request.window is window and not request.failed])
         sharing = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.capacity))
-        taken = [running.stream for running in self._busy.values()]
-        stream = 0
-        while stream in taken:
-            stream += 1
+        stream = min(set(range(len(self._threads))) - {running.stream for running in self._busy.values()})
         self._batches += 1
         self._busy[thread] = _Running(self._batches, window, stream)
         return _Batch(fill_batch(requests, window.capacity), stream, sharing)

@@ -1,4 +1,4 @@
-"""What comes out of a segmentation, and how a model runs."""
+"""Results of segmentations, and reports on how a model runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.inference.empty_windows import Skipped
 
 
 class Result(NamedTuple):
-    """What came out.
+    """Result of one segmentation.
 
     seconds     by stage, in order: prepare, size where the width of objects was estimated, skip where windows without
                 anything in them were looked for, windows, decode
@@ -34,13 +34,13 @@ class Result(NamedTuple):
 
     @property
     def width(self) -> str | None:
-        """The diameter as the parameter takes it, and where it is from."""
+        """Diameter as the parameter takes it, and where it is from."""
         return None if self.diameter is None else f"{self.diameter}; {'estimated' if self.estimated else 'stated'}"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """How a model runs here. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
+    """Report on an engine. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
 
     streams  batches that are computed at the same time
     planned  fixed by the configuration, tuned at this start, or cached by an earlier one

@@ -6,28 +6,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from service.core import hardware
 from service.core.errors import NonFiniteScores
+from service.inference.decoding.decoders import Decoder
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import SlidingWindow
 
 # Alone in its row a window is not blended with anything.
 LEAST_WINDOWS = 2
-
-
-class Decoder(Protocol):
-    """What takes scores in and makes something of them: `service.inference.decoding.decoders` has some."""
-
-    def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        """As `service.inference.decoding.decoders.Decoder.add`."""
-
-    def finish(self) -> object:
-        """Once every plane was added."""
 
 
 class StreamThreads:
@@ -39,14 +29,14 @@ class StreamThreads:
         self.decoding = ThreadPoolExecutor(1, "decode", partial(hardware.use_threads, 1))
 
     def streams(self, number: int) -> ThreadPoolExecutor:
-        """So many threads, each with its part of the cores that the caller has."""
+        """Return this number of threads, each with its part of the cores that the caller has."""
         if number not in self._streams:
             share = partial(hardware.use_threads, max(torch.get_num_threads() // number, 1))
             self._streams[number] = ThreadPoolExecutor(number, "stream", share)
         return self._streams[number]
 
     def close(self) -> None:
-        """End them."""
+        """End all threads."""
         for pool in (self.decoding, *self._streams.values()):
             pool.shutdown()
 
@@ -58,8 +48,8 @@ class Throughput:
     at every layer for the core on which somebody decodes, while of several streams the others go on.
 
     window   computes them
-    row      so many windows -> an image, float32 [1, C, Z, Y, X], on which they lie in a row with that overlap
-    decoder  makes what the scores of one such image are handed to
+    row      number of windows -> an image, float32 [1, C, Z, Y, X], on which they lie in a row with that overlap
+    decoder  makes the decoder of one such image
     """
 
     def __init__(

@@ -58,10 +58,7 @@ class WindowRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can use a place in the next batch.
-
-        Windows are left, its thread has taken all slabs, and few batches wait for one that is slow.
-        """
+        """Whether windows are left, its thread has taken all slabs, and few batches wait for one that is slow."""
         keeps_up = not self.untaken and len(self.batch_slices) <= self.window.streams
         return self.scan.left > 0 and not self.failed and keeps_up
 
