@@ -76,7 +76,6 @@ class Extent(Protocol):
 class Volume:
     """One stack [C, Z, Y, X], dtype as stored, whose planes are read in ranges.
 
-    shape       (C, Z, Y, X)
     read        read(z0, z1) -> [C, z1 - z0, Y, X] in native byte order; the pixels may live in a file
     voxel_size  micrometres, or None where the file does not say
     channels    one name per channel, "" where the file gives none

@@ -82,7 +82,9 @@ def write(
                 file.write(content)
             else:
                 pixels = segmentation.pixels
-                _write_pages(file, form, _compress_planes(pixels, compress) or pixels, _make_uuid(), bigtiff=bigtiff)
+                can_compress = pixels.ndim == 3 and compress(pixels[:1]) is not None
+                pages = _compress_blocks(pixels, compress) if can_compress else pixels
+                _write_pages(file, form, pages, _make_uuid(), bigtiff=bigtiff)
                 imagej_writer.append_description(file, imagej_writer.describe(segmentation))
         partial.replace(path)
     finally:
@@ -126,12 +128,14 @@ def _write_pages(file: BinaryIO, form: _Form, pixels: Array | Iterator[bytes], n
     pages = _planes(pixels) if isinstance(pixels, np.ndarray) else pixels
     is_array = pages is not pixels
     has_channels = len(form.shape) == 4
+    # XML cannot carry control characters.
+    names = ["".join(filter(str.isprintable, name)) for name in form.names]
     metadata: dict[str, object] = {
         "UUID": number,
         "Creator": "StackSeg",
         "axes": "CZYX" if has_channels else "ZYX",
         "Name": form.kind,
-        "Channel": {"Name": [_printable(name) for name in form.names] if has_channels else form.kind},
+        "Channel": {"Name": names if has_channels else form.kind},
     }
     resolution = None
     if form.voxel_size is not None:
@@ -163,13 +167,6 @@ def _planes(pixels: Array) -> Iterator[Array]:
         yield pixels[index]
 
 
-def _compress_planes(pixels: Array, compress: Compress) -> Iterator[bytes] | None:
-    """Return the compressed planes of [Z, Y, X] one by one, or None where `compress` does not take them."""
-    if pixels.ndim != 3 or compress(pixels[:1]) is None:
-        return None
-    return _compress_blocks(pixels, compress)
-
-
 def _compress_blocks(pixels: Array, compress: Compress) -> Iterator[bytes]:
     """Yield the compressed planes of [Z, Y, X]; the next few blocks are compressed in threads meanwhile."""
     count = max(_BLOCK_BYTES // pixels[0].nbytes, 1)
@@ -193,8 +190,3 @@ def _compress_by_zlib(pixels: Array) -> Streams:
     little = pixels.dtype.newbyteorder("<")
     streams = [zlib.compress(np.ascontiguousarray(plane, little).data, 1) for plane in _planes(pixels)]
     return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
-
-
-def _printable(name: str) -> str:
-    """Drop the control characters that XML cannot carry."""
-    return "".join(letter for letter in name if letter.isprintable())

@@ -22,6 +22,9 @@ from service.models.allowed_operators import ATEN, PRIM
 FORBIDDEN = (b"__setstate__", b"__getstate__", b"__forward_hooks__", b"__forward_pre_hooks__", b"torch.classes")
 # Entries of an archive that hold the bytes of one tensor. torch ignores the case of names, this check does not.
 TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
+# Beyond this size a compressed entry, once unpacked, is refused as a bomb.
+MAX_COMPRESSED_BYTES = 2**26
+ALLOWED = {f"aten::{name}" for name in ATEN} | {f"prim::{name}" for name in PRIM}
 
 
 class TorchScriptNetwork(nn.Module):
@@ -43,7 +46,7 @@ def load_torchscript(path: Path) -> TorchScriptNetwork:
     _check_source(path)
     try:
         script = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
-        refused = sorted({kind for kind in _iter_operators(script.inlined_graph) if not _is_allowed(kind)})
+        refused = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED)
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {str(error).strip().splitlines()[0]}") from error
     if refused:
@@ -62,8 +65,10 @@ def _check_source(path: Path) -> None:
             if not any("/code/" in entry.filename for entry in entries):
                 raise BrokenModel(f"{path}: not a TorchScript file as torch.jit.save writes it.")
             for entry in entries:
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    _refuse_bomb(path, entry)
+                if entry.compress_type != zipfile.ZIP_STORED and entry.file_size > MAX_COMPRESSED_BYTES:
+                    raise BrokenModel(
+                        f"{path}: {entry.filename} is compressed, which torch.jit.save does with code only."
+                    )
                 if not TENSOR_ENTRY.fullmatch(entry.filename):
                     content = archive.read(entry)
                     for word in FORBIDDEN:
@@ -73,18 +78,8 @@ def _check_source(path: Path) -> None:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {error}") from error
 
 
-def _refuse_bomb(path: Path, entry: zipfile.ZipInfo) -> None:
-    if entry.file_size > 2**26:
-        raise BrokenModel(f"{path}: {entry.filename} is compressed, which torch.jit.save does with code only.")
-
-
 def _iter_operators(block: torch._C.Graph | torch._C.Block) -> Iterator[str]:
     for node in block.nodes():
         yield node.kind()
         for inner in node.blocks():
             yield from _iter_operators(inner)
-
-
-def _is_allowed(kind: str) -> bool:
-    space, _, name = kind.partition("::")
-    return name in (ATEN if space == "aten" else PRIM if space == "prim" else frozenset())

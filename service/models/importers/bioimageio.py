@@ -72,7 +72,9 @@ def read(root: Path) -> Draft:
         problems["decoding"] = f"{output_tensor.location()}: does not say what labels are made from."
     file = _find_checked_file(root, weights)
     if kind == "onnx":
-        content["input"] |= _read_onnx_input(root, weights, file)
+        if "external_data" in weights:
+            _find_checked_file(root, weights.get_mapping("external_data"))
+        content["input"] |= onnx_package.read_input(file)
     return Draft(content, file, kind, tests, problems, (f"Taken from weights.{name} of {rdf.get_text('name')}.",))
 
 
@@ -84,13 +86,6 @@ def _read_description(root: Path) -> tuple[Fields, str]:
     if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
         raise UnsupportedPackage(f"format_version: {version} of a {rdf.get('type')}; models of 0.4 and 0.5 are read.")
     return rdf, version
-
-
-def _read_onnx_input(root: Path, weights: Fields, file: Path) -> dict[str, Any]:
-    """Return what an ONNX file states of its input, after checking the file of weights beside it."""
-    if "external_data" in weights:
-        _find_checked_file(root, weights.get_mapping("external_data"))
-    return onnx_package.read_input(file)
 
 
 def _find_description(root: Path) -> Path | None:

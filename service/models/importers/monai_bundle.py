@@ -34,7 +34,8 @@ def recognises(root: Path) -> bool:
 def read(root: Path) -> Draft:
     """Read a bundle into a draft. Raise UnsupportedPackage where it is damaged."""
     metadata = read_mapping(root / "configs" / "metadata.json")
-    config = _resolve_references(read_mapping(_find_inference_config(root)))
+    stated = read_mapping(_find_inference_config(root)).as_dict()
+    config = Fields(_resolve(stated, stated, 0))
     file, kind = _find_weights(root)
     content: dict[str, Any] = {
         "name": metadata.get_text("name", root.name),
@@ -85,13 +86,8 @@ def _find_inference_config(root: Path) -> Path:
     raise UnsupportedPackage("configs: there is no inference.json or inference.yaml.")
 
 
-def _resolve_references(config: Fields) -> Fields:
-    """Return the configuration with every `@` reference to a value within it replaced by that value."""
-    content = config.as_dict()
-    return Fields(_resolve(content, content, 0))
-
-
 def _resolve(value: Any, config: dict[str, Any], depth: int) -> Any:
+    """Return `value` with every `@` reference to another value of the configuration replaced by that value."""
     if depth > MAX_DEPTH:
         raise UnsupportedPackage("configs: references lead in circles.")
     if isinstance(value, dict):

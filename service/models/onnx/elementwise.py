@@ -76,19 +76,12 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     return lambda *values: reduce(partial(_apply_elementwise, function), values)
 
 
-def _minimum(a: Value, b: Value) -> Value:
-    """Return the smaller value."""
-    return torch.minimum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
-
-
-def _maximum(a: Value, b: Value) -> Value:
-    """Return the larger value."""
-    return torch.maximum(*_to_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
-
-
-def _to_tensors(a: Value, b: Value) -> tuple[Tensor, Tensor]:
-    like = a if isinstance(a, Tensor) else b
-    return torch.as_tensor(a).to(like), torch.as_tensor(b).to(like)
+def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Value, b: Value) -> Value:
+    """Apply `of_tensors` where one value is a tensor, as the other then becomes too, and else `of_numbers`."""
+    for like in (a, b):
+        if isinstance(like, Tensor):
+            return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+    return of_numbers(a, b)
 
 
 def _unary(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
@@ -148,8 +141,8 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "Mul": partial(_apply_elementwise, operator.mul),
     "Div": partial(_apply_elementwise, _divide),
     "Pow": partial(_apply_elementwise, operator.pow),
-    "Max": _fold(_maximum),
-    "Min": _fold(_minimum),
+    "Max": _fold(partial(_extremum, torch.maximum, max)),
+    "Min": _fold(partial(_extremum, torch.minimum, min)),
     "Sum": _fold(operator.add),
     "Equal": partial(_apply_elementwise, operator.eq),
     "Greater": partial(_apply_elementwise, operator.gt),

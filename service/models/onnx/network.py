@@ -105,8 +105,7 @@ class OnnxNetwork(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.steps: tuple[Step, ...] = ()
-        self._image, self._result = image.name, result
-        self._shape = image.shape
+        self._image, self._shape, self._result = image.name, image.shape, result
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 

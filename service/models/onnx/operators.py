@@ -206,9 +206,8 @@ def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e
 
 def group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5) -> Tensor:
     """Normalise groups of channels; scale and bias belong to channels, or until opset 20 to groups."""
-    if len(scale) == x.shape[1]:
-        return functional.group_norm(x, num_groups, scale, bias, epsilon)
-    scale, bias = (value.repeat_interleave(x.shape[1] // num_groups) for value in (scale, bias))
+    if len(scale) != x.shape[1]:
+        scale, bias = (value.repeat_interleave(x.shape[1] // num_groups) for value in (scale, bias))
     return functional.group_norm(x, num_groups, scale, bias, epsilon)
 
 
