@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.auth import (
     CORS_METHODS,
@@ -62,13 +62,19 @@ class Application(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """Wrap FastAPI's own middleware, the outermost last: answers to unexpected errors pass through ours too."""
         access = self.state.runtime.settings.access
-        stack: ASGIApp = ApiKeyAuth(super().build_middleware_stack(), access, handle_error)
+        inner = super().build_middleware_stack()
+        stack: ASGIApp = ApiKeyAuth(inner, access, handle_error)
         if access.origins:
             stack = CORSMiddleware(
                 stack, access.origins, CORS_METHODS, CORS_REQUEST_HEADERS, expose_headers=CORS_RESPONSE_HEADERS
             )
-        stack = TrustedHosts(stack, access, handle_error)
-        return RequestLog(SecurityHeaders(DrainBody(stack)))
+        outer = RequestLog(SecurityHeaders(DrainBody(TrustedHosts(stack, access, handle_error))))
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            # Ours is for HTTP alone; the lifespan of the application passes by it.
+            await (outer if scope["type"] == "http" else inner)(scope, receive, send)
+
+        return dispatch
 
 
 def create_app(settings: Settings) -> FastAPI:

@@ -1,4 +1,4 @@
-"""ASGI middleware that refuses requests: by the host that they name, and by API key and its rate limits."""
+"""ASGI middleware for HTTP that refuses requests: by the host that they name, and by API key and its rate limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrustedHosts:
         self._hosts = tuple(host.lower() for host in access.hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._hosts or HEALTH_PATH.fullmatch(scope["path"]):
+        if not self._hosts or HEALTH_PATH.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
         host = parse_host(get_header(scope, b"host"))
@@ -68,9 +68,6 @@ class ApiKeyAuth:
         self._rate_limits = {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         with ExitStack() as slots:
             try:
                 self._admit(scope, slots)

@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: access log, security headers, and receiving the rest of a refused body."""
+"""ASGI middleware around every HTTP request: access log, security headers, and receiving the rest of a refused body."""
 
 from __future__ import annotations
 
@@ -51,9 +51,6 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = choose_request_id(get_header(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), 500
@@ -88,10 +85,7 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     _count_request(scope, route, status, caller, problem)
-    model, objects = (
-        find_header(headers, b"x-stackseg-model") or None,
-        find_header(headers, b"x-stackseg-objects") or None,
-    )
+    model, objects = (find_header(headers, name) or None for name in (b"x-stackseg-model", b"x-stackseg-objects"))
     path = UNPRINTABLE.sub("?", scope["path"])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
@@ -132,9 +126,6 @@ class SecurityHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
 
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -161,9 +152,6 @@ class DrainBody:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begun = complete = False
 
         async def receive_message() -> Message:
