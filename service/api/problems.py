@@ -99,12 +99,8 @@ KEY_SCHEMES = {
 }
 
 
-def status_of(error: errors.StackSegError) -> int:
+def status_of(error_type: type[errors.StackSegError]) -> int:
     """Return the HTTP status of an error: of its class, or of the nearest parent in the table."""
-    return _status_of_type(type(error))
-
-
-def _status_of_type(error_type: type[errors.StackSegError]) -> int:
     return next(STATUS[parent] for parent in error_type.__mro__ if parent in STATUS)
 
 
@@ -120,7 +116,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     """Answer an error of the service's own tree, with the headers that belong to it."""
     if not isinstance(error, errors.StackSegError):
         return handle_unexpected(request, error)
-    status = status_of(error)
+    status = status_of(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
@@ -177,7 +173,7 @@ def problem_responses() -> dict[int | str, dict[str, Any]]:
     types_by_status: dict[int, list[type[errors.StackSegError]]] = {}
     for error_type in (*STATUS, *_WITHOUT_ROW):
         if error_type not in _ABSTRACT:
-            types_by_status.setdefault(_status_of_type(error_type), []).append(error_type)
+            types_by_status.setdefault(status_of(error_type), []).append(error_type)
     return {
         status: {
             "description": "; ".join(error_type.slug for error_type in raised),

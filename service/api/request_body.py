@@ -18,6 +18,7 @@ from service.api.uploads import Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.serving.async_jobs import AsyncJobs
+from service.serving.host_files import Source
 from service.serving.job_store import INPUT
 from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
@@ -56,23 +57,17 @@ async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
 
 
 class ReceivedFile:
-    """A file that came with a request or is named by it; lives as long as `receive_file`, or as `detach` says.
+    """A file that came with a request or is named by it; lives as long as `receive_file`, or its resources.
 
-    received  parameters, those of a form included, caller, folder and path of the file
-    name      of the file
-    shared    whether it is a file of the host, which others may change
+    received   parameters, those of a form included, caller, folder and path of the file
+    name       of the file
+    shared     whether it is a file of the host, which others may change
+    resources  folder and file, released at the end of `receive_file` unless they were taken from here
     """
 
-    def __init__(
-        self, received: ReceivedRequest, name: str, upload: Upload, resources: AsyncExitStack, *, shared: bool = False
-    ) -> None:
-        self.received, self.name, self.shared = received, name, shared
-        self._upload, self._resources = upload, resources
-
-    @property
-    def query(self) -> Query:
-        """The parameters, those of a form included."""
-        return self.received.query
+    def __init__(self, received: ReceivedRequest, name: str, upload: Upload, resources: AsyncExitStack) -> None:
+        self.received, self.name, self.resources, self._upload = received, name, resources, upload
+        self.shared = received.query.input is not None
 
     def complete(self) -> str | None:
         """Write what is not on disk yet, before the file is read; blocks, so call it in a thread.
@@ -90,10 +85,6 @@ class ReceivedFile:
     def drop_content(self) -> None:
         """Forget the content of a file in memory once it was read; its volume keeps what it needs of it."""
         self._upload.drop_content()
-
-    def detach(self) -> AsyncExitStack:
-        """Keep folder and file beyond `receive_file`, until the returned stack is closed."""
-        return self._resources.pop_all()
 
 
 @asynccontextmanager
@@ -122,14 +113,11 @@ async def receive_file(
             if is_multipart(request):
                 query = await admit_form(request, runtime, query, upload.fields)
             caller = get_caller(request)
-            if (place := _choose_host_file(query, upload)) is None:
-                yield ReceivedFile(ReceivedRequest(query, upload.path, path, caller), upload.name, upload, stack)
-                return
-            opening = runtime.host_files.open_input(place, caller)
-            source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
-            yield ReceivedFile(
-                ReceivedRequest(query, source.path, path, caller), source.name, upload, stack, shared=True
-            )
+            source = Source(upload.path, upload.name)
+            if (place := _choose_host_file(query, upload)) is not None:
+                opening = runtime.host_files.open_input(place, caller)
+                source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
+            yield ReceivedFile(ReceivedRequest(query, source.path, path, caller), source.name, upload, stack)
 
 
 def _choose_host_file(query: Query, upload: Upload) -> str | None:

@@ -18,6 +18,11 @@ MAX_NOTE_LETTERS = 2000
 # The largest answer that is in memory while it is sent.
 SMALL_BYTES = 2**20
 
+
+def _document_header(meaning: str, **schema: Any) -> dict[str, Any]:
+    return {"description": meaning, "schema": {"type": "string", **schema}}
+
+
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
@@ -30,42 +35,33 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "application/json": {"schema": Saved.model_json_schema()},
         },
         "headers": {
-            "X-StackSeg-Model": {
-                "description": "Name and version of the model",
-                "schema": {"type": "string", "example": "nuclei/1"},
-            },
-            "X-StackSeg-Objects": {
-                "description": "Number of objects; only with output=labels",
-                "schema": {"type": "integer", "example": 87},
-            },
-            "X-StackSeg-Voxel-Size": {
-                "description": "Z,Y,X in micrometres; only where it is known",
-                "schema": {"type": "string", "example": "0.5,0.2,0.2"},
-            },
-            "X-StackSeg-Diameter": {
-                "description": "Width of the objects, and whether it was stated or estimated; only where there is one",
-                "schema": {"type": "string", "example": "7,15,15px; estimated"},
-            },
-            "X-StackSeg-Skipped": {
-                "description": "Windows not computed as no voxel in them exceeds a grey value; only with skip_below",
-                "schema": {"type": "string", "example": "312 of 480 windows; up to 120"},
-            },
-            "X-StackSeg-Note": {
-                "description": "What a user should know about this result",
-                "schema": {"type": "string"},
-            },
-            "ETag": {
-                "description": "The same for the same file, model, parameters, settings and engine; for sent files",
-                "schema": {"type": "string", "example": '"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"'},
-            },
-            "X-Cache": {
-                "description": "Whether an earlier result was sent again; only from /segment, where results are kept",
-                "schema": {"type": "string", "enum": ["hit", "miss"]},
-            },
-            "Server-Timing": {
-                "description": "Milliseconds per stage",
-                "schema": {"type": "string", "example": "receive;dur=12.1, read;dur=8.0, queue;dur=0.1"},
-            },
+            "X-StackSeg-Model": _document_header("Name and version of the model", example="nuclei/1"),
+            "X-StackSeg-Objects": _document_header(
+                "Number of objects; only with output=labels", type="integer", example=87
+            ),
+            "X-StackSeg-Voxel-Size": _document_header(
+                "Z,Y,X in micrometres; only where it is known", example="0.5,0.2,0.2"
+            ),
+            "X-StackSeg-Diameter": _document_header(
+                "Width of the objects, and whether it was stated or estimated; only where there is one",
+                example="7,15,15px; estimated",
+            ),
+            "X-StackSeg-Skipped": _document_header(
+                "Windows not computed as no voxel in them exceeds a grey value; only with skip_below",
+                example="312 of 480 windows; up to 120",
+            ),
+            "X-StackSeg-Note": _document_header("What a user should know about this result"),
+            "ETag": _document_header(
+                "The same for the same file, model, parameters, settings and engine; for sent files",
+                example='"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"',
+            ),
+            "X-Cache": _document_header(
+                "Whether an earlier result was sent again; only from /segment, where results are kept",
+                enum=["hit", "miss"],
+            ),
+            "Server-Timing": _document_header(
+                "Milliseconds per stage", example="receive;dur=12.1, read;dur=8.0, queue;dur=0.1"
+            ),
         },
     }
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from blake3 import blake3
 from python_multipart.multipart import parse_options_header
@@ -181,26 +182,6 @@ class Upload:
         return self._file
 
 
-class BodyParser(Protocol):
-    """A parser that finds the file in the chunks of a body."""
-
-    def feed(self, chunk: bytes) -> None:
-        """Parse the next bytes of the body."""
-
-    def finish(self) -> None:
-        """Check that the body is complete."""
-
-
-class RawBody:
-    """Parser of a body that is the file itself."""
-
-    def __init__(self, upload: Upload) -> None:
-        self.feed = upload.add_data
-
-    def finish(self) -> None:
-        """Do nothing: every end of a raw body is right."""
-
-
 def is_multipart(request: Request) -> bool:
     """Return whether the body is a multipart form."""
     return _media_type(request) == MULTIPART
@@ -212,26 +193,28 @@ async def receive(request: Request, upload: Upload) -> None:
     Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client disconnects before
     it has sent everything.
     """
-    parser = _choose_parser(request, upload)
+    form = _make_form_parser(request, upload)
+    feed = upload.add_data if form is None else form.feed
     _check_length(request, upload.limit_bytes)
     more = True
     try:
         while more:
             # No local variable may refer to a chunk while the next one is awaited, as in `request.stream`: a stalled
             # body would keep it in memory.
-            nbytes, more = _feed(parser, await request.receive())
+            nbytes, more = _feed(feed, await request.receive())
             await upload.flush(nbytes)
     finally:
         await upload.wait_written()
-    parser.finish()
+    if form is not None:
+        form.finish()
 
 
-def _feed(parser: BodyParser, message: Message) -> tuple[int, bool]:
-    """Parse the chunk of a message; return its bytes and whether more will come. Raises Cancelled."""
+def _feed(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:
+    """Pass on the chunk of a message; return its bytes and whether more will come. Raises Cancelled."""
     if message["type"] == "http.disconnect":
         raise Cancelled("The client went away while sending.")
     chunk = message.get("body", b"")
-    parser.feed(chunk)
+    feed(chunk)
     return len(chunk), message.get("more_body", False)
 
 
@@ -244,8 +227,11 @@ def _media_type(request: Request) -> str:
     return get_header(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
-def _choose_parser(request: Request, upload: Upload) -> BodyParser:
-    """Return the parser for the body's media type. Raises UnsupportedMedia, and BadParameter for a form's boundary."""
+def _make_form_parser(request: Request, upload: Upload) -> FormParser | None:
+    """Return the parser of a form, None for a body that is the file itself.
+
+    Raises UnsupportedMedia for any other body, and BadParameter for a form's boundary.
+    """
     encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
     if encoding != "identity":
         raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send the TIFF itself, compressed or not.")
@@ -255,7 +241,7 @@ def _choose_parser(request: Request, upload: Upload) -> BodyParser:
         return FormParser(options.get(b"boundary", b""), upload.add_data, upload.set_name, upload.fields)
     if media_type in RAW_TYPES:
         upload.set_name(get_header(request.scope, b"x-filename"))
-        return RawBody(upload)
+        return None
     raise UnsupportedMedia(
         f"A body of type {media_type} is not read; send the TIFF itself with Content-Type: image/tiff."
     )

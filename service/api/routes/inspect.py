@@ -25,7 +25,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     The same body and parameters as `/segment`; no pixel is decoded and the device is not used.
     """
     async with receive_file(request, runtime, query, Stages()) as received:
-        query = received.query
+        query = received.received.query
         spec = runtime.models.spec(query.model)
 
         def inspect_file() -> Description:

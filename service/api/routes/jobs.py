@@ -117,7 +117,7 @@ async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, 
     """Receive the file into the jobs folder, and answer with the job."""
     stages = Stages()
     async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs)) as file:
-        select_model(runtime, file.query)
+        select_model(runtime, file.received.query)
 
         def submit_job() -> JobView:
             with stages.measure("receive"):

@@ -68,9 +68,9 @@ async def segment(request: Request) -> Response:
         return response
     stages = Stages()
     async with receive_file(request, runtime, query, stages) as file:
-        work = _SegmentRequest(runtime, file, spec or select_model(runtime, file.query), stages)
+        work = _SegmentRequest(runtime, file, spec or select_model(runtime, file.received.query), stages)
         answer = await run_while_connected(request, work.answer())
-        answer.resources.push_async_callback(file.detach().aclose)
+        answer.resources.push_async_callback(file.resources.pop_all().aclose)
         return answer
 
 
@@ -157,7 +157,7 @@ class _SegmentRequest:
         """Read the file and submit the job, in a thread that was asked for at `submitted` on `time.perf_counter`."""
         file, stages = self._file, self._stages
         stages.add("read", time.perf_counter() - submitted)
-        received, query = file.received, file.query
+        received, query = file.received, file.received.query
         self._check_cancelled()
         with stages.measure("read"):
             self._pixels = read_pixels(self._runtime.reader, query, file.source, received.folder, self._caller)
@@ -194,7 +194,7 @@ class _SegmentRequest:
         stages.add("queue", self._job.seconds_waited)
         stages.update(result.seconds)
         if new.answer is None:
-            threads = FILE_THREADS if self._file.query.output_to is None else HOST_FILE_THREADS
+            threads = FILE_THREADS if self._file.received.query.output_to is None else HOST_FILE_THREADS
             answer, snapshot = await run_in_thread(partial(self._write, result), threads)
         else:
             answer, snapshot = new.answer, FileSnapshot(None, new.answer.content)
@@ -230,7 +230,7 @@ class _SegmentRequest:
 
     def _cache_key(self) -> str | None:
         """Return a key of all that decides about the answer; None for a file that others may read or change."""
-        query = self._file.query
+        query = self._file.received.query
         if self._digest is None or query.output_to is not None:
             return None
         model, runtime = self._spec.name, self._runtime
