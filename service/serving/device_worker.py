@@ -176,10 +176,10 @@ class DeviceWorker:
         except DeviceLost as error:
             self.watchdog.report_lost(str(error))
             raise
-        self._metrics.count_fallbacks(name, result.fallbacks)
-        self._metrics.count_recomputed(name, int(result.recomputed))
+        self._metrics.fallbacks(name).inc(result.fallbacks)
+        self._metrics.recomputed(name).inc(int(result.recomputed))
         if result.skipped is not None:
-            self._metrics.count_skipped(name, result.skipped.windows)
+            self._metrics.skipped(name).inc(result.skipped.windows)
             log.info("%s skipped %s", name, result.skipped)
         return result
 
@@ -225,7 +225,7 @@ class DeviceWorker:
         self.engines[name] = f"{report.engine} ({report.compile_mode}) {layout} on {report.device_name}"
         how = f"{report.engine}, {report.precision}, {self.name}, warm-up {report.warm_up_seconds:.1f} s"
         log.info("%s is ready: %s, %.0f MiB", spec.identifier, how, segmenter.nbytes / 2**20)
-        self._metrics.count_load(name)
+        self._metrics.loads(name).inc()
         return segmenter
 
     def _load_at_start(self, spec: ModelSpec) -> Segmenter:
@@ -244,7 +244,7 @@ class DeviceWorker:
 
     def _unloaded(self, name: str) -> None:
         """Free cycles of objects, and memory that torch keeps for later."""
-        self._metrics.count_unload(name)
+        self._metrics.unloads(name).inc()
         torch_compile.drop_generated_code()
         gc.collect()
         hardware.release_memory(self._torch_device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Literal
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -23,7 +22,10 @@ STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0,
 
 
 class Metrics:
-    """Counters of one process. Names and labels are part of the interface: dashboards depend on them."""
+    """Counters of one process. Names and labels are part of the interface: dashboards depend on them.
+
+    What counts by itself is an attribute, called with the values of its labels: `metrics.loads("nuclei").inc()`.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -33,7 +35,7 @@ class Metrics:
         about = "Seconds per stage of a segmentation."
         stages = Histogram("stackseg_stage_seconds", about, ["stage"], registry=self._registry, buckets=STAGE_BUCKETS)
         self._stages = cache(stages.labels)
-        self._cache_lookups = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
+        self.cache_lookups = self._counter("stackseg_cache", "Requests looked up among earlier results.", "outcome")
         self._voxels = self._counter("stackseg_voxels", "Voxels segmented.", "model")
         self._objects = self._counter("stackseg_objects", "Objects found.", "model")
         self._windows = self._counter("stackseg_windows", "Windows computed.", "model")
@@ -46,17 +48,17 @@ class Metrics:
         self._device_seconds = self._counter(
             "stackseg_device_seconds", "Seconds in which a device was busy with windows.", "device"
         )
-        self._fallbacks = self._counter(
+        self.fallbacks = self._counter(
             "stackseg_memory_fallbacks", "How often memory did not hold a batch, and a smaller one was taken.", "model"
         )
-        self._skipped = self._counter(
+        self.skipped = self._counter(
             "stackseg_skipped_windows", "Windows not computed because nothing is in them.", "model"
         )
-        self._recomputed = self._counter(
+        self.recomputed = self._counter(
             "stackseg_recomputed", "Volumes whose scores were not finite, and were computed again in float32.", "model"
         )
-        self._loads = self._counter("stackseg_model_loads", "How often a model was loaded.", "model")
-        self._unloads = self._counter(
+        self.loads = self._counter("stackseg_model_loads", "How often a model was loaded.", "model")
+        self.unloads = self._counter(
             "stackseg_model_unloads", "How often a model was unloaded, to make room for another.", "model"
         )
         ProcessCollector(registry=self._registry)
@@ -83,9 +85,6 @@ class Metrics:
         if problem is not None:
             self._errors(problem).inc()
 
-    def count_cache(self, outcome: Literal["hit", "miss"]) -> None:
-        self._cache_lookups(outcome).inc()
-
     def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
         self._voxels(model).inc(voxels)
         if objects is not None:
@@ -100,21 +99,6 @@ class Metrics:
         self._device_seconds(device).inc(seconds)
         self._slots(model).inc(slots)
 
-    def count_skipped(self, model: str, windows: int) -> None:
-        self._skipped(model).inc(windows)
-
-    def count_recomputed(self, model: str, times: int) -> None:
-        self._recomputed(model).inc(times)
-
-    def count_fallbacks(self, model: str, fallbacks: int) -> None:
-        self._fallbacks(model).inc(fallbacks)
-
-    def count_load(self, model: str) -> None:
-        self._loads(model).inc()
-
-    def count_unload(self, model: str) -> None:
-        self._unloads(model).inc()
-
     def exposition(self) -> bytes:
         """Return all metrics in the format of `CONTENT_TYPE`."""
         return generate_latest(self._registry)
@@ -128,11 +112,10 @@ class _LabelledGauge(Collector):
         self._values = values
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        name, meaning, label = self._family
-        family = GaugeMetricFamily(name, meaning, labels=[label])
-        for label, value in self._values().items():
-            family.add_metric([label], value)
-        yield family
+        for family in self.describe():
+            for label, value in self._values().items():
+                family.add_metric([label], value)
+            yield family
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauge without values: registering would otherwise look them up."""

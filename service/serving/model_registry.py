@@ -43,6 +43,7 @@ class ModelRegistry:
 
     problem     why the repository as a whole cannot be served as configured; None if it can
     specs       the readable models by name
+    spec_json   the same as JSON; models whose specs are equal have equal JSON
     load_first  names of the models that are loaded at start
     """
 
@@ -50,7 +51,7 @@ class ModelRegistry:
         self._settings = settings
         self._device_workers = device_workers
         self._states: dict[str, ModelState] = {}
-        self._spec_json: dict[str, str] = {}
+        self.spec_json: Mapping[str, str] = {}
         self.problem: str | None = None
         self.specs: Mapping[str, ModelSpec] = {}
         self.load_first: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class ModelRegistry:
                 state = ModelState(state.name, "failed", problem=problem)
             self._states[state.name] = state
         self.specs = {name: state.spec for name, state in self._states.items() if state.spec is not None}
-        self._spec_json = {name: spec.model_dump_json() for name, spec in self.specs.items()}
+        self.spec_json = {name: spec.model_dump_json() for name, spec in self.specs.items()}
         wanted = self._models_at_start()
         self.load_first = tuple(name for name in self.specs if name in wanted)
 
@@ -92,10 +93,6 @@ class ModelRegistry:
     def state(self, name: str | None) -> ModelState:
         """Return the state of a model; None: the configured default, or else the first. Raises UnknownModel."""
         return self._update(repository.select_model(self._states, name, self._settings.default))
-
-    def spec_json(self, name: str) -> str:
-        """Return the spec of a model as JSON; models whose specs are equal have equal JSON."""
-        return self._spec_json[name]
 
     def servable_spec(self, name: str | None) -> ModelSpec:
         """Return the spec of a model, which may still be loading. Raises UnknownModel and BrokenModel."""
@@ -144,7 +141,9 @@ class ModelRegistry:
         """Return the model with its present state on the devices."""
         if state.spec is None:
             return state
-        segmenter, loaded = self.loaded(state.name), self._loaded_models(state.name)
+        devices = {worker.name: worker.model_cache.loaded_models.get(state.name) for worker in self._device_workers}
+        loaded = {device: loaded_model for device, loaded_model in devices.items() if loaded_model is not None}
+        segmenter = self.loaded(state.name)
         if segmenter is not None and loaded:
             return state._replace(state="ready", segmenter=segmenter, loaded=loaded)
         caches = [worker.model_cache for worker in self._device_workers]
@@ -152,11 +151,6 @@ class ModelRegistry:
             return state._replace(state="loading")
         problems = [problem for model_cache in caches if (problem := model_cache.problems.get(state.name)) is not None]
         return state._replace(state="failed", problem=problems[0]) if problems else state
-
-    def _loaded_models(self, name: str) -> dict[str, LoadedModel]:
-        """Return memory and use of the model on each device that has it loaded, by the device's name."""
-        devices = {worker.name: worker.model_cache.loaded_models.get(name) for worker in self._device_workers}
-        return {device: loaded for device, loaded in devices.items() if loaded is not None}
 
 
 def _read_model(folder: Path) -> ModelState:

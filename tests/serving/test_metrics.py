@@ -67,7 +67,7 @@ def test_requests_are_counted_by_caller_and_problem() -> None:
     metrics = Metrics()
     metrics.count_request("/segment", 200, caller="ada")
     metrics.count_request("/segment", 422, caller="ada", problem="bad-file")
-    metrics.count_fallbacks("nuclei", 2)
+    metrics.fallbacks("nuclei").inc(2)
     lines = metrics.exposition().decode().splitlines()
     assert 'stackseg_caller_requests_total{caller="ada"} 2.0' in lines
     assert 'stackseg_errors_total{type="bad-file"} 1.0' in lines

@@ -147,7 +147,7 @@ class _SegmentRequest:
         if not runtime.result_cache.enabled or (key := self._cache_key()) is None:
             return None
         cached = runtime.result_cache.get(key)
-        runtime.metrics.count_cache("miss" if cached is None else "hit")
+        runtime.metrics.cache_lookups("miss" if cached is None else "hit").inc()
         if cached is None:
             return None
         file.drop_content()
@@ -234,7 +234,7 @@ class _SegmentRequest:
         if self._digest is None or query.output_to is not None:
             return None
         model, runtime = self._spec.name, self._runtime
-        facts, settings = runtime.models.spec_json(model), runtime.execution_settings(model)
+        facts, settings = runtime.models.spec_json[model], runtime.execution_settings(model)
         return fingerprint(self._caller, self._digest, facts, query, settings)
 
 
