@@ -67,11 +67,11 @@ class _ActiveJob:
 class AsyncJobs:
     """The jobs folder and the threads that write results. All methods but `start` wait for a disk at most.
 
-    Raises ConfigError for a jobs folder that cannot be used.
+    `keep_seconds`: how long a job is kept once it is over. Raises ConfigError for a jobs folder that cannot be used.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self.keep_seconds = settings, settings.jobs.keep_hours * 3600
         self._store: JobStore
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
@@ -177,11 +177,6 @@ class AsyncJobs:
             return self._store.result_path(job).open("rb"), record.answer
         except FileNotFoundError:
             raise ResultGone("The result was deleted to make room for newer ones; post the stack again.") from None
-
-    @property
-    def keep_seconds(self) -> float:
-        """How long a job is kept once it is over."""
-        return self._settings.jobs.keep_hours * 3600
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs = self._settings.jobs

@@ -86,7 +86,7 @@ class JobStore:
         folder.mkdir()
         return folder
 
-    def accept(self, upload: Path, owner: str | None, request: JobRequest) -> JobRecord:
+    def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
         """Keep the file INPUT in a folder of `make_incoming`, whose name becomes the job's id.
 
         From the moment this returns the job outlives the process. Raises OutOfStorage if the quota has no room.
@@ -111,21 +111,13 @@ class JobStore:
             except OutOfStorage:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        return self.get(job)
-
-    def get(self, job: str) -> JobRecord:
-        """Return a job, whoever owns it. Raises UnknownJob."""
-        records = self._select("id = ?", job)
-        if not records:
-            raise UnknownJob("There is no such job: its id is wrong, it was deleted, or it was kept long enough.")
-        return records[0]
 
     def find(self, job: str, owner: str | None) -> JobRecord:
         """Return a job of this owner. Raises UnknownJob, for jobs of others as well."""
-        record = self.get(job)
-        if record.owner != owner:
+        records = self._select("id = ? AND owner IS ?", job, owner)
+        if not records:
             raise UnknownJob("There is no such job: its id is wrong, it was deleted, or it was kept long enough.")
-        return record
+        return records[0]
 
     def newest(self, owner: str | None, limit: int) -> list[JobRecord]:
         """Return the newest jobs of an owner, newest first."""

@@ -78,7 +78,7 @@ class ModelCache(Generic[T]):
     lock         held while a model is loaded; several devices share one
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         limit_bytes: int,
         load: Callable[[str], T],
@@ -86,7 +86,6 @@ class ModelCache(Generic[T]):
         guess: Callable[[str], int] = lambda _name: 0,
         unloaded: Callable[[str], None] = lambda _name: None,
         lock: AbstractContextManager[object] | None = None,
-        name: str = "load",
     ) -> None:
         self._limit, self._load, self._guess, self._unloaded = limit_bytes, load, guess, unloaded
         self._load_lock = lock or threading.Lock()
@@ -99,7 +98,7 @@ class ModelCache(Generic[T]):
         self._problems: dict[str, str] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
     def start(self, names: Iterable[str]) -> None:
         """Load these first. No lease gets a model until then, because engines are timed meanwhile."""
@@ -217,21 +216,16 @@ class ModelCache(Generic[T]):
                 del self._wanted[wanted]
         absent = self._first or [name for name in self._wanted if name not in self._entries]
         name = absent[0] if absent else None
-        self._mark_leaving(name)
-        return name
-
-    def _mark_leaving(self, name: str | None) -> None:
-        """Mark the models that have to make room for this one, those in use last; None: no model has to."""
-        excess = 0 if name is None else self._used_bytes() + self._size(name) - self._limit
+        size = 0 if name is None else self._sizes.get(name) or self._guess(name)
+        excess = 0 if name is None else self._used_bytes() + size - self._limit
+        # Those in use make room last.
         for entry in sorted(self._entries.values(), key=lambda other: (other.users > 0, other.used)):
             entry.leaving = excess > 0
             excess -= entry.nbytes
+        return name
 
     def _used_bytes(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values())
-
-    def _size(self, name: str) -> int:
-        return self._sizes.get(name) or self._guess(name)
 
     def _grant(self) -> list[tuple[Lease[T], T]]:
         """Return the waiting leases whose model is loaded, and the model, and count them as users."""
@@ -281,7 +275,8 @@ class ModelCache(Generic[T]):
         with self._changed:
             self._end_loading(name)
             if not isinstance(error, CapacityError | Cancelled):
-                self._problems[name] = str(error) if isinstance(error, StackSegError) else _describe(error)
+                known = isinstance(error, StackSegError)
+                self._problems[name] = str(error) if known else f"{type(error).__name__}: {error}"
                 log.error("%s cannot be served: %s", name, self._problems[name])
             waiting = self._pop_waiting((name,))
         for lease in waiting:
@@ -302,10 +297,6 @@ class _Step(NamedTuple):
 def _hand_out(granted: list[tuple[Lease[T], T]]) -> None:
     for lease, model in granted:
         lease.model.set_result(model)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def too_large_message(name: str, nbytes: int, limit: int) -> str:

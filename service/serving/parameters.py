@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -97,19 +97,12 @@ class Query(BaseModel):
         """Drop the fields of a form that were left empty, which browsers send."""
         return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
 
-    @field_validator("voxel_size")
-    @classmethod
-    def _check_voxel_size(cls, text: str | None) -> str | None:
-        if text is not None:
-            _voxel_size(text)
-        return text
-
-    @field_validator("diameter", "skip_below")
+    @field_validator("voxel_size", "diameter", "skip_below")
     @classmethod
     def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
             try:
-                (parse_diameter if field.field_name == "diameter" else parse_skip_below)(text)
+                PARSERS[str(field.field_name)](text)
             except BadParameter as error:
                 raise ValueError(str(error)) from None
         return text
@@ -155,3 +148,11 @@ def _voxel_size(text: str) -> VoxelSize:
         return VoxelSize(z, y, x)
     except BadParameter as error:
         raise ValueError(f"{error} Z,Y,X are expected, such as 0.5,0.2,0.2") from None
+
+
+# Of the parameters whose text has a form.
+PARSERS: dict[str, Callable[[str], object]] = {
+    "voxel_size": _voxel_size,
+    "diameter": parse_diameter,
+    "skip_below": parse_skip_below,
+}

@@ -20,22 +20,20 @@ class CachedResult(NamedTuple, Generic[T]):
 
 
 class ResultCache(Generic[T]):
-    """A cache of at most `limit_bytes` in a folder of its own; 0 disables it. Safe to use from several threads."""
+    """A cache of at most `limit_bytes` in a folder of its own; 0 disables it. Safe to use from several threads.
+
+    `nbytes` are those of all results in the cache.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder, self._limit = folder, limit_bytes
         self._entries: OrderedDict[str, tuple[int, T]] = OrderedDict()
-        self._bytes = 0
+        self.nbytes = 0
         self._lock = threading.Lock()
 
     @property
     def enabled(self) -> bool:
         return self._limit > 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all results in the cache."""
-        return self._bytes
 
     def get(self, key: str) -> CachedResult[T] | None:
         """Return the result with this key; None if there is none, or none any more."""
@@ -70,8 +68,8 @@ class ResultCache(Generic[T]):
                 return
             file.replace(self._folder / key)
             self._entries[key] = size, metadata
-            self._bytes += size
-            while self._bytes > self._limit:
+            self.nbytes += size
+            while self.nbytes > self._limit:
                 oldest, (freed, _) = self._entries.popitem(last=False)
                 (self._folder / oldest).unlink()
-                self._bytes -= freed
+                self.nbytes -= freed

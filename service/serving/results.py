@@ -194,8 +194,7 @@ def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execut
 
 def answer_name(name: str, suffix: str) -> str:
     """Name an answer after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
-    stem = TIFF_SUFFIX.sub("", name) or "stack"
-    return stem + suffix
+    return (TIFF_SUFFIX.sub("", name) or "stack") + suffix
 
 
 def _write_files(received: ReceivedRequest, measured: Volume, segmentation: Segmentation) -> Answer:

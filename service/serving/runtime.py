@@ -75,6 +75,7 @@ class Runtime:
     """The owner of all threads and child processes. Models become ready one after the other after `start` returned.
 
     load_segmenter  makes a segmenter of a model
+    draining        whether the service was told to stop
     Raises ConfigError for a device or a folder that does not exist.
     """
 
@@ -102,17 +103,12 @@ class Runtime:
         self._window_settings = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()
-        self._draining = False
+        self.draining = False
         self._drain_timer: threading.Timer | None = None
 
     @property
     def uptime_seconds(self) -> float:
         return time.monotonic() - self._started
-
-    @property
-    def draining(self) -> bool:
-        """Whether the service was told to stop."""
-        return self._draining
 
     @property
     def ended(self) -> bool:
@@ -147,9 +143,9 @@ class Runtime:
 
     def drain(self) -> None:
         """Refuse requests from now on. Those that were accepted may finish within server.drain_seconds."""
-        if self._draining:
+        if self.draining:
             return
-        self._draining = True
+        self.draining = True
         for worker in self.device_workers:
             worker.watchdog.stop()
         self._drain_timer = threading.Timer(self.settings.server.drain_seconds, self._cancel_requests)
@@ -158,7 +154,7 @@ class Runtime:
 
     def stop(self) -> None:
         """Cancel all requests, end threads and child processes, delete the scratch folder."""
-        self._draining = True
+        self.draining = True
         for worker in self.device_workers:
             worker.watchdog.stop()
         if self._drain_timer is not None:
@@ -175,7 +171,7 @@ class Runtime:
 
     def check_admission(self) -> None:
         """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
-        if self._draining:
+        if self.draining:
             raise NotReady("The service is stopping; send the request again when it is back.")
         first = self.device_workers[0]
         next((worker for worker in self.device_workers if not worker.queue.full), first).queue.check()
@@ -183,7 +179,7 @@ class Runtime:
     def unready_reasons(self) -> tuple[str, ...]:
         """Return why the service is not ready, one sentence each; empty when it is ready."""
         reasons = [self.models.problem] if self.models.problem else []
-        if self._draining:
+        if self.draining:
             reasons.append("The service is stopping.")
         reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]
         return (*reasons, *self.models.unready_reasons())

@@ -17,9 +17,6 @@ log = logging.getLogger(__name__)
 EXIT_STATUS = 3
 INTERVAL_SECONDS = 1.0
 
-# Returns a value that changes with every step of the device, None while nothing runs that can be judged by it.
-Pulse = Callable[[], Hashable | None]
-
 
 def end_process(reason: str) -> None:
     """End this process at once, after a last line in the log."""
@@ -31,8 +28,10 @@ def end_process(reason: str) -> None:
 class Watchdog:
     """A thread that checks every second whether the device's thread is alive and makes progress.
 
+    `problem` says why the device cannot be used, in one sentence; None while it can.
+
     Args:
-        pulse: returns a value that changes with every batch of windows
+        pulse: returns a value that changes with every batch of windows; None while nothing can be judged by it
         alive: returns whether the device's thread is alive
         batch_seconds: how long the pulse may stay the same before the thread counts as stuck
         grace_seconds: how long the thread may be stuck or dead before `end` is called with the reason
@@ -41,7 +40,7 @@ class Watchdog:
 
     def __init__(  # noqa: PLR0913
         self,
-        pulse: Pulse,
+        pulse: Callable[[], Hashable | None],
         alive: Callable[[], bool],
         *,
         batch_seconds: float,
@@ -51,20 +50,15 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pulse, self._alive, self._end, self._clock = pulse, alive, end, clock
-        self._device = device
+        self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
         self._batch_seconds, self._grace_seconds = batch_seconds, grace_seconds
         self._last_pulse: Hashable | None = None
         self._lost = ""
         self._checked = clock()
         self._still_seconds = self._problem_seconds = 0.0
-        self._problem: str | None = None
+        self.problem: str | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
-
-    @property
-    def problem(self) -> str | None:
-        """Why the device cannot be used, one sentence; None while it can."""
-        return self._problem
 
     def start(self) -> None:
         self._checked = self._clock()
@@ -84,11 +78,11 @@ class Watchdog:
         # If the whole process was stopped for a while, the device was as well.
         passed, self._checked = min(now - self._checked, 5 * INTERVAL_SECONDS), now
         problem = self._find_problem(passed)
-        if problem != self._problem and problem is not None:
+        if problem != self.problem and problem is not None:
             log.error("%s", problem)
-        elif problem is None and self._problem is not None:
-            log.warning("%s gets on again.", _capitalize(self._device))
-        self._problem = problem
+        elif problem is None and self.problem is not None:
+            log.warning("%s gets on again.", self._subject)
+        self.problem = problem
         self._problem_seconds = self._problem_seconds + passed if problem else 0.0
         if problem and self._problem_seconds >= self._grace_seconds:
             self._end(problem)
@@ -103,14 +97,9 @@ class Watchdog:
         if not self._alive():
             return f"The thread that owns {self._device} has died."
         if self._still_seconds > self._batch_seconds:
-            device = _capitalize(self._device)
-            return f"{device} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
+            return f"{self._subject} is stuck: one batch of windows has taken more than {self._batch_seconds:g} s."
         return None
 
     def _loop(self) -> None:
         while not self._stopped.wait(INTERVAL_SECONDS):
             self.check()
-
-
-def _capitalize(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -50,7 +50,8 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
     upload = store.make_incoming() / INPUT
     upload.write_bytes(bytes(size))
-    return store.accept(upload, owner, ORDER).id
+    store.accept(upload, owner, ORDER)
+    return upload.parent.name
 
 
 def finish(store: JobStore, job: str, size: int = 20) -> bool:
@@ -72,19 +73,19 @@ def files(store: JobStore) -> list[str]:
 
 def test_job_goes_its_way(store: JobStore) -> None:
     job = accept(store, owner="ada")
-    record = store.get(job)
+    record = store.find(job, "ada")
     assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", ORDER, "ada", 10)
     assert store.begin(job)
     assert not store.begin(job)
-    assert store.get(job).state == "running"
+    assert store.find(job, "ada").state == "running"
     assert finish(store, job)
-    record = store.get(job)
+    record = store.find(job, "ada")
     assert (record.state, record.over, record.answer, record.result_bytes) == ("done", True, OUTCOME, 20)
     assert record.created <= record.started <= record.ended
     assert files(store) == [job, f"{job}/result"]
     store.delete(job)
     with pytest.raises(UnknownJob):
-        store.get(job)
+        store.find(job, "ada")
     assert files(store) == []
 
 
@@ -104,17 +105,17 @@ def test_owner_sees_only_his_own(store: JobStore) -> None:
 def test_failure_keeps_its_kind_and_its_words(store: JobStore, error: Any) -> None:
     job = accept(store)
     assert store.fail(job, error)
-    failure = store.get(job).failure
+    failure = store.find(job, None).failure
     assert (type(failure), str(failure)) == (type(error), str(error))
     assert getattr(failure, "needed_bytes", None) == getattr(error, "needed_bytes", None)
-    assert store.get(job).state == "failed"
+    assert store.find(job, None).state == "failed"
 
 
 def test_unforeseen_failure_tells_no_secrets(store: JobStore) -> None:
     job = accept(store)
     store.fail(job, KeyError("the password"))
-    assert isinstance(store.get(job).failure, InternalError)
-    assert "password" not in str(store.get(job).failure)
+    assert isinstance(store.find(job, None).failure, InternalError)
+    assert "password" not in str(store.find(job, None).failure)
 
 
 def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
@@ -126,7 +127,7 @@ def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
     assert not store.cancel(job)
     assert not store.requeue(job)
     store.delete_unneeded_files(job)
-    assert (store.get(job).state, files(store)) == ("cancelled", [])
+    assert (store.find(job, None).state, files(store)) == ("cancelled", [])
 
 
 def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
@@ -138,7 +139,7 @@ def test_work_of_a_process_that_died_is_done_again(store: JobStore) -> None:
     later = died(store)
     try:
         assert [record.id for record in later.recover()] == [running, waiting]
-        assert later.get(done).answer == OUTCOME
+        assert later.find(done, None).answer == OUTCOME
         assert later.result_path(done).stat().st_size == 20
         assert {record.state for record in later.pending()} == {"waiting"}
         assert not list(later._incoming.iterdir())
@@ -152,7 +153,7 @@ def test_result_that_was_written_but_not_noted_is_never_served(store: JobStore) 
     store.begin(job)
     store.result_path(job).write_bytes(b"written, but the process died before it said so")
     store.recover()
-    assert store.get(job).state == "waiting"
+    assert store.find(job, None).state == "waiting"
     assert files(store) == [job, f"{job}/{INPUT}"]
 
 
@@ -162,7 +163,7 @@ def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store
     store.input_path(lost).unlink()
     store.input_path(short).write_bytes(b"")
     assert store.recover() == []
-    assert [store.get(job).state for job in (lost, short)] == ["failed", "failed"]
+    assert [store.find(job, None).state for job in (lost, short)] == ["failed", "failed"]
     assert files(store) == []
 
 
@@ -172,8 +173,8 @@ def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> 
         assert store.begin(job)
         record = store.recover()
     assert record == []
-    assert isinstance(store.get(job).failure, Interrupted)
-    assert "2 times" in str(store.get(job).failure)
+    assert isinstance(store.find(job, None).failure, Interrupted)
+    assert "2 times" in str(store.find(job, None).failure)
 
 
 def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
@@ -181,16 +182,16 @@ def test_stopping_is_not_counted_against_the_job(store: JobStore) -> None:
     for _ in range(5):
         store.begin(job)
         store.requeue(job)
-    assert (store.get(job).state, store.get(job).attempts) == ("waiting", 0)
+    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
 
 
 def test_numbers_and_ids_are_not_given_twice(store: JobStore) -> None:
     first = accept(store)
-    number = store.get(first).number
+    number = store.find(first, None).number
     store.cancel(first)
     store.delete(first)
     second = accept(store)
-    assert (store.get(second).number, second != first) == (number + 1, True)
+    assert (store.find(second, None).number, second != first) == (number + 1, True)
 
 
 def test_oldest_results_make_room(store: JobStore) -> None:
@@ -199,11 +200,11 @@ def test_oldest_results_make_room(store: JobStore) -> None:
         finish(store, job, size=300)
     assert store.used_bytes() == 900
     newest = accept(store, size=350)
-    assert [store.get(job).state for job in jobs] == ["expired", "done", "done"]
+    assert [store.find(job, None).state for job in jobs] == ["expired", "done", "done"]
     assert not store.result_path(jobs[0]).exists()
     store.begin(newest)
     assert finish(store, newest, size=900)
-    assert [store.get(job).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
+    assert [store.find(job, None).state for job in [*jobs, newest]] == ["expired", "expired", "expired", "done"]
 
 
 def test_inputs_of_jobs_that_are_not_over_are_never_deleted(store: JobStore) -> None:
@@ -223,10 +224,10 @@ def test_results_are_not_deleted_for_what_does_not_fit_anyway(store: JobStore) -
     store.begin(running)
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
-    assert store.get(done).state == "done"
+    assert store.find(done, None).state == "done"
     assert store.result_path(done).exists()
     accept(store, size=500)
-    assert store.get(done).state == "expired"
+    assert store.find(done, None).state == "expired"
 
 
 def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Path) -> None:
@@ -245,13 +246,13 @@ def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
         done, waiting = accept(store), accept(store)
         finish(store, done)
         store.delete_old()
-        assert store.get(done).state == "done"
+        assert store.find(done, None).state == "done"
         store._keep = 0.01
         time.sleep(0.02)
         store.delete_old()
         with pytest.raises(UnknownJob):
-            store.get(done)
-        assert store.get(waiting).state == "waiting"
+            store.find(done, None)
+        assert store.find(waiting, None).state == "waiting"
         assert files(store) == [waiting, f"{waiting}/{INPUT}"]
     finally:
         store.close()
