@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from service.core import hardware
 from service.engine.precision import DTYPES
 from service.training.trainer import Trainer
 
@@ -100,11 +99,7 @@ def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
 
 def _reset_peak() -> int | None:
     """Give free memory back to the system and reset the kernel's peak; return the resident bytes, None: not known."""
-    if sys.platform != "linux":
-        return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    hardware.return_pages()
     try:
         CLEAR.write_text("5", encoding="ascii")
     except OSError:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from service.core import hardware
 from service.core.config import Settings
@@ -19,7 +17,7 @@ from service.inference.normalize import normalise
 from service.models.architectures import build_network
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME
-from service.models.spec import Architecture, ModelSpec, Normalisation
+from service.models.spec import Architecture, ModelSpec
 from service.training import throughput
 from service.training.examples import Pair, read_pairs
 from service.training.model_folder import check_trainable, draft_content, write_model
@@ -27,16 +25,6 @@ from service.training.trainer import CHECKPOINT, Plan, State, Trainer, split
 
 Paths = tuple[Sequence[Path], Sequence[Path]]
 """Files of stacks, and of their labels in the same order."""
-
-
-@dataclass(frozen=True)
-class Normalizer:
-    """Normalisation of a model file, as a callable that worker processes can be sent."""
-
-    normalisation: Normalisation
-
-    def __call__(self, image: NDArray[Any]) -> NDArray[np.float32]:
-        return normalise(image, self.normalisation)
 
 
 def prepare_training(
@@ -63,7 +51,7 @@ def prepare_training(
             if base is not None
             else build_network(Architecture.model_validate(content["architecture"]))
         )
-        data = (training, validation, Normalizer(draft.input.normalisation))
+        data = (training, validation, partial(normalise, normalisation=draft.input.normalisation))
         return Trainer(network, *data, plan, folder, device, dtype)
 
     return make_trainer

@@ -155,7 +155,8 @@ class Trainer:
         try:
             if not state.step:
                 self._validate()
-            with self._progress_bar() as bar:
+            # The bar shows on a terminal only.
+            with tqdm(total=plan.steps, initial=state.step, unit="step", disable=None) as bar:
                 while state.step < plan.steps and state.stale < plan.patience:
                     if plan.minutes is not None and time.monotonic() - began > 60 * plan.minutes:
                         log.info("the time is up after %d of %d steps", state.step, plan.steps)
@@ -190,7 +191,7 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = plan.rate(state.step)
         self._optimiser.zero_grad(set_to_none=True)
-        value = self._loss(self._forward, images, targets)
+        value = instance_loss(self._scores(self._forward, images), targets.to(self._device, non_blocking=True))
         scaled = scaler.scale(value)
         self._recent = float(value.detach())
         if not math.isfinite(self._recent):
@@ -224,13 +225,6 @@ class Trainer:
         if self.plan.checkpointing:
             checkpoint_blocks(self._network)
         return torch.compile(self._network, dynamic=False) if self.plan.compile else self._network
-
-    def _progress_bar(self) -> Any:
-        """Return a progress bar, which shows on a terminal only."""
-        return tqdm(total=self.plan.steps, initial=self.state.step, unit="step", disable=None)
-
-    def _loss(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
-        return instance_loss(self._scores(network, images), targets.to(self._device, non_blocking=True))
 
     def _scores(self, network: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         layout = torch.channels_last_3d if self.plan.channels_last else torch.contiguous_format

@@ -46,7 +46,8 @@ class RequestRunner:
     def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
         self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
         self._threads = threads
-        self._latest_scan: tuple[SlidingWindow, Image, float] | None = None
+        # Of the latest request.
+        self._latest: tuple[SlidingWindow, Image, float]
         self._stream_pool: ThreadPoolExecutor | None = None
         self.windows = 0
 
@@ -129,12 +130,6 @@ class RequestRunner:
         synchronise(self.batch.device)
 
     @property
-    def _latest(self) -> tuple[SlidingWindow, Image, float]:
-        if self._latest_scan is None:
-            raise RuntimeError("there was no request yet")
-        return self._latest_scan
-
-    @property
     def _streams(self) -> ThreadPoolExecutor:
         if self._stream_pool is None:
             streams = self._latest[0].streams
@@ -153,7 +148,7 @@ class RequestRunner:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
-        self._latest_scan = window, image, overlap
+        self._latest = window, image, overlap
         return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
     def plain_script(self) -> dict[str, float]:

@@ -8,7 +8,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -185,7 +184,7 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan) -> RequestTimes:
     log.info("first request: %.2f s", first)
     # The first time each stream has to find memory for its layers.
     runner.bare_loop()
-    ours, plain, pairs = [], [], list[Pair]()
+    ours, plain, pairs = [], [], []
     for repeat in range(plan.repeats):
         ours.append(runner.once())
         log.info("request %d of %d: %.2f s", repeat + 1, plan.repeats, ours[-1]["total"])
@@ -208,15 +207,11 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan) -> RequestTimes:
     )
 
 
-class Pair(NamedTuple):
-    """Seconds of a bare loop, and of the windows from pixels to scores."""
+def _time_pair(runner: RequestRunner) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the seconds of a bare loop and of the windows from pixels to scores, then the CPU seconds of both.
 
-    seconds: tuple[float, float]
-    cpu_seconds: tuple[float, float]
-
-
-def _time_pair(runner: RequestRunner) -> Pair:
-    """Time each twice, in mirrored order, so that a machine that becomes slower favours neither."""
+    Each is timed twice, in mirrored order, so that a machine that becomes slower favours neither.
+    """
     taken = {runner.bare_loop: [0.0, 0.0], runner.stitched: [0.0, 0.0]}
     for call in (runner.bare_loop, runner.stitched, runner.stitched, runner.bare_loop):
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -224,7 +219,7 @@ def _time_pair(runner: RequestRunner) -> Pair:
         taken[call][0] += (time.perf_counter() - began) / 2
         taken[call][1] += (time.process_time() - cpu_began) / 2
     (bare, cpu_bare), (stitched, cpu_stitched) = taken.values()
-    return Pair((bare, stitched), (cpu_bare, cpu_stitched))
+    return (bare, stitched), (cpu_bare, cpu_stitched)
 
 
 def _summarise(runs: list[dict[str, float]]) -> dict[str, Spread]:

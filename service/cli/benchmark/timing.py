@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,5 +95,4 @@ def flop_of_window(network: nn.Module, shape: tuple[int, ...]) -> float:
 
 def peak_bytes() -> int:
     """Return the largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
