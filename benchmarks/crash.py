@@ -91,27 +91,20 @@ class Server:
         command = [sys.executable, "-m", "service", "serve", "--config", str(self._config)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
     def wait(self) -> None:
         """Wait until the killed process is gone; its children end as soon as they notice."""
-        assert self._process.wait(60) == -9, f"the server ended by itself: {self._log.read_text()[-3000:]}"
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        assert self.process.wait(60) == -9, f"the server ended by itself: {self._log.read_text()[-3000:]}"
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def client(self) -> httpx2.Client | None:
         """A client once the service is ready; None if it was killed before that."""
-        assert self._process.stdout is not None
-        address = self._process.stdout.readline().split()[-1:]
+        assert self.process.stdout is not None
+        address = self.process.stdout.readline().split()[-1:]
         if not address:
             return None
         client = httpx2.Client(base_url=address[0], timeout=30)
@@ -136,7 +129,7 @@ class Server:
             with closing(client):
                 yield client
         finally:
-            self.kill()
+            self.process.kill()
             self.wait()
 
     def states(self) -> Counter[str]:
@@ -230,7 +223,8 @@ def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "ea
         during_start = starts and rng.random() < 0.25
         began = time.monotonic()
         server.start()
-        timer = threading.Timer(rng.uniform(0.3, 1.0) * statistics.median(starts) if during_start else 600, server.kill)
+        kill = server.process.kill
+        timer = threading.Timer(rng.uniform(0.3, 1.0) * statistics.median(starts) if during_start else 600, kill)
         timer.start()
         http = server.client()
         if http is None:
@@ -239,7 +233,7 @@ def run(kills: int, models: Path, folder: Path, seed: int = 0, engine: str = "ea
             starts.append(time.monotonic() - began)
             timer.cancel()
             # The first time late enough that there is something to lose.
-            timer = threading.Timer(rng.uniform(0.0 if len(starts) > 1 else 2.0, 3.0), server.kill)
+            timer = threading.Timer(rng.uniform(0.0 if len(starts) > 1 else 2.0, 3.0), kill)
             timer.start()
             with closing(http):
                 until_killed(client, http)
@@ -286,7 +280,7 @@ def finish(server: Server, client: Client) -> dict[str, Any]:
     assert wait_for(lambda: on_disk() == expected), "files are left over"
     assert not list((server.jobs / "incoming").iterdir())
     assert len(list(server.scratch.iterdir())) == 1, "folders of dead servers are left over"
-    server.kill()
+    server.process.kill()
     server.wait()
     return {
         "jobs_accepted": len(client.jobs),

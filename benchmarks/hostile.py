@@ -12,7 +12,6 @@ than the limits.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import statistics
 import sys
@@ -22,9 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import tifffile
-from common import request, run_server
+from common import make_tiff, request, run_server
 from processes import Sampler, resident
 
 CONFIG = "engine: {kind: eager}\nserver: {scratch_folder: SCRATCH}\n"
@@ -55,12 +52,6 @@ def post(process: int, port: int, path: Path, name: str) -> Outcome:
     else:
         kind = json.loads(answer)["type"].rpartition(":")[2]
     return Outcome(name, status, kind, seconds, (highest - before) / 2**20)
-
-
-def small_stack() -> bytes:
-    file = io.BytesIO()
-    tifffile.imwrite(file, np.full((4, 8, 8), 7, np.uint8), metadata={"axes": "ZYX"})
-    return file.getvalue()
 
 
 def show(outcomes: list[Outcome], after: list[int], limit_seconds: float, limit_mb: float) -> bool:
@@ -95,7 +86,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     files = [path for path in sorted(options.folder.rglob("*")) if path.is_file() and path.suffix != ".json"]
-    good, outcomes, after = small_stack(), [], []
+    good, outcomes, after = make_tiff((4, 8, 8), 0)[0], [], []
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(CONFIG.replace("SCRATCH", folder))

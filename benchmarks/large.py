@@ -99,7 +99,7 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
     """Make, post, wait, compare, delete; gives the figures of one size."""
     scan, labels = folder / "scans" / "stack.tif", folder / "results" / "labels.tif"
     blocks = make_stack(scan, depth)
-    with Sampler(lambda: resident(server.pid), 0.02) as usage:
+    with Sampler(lambda: resident(server.process.pid), 0.02) as usage:
         began = time.monotonic()
         answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
         assert answer.status_code == 202, answer.text
@@ -157,7 +157,7 @@ def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
     )
     figures = []
     with server.running() as http:
-        anonymous, mapped = resident(server.pid)
+        anonymous, mapped = resident(server.process.pid)
         for depth in depths:
             figures.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
             print(json.dumps(figures[-1]), file=sys.stderr)

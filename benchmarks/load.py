@@ -157,12 +157,12 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     stacks = make_stacks(models, EAGER)
     with server.running() as http:
         address = str(http.base_url)
-        before = Usage.by(server.pid)
+        before = Usage.by(server.process.pid)
         command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
             end = time.monotonic() + seconds
             with (
-                Sampler(lambda: Usage.by(server.pid), min(seconds / 60, 1.0)) as usage,
+                Sampler(lambda: Usage.by(server.process.pid), min(seconds / 60, 1.0)) as usage,
                 ThreadPoolExecutor(clients) as pool,
             ):
                 users = [pool.submit(User(address, stacks, seed).run, end) for seed in range(clients)]
@@ -174,8 +174,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
             # A busy server hears late of who has hung up.
-            wait_for(lambda: Usage.by(server.pid).descriptors <= before.descriptors)
-            after = Usage.by(server.pid)
+            wait_for(lambda: Usage.by(server.process.pid).descriptors <= before.descriptors)
+            after = Usage.by(server.process.pid)
 
         def left() -> list[Path]:
             return [*server.scratch.glob("*/requests/*"), *server.jobs.glob("*/*")]
