@@ -1,4 +1,4 @@
-"""The threads that own a device: each computes a stream of batches, with windows of several requests where it can.
+"""Threads that own a device: each computes a stream of batches, with windows of several requests where it can.
 
 Requests prepare, decode and write in threads of their own. Windows that run through the same network share a batch, as
 most networks take the same time however full it is. A GPU has one stream. On a CPU several batches at once, with a part
@@ -36,7 +36,7 @@ CLOSE_SECONDS = 5.0
 
 
 class _Batch(NamedTuple):
-    """A batch to compute: windows of requests, its stream, and how many streams share the device meanwhile."""
+    """Batch to compute: windows of requests, its stream, and how many streams share the device meanwhile."""
 
     batch_slices: list[BatchSlice]
     stream: int
@@ -44,7 +44,7 @@ class _Batch(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A batch that is being computed: its number since the start, its windows, and its stream of these."""
+    """Batch that is being computed: its number since the start, its windows, and its stream of these."""
 
     number: int
     window: SlidingWindow
@@ -52,7 +52,7 @@ class _Running(NamedTuple):
 
 
 class WindowBatcher:
-    """The owner of a device's threads, named `name`. Before `start` and after `close` nothing is computed.
+    """Owner of a device's threads, named `name`. Before `start` and after `close` nothing is computed.
 
     streams  batches that are computed at the same time, at most, of models that want so many
     divide   called in a stream's thread before it computes, with the number of streams that share the device then
@@ -92,7 +92,7 @@ class WindowBatcher:
 
     @property
     def pulse(self) -> int | None:
-        """The oldest batch that is being computed, which changes while none is stuck; None if there is none."""
+        """Oldest batch that is being computed, which changes while none is stuck; None if there is none."""
         with self._lock:
             return min((running.number for running in self._busy.values()), default=None)
 

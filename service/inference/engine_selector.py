@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadyEngine:
-    """A network that runs, and how it was made.
+    """Network that runs, and how it was made.
 
     window       calls it
     module       what it was made from, to be run eagerly with other batch sizes
@@ -226,7 +226,7 @@ class EngineSelector:
 
     @property
     def _safe_precision(self) -> str:
-        """The precision that needs no comparison: the requested one, else that of the network as it was loaded."""
+        """Precision that needs no comparison: the requested one, else that of the network as it was loaded."""
         wanted = self._settings.engine.precision
         return "fp32" if wanted == "auto" else wanted
 
@@ -252,12 +252,12 @@ class EngineSelector:
 
     @property
     def _tolerance(self) -> float:
-        """A precision that the operator chose is the operator's responsibility; one that we choose is ours."""
+        """Largest share of changed labels that passes: a precision that the operator chose is not judged by it."""
         settings = self._settings.engine
         return settings.tolerance if settings.precision == "auto" else 1.0
 
     def _candidates(self, streams: int) -> list[EngineConfig]:
-        """List the configurations that the settings leave open, in so many streams where that is possible."""
+        """List the configurations that the settings leave open, in this number of streams where that is possible."""
         settings = self._settings.engine
         names = precision.list_precisions(settings.precision, self._native)
         return [

@@ -27,7 +27,7 @@ UNTUNED_BATCH = 2
 
 
 class Plan(NamedTuple):
-    """A request's options after the operator's defaults and limits.
+    """Options of a request after the operator's defaults and limits.
 
     diameter    of the objects, where the volume is resampled by it
     estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
@@ -58,7 +58,7 @@ class Estimate:
 
 
 class PlannedRequest(NamedTuple):
-    """A request as it is handed down: what is done, and what that takes."""
+    """Request as it is handed down: what is done, and what that takes."""
 
     plan: Plan
     estimate: Estimate
@@ -115,12 +115,9 @@ def estimate(  # noqa: PLR0913
     streams: int = 1,
     kernel: WindowKernels = window_kernels,
 ) -> Estimate:
-    """Estimate windows and memory for a volume of this shape and voxel size.
+    """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
 
-    window_bytes  activations of the network for one window
-    streams       batches that are computed at the same time, if there are so many
-    on_host       whether the device's memory is the host's
-    kernel        blends windows, where it suits
+    `window_bytes`, `on_host` and `streams` are those of an `Estimator`.
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -193,7 +190,7 @@ class Estimator:
         return "auto" if plan.estimated else plan.diameter or "none"
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
-        """Return the estimate alone. Raises what `plan_request` raises."""
+        """Return the estimate without the plan. Raises what `plan_request` raises."""
         return self.plan_request(volume, options).estimate
 
     def plan_request(self, volume: Extent, options: Options) -> PlannedRequest:

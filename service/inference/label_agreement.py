@@ -38,7 +38,7 @@ class LabelAgreement:
         self._expected: Segmentation | None = None
 
     def row(self, windows: int) -> Tensor:
-        """Return the image over and over, float32 [1, C, Z, Y, X], as large as so many windows in a row along x."""
+        """Return the image over and over, float32 [1, C, Z, Y, X], as large as this many windows in a row along x."""
         z, y, x = self._spec.input.roi_size
         edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
         ends = (

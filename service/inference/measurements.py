@@ -21,7 +21,7 @@ SLAB_VOXELS = 2**22
 
 
 def measure(segmentation: Segmentation, volume: Volume) -> Table:
-    """Size, place and intensity of every object of a label volume, in one pass over its planes.
+    """Measure size, place and intensity of every object of a label volume, in one pass over its planes.
 
     The columns are those of `skimage.measure.regionprops_table(labels, intensities, spacing=voxel_size)`:
 

@@ -22,7 +22,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow
 
 
 class ScoreConsumer(Protocol):
-    """Takes slabs of scores in; every decoder does."""
+    """Consumer of slabs of scores, as every decoder is one."""
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         """Take in the scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0` on."""
@@ -51,12 +51,7 @@ class RunWindows(Protocol):
 
 
 class Scored(NamedTuple, Generic[C]):
-    """A consumer that has taken in every score, and how they were computed.
-
-    notes       facts about that a user should know
-    fallbacks   how often memory did not hold the batch, and a smaller one was taken
-    recomputed  whether scores were not finite, and computed again in float32
-    """
+    """Consumer that has taken in every score; `notes`, `fallbacks` and `recomputed` as in the `Result`."""
 
     consumer: C
     notes: tuple[str, ...]
@@ -65,7 +60,7 @@ class Scored(NamedTuple, Generic[C]):
 
 
 class _ScoreCollector:
-    """A consumer that keeps scores as they are: planes [1, K, z, Y, X], with all of their rows."""
+    """Consumer that keeps scores as they are: planes [1, K, z, Y, X], with all of their rows."""
 
     def __init__(self) -> None:
         self.slabs: list[Tensor] = []
@@ -91,7 +86,7 @@ class ScoreComputer:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The prepared module, which runs eagerly where the warm network does not fit."""
+        """Prepared module, which runs eagerly where the warm network does not fit."""
         return self._selector.module(self._config) if self._ready is None else self._ready.module
 
     def compute(

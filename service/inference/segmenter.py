@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class _Sized(NamedTuple):
-    """A request whose diameter of objects is known, stated or estimated; None: neither of them."""
+    """Request after the diameter of its objects was stated or estimated; None: neither is the case."""
 
     request: PlannedRequest
     diameter: Diameter | None

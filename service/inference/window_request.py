@@ -1,4 +1,4 @@
-"""The windows of one request on their way through batches: taken, computed, blended in order, handed to its thread."""
+"""Windows of one request on their way through batches: taken, computed, blended in order, handed to its thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class Share(NamedTuple):
-    """The part of one request in a batch: its windows, its share of the batch's slots and of the device's seconds."""
+    """Part of one request in a batch: its windows, its share of the batch's slots and of the device's seconds."""
 
     windows: int
     slots: float
@@ -31,7 +31,7 @@ class BatchSlice:
 
 
 class WindowRequest:
-    """The windows of one request, between its own thread and those of the device, whose lock guards shared state."""
+    """Windows of one request, between its own thread and those of the device, whose lock guards shared state."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
