@@ -30,26 +30,20 @@ CACHED_QUERIES = 64
 RESPOND_ASYNC = "respond-async"
 
 
-def _document_form_fields() -> dict[str, Any]:
-    """Return the parameters as properties of a form's schema; a field of a form cannot be null."""
-    properties = Query.model_json_schema()["properties"]
-    return {name: {**it["anyOf"][0], "description": it["description"]} for name, it in properties.items()}
-
-
-def _document_query_parameters() -> list[dict[str, Any]]:
-    """Return the parameters as OpenAPI documents them in a query string."""
-    properties = Query.model_json_schema()["properties"]
-    schemas = {name: {key: value for key, value in it.items() if key != "default"} for name, it in properties.items()}
-    return [
-        {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
-        for name, schema in schemas.items()
-    ]
-
+# The parameters as the schemas of a query string, and as properties of a form, a field of which cannot be null.
+_SCHEMAS = {
+    name: {key: value for key, value in schema.items() if key != "default"}
+    for name, schema in Query.model_json_schema()["properties"].items()
+}
+_FORM_FIELDS = {name: {**it["anyOf"][0], "description": it["description"]} for name, it in _SCHEMAS.items()}
 
 # OpenAPI's description of a request with a stack. FastAPI would derive the parameters from a model, but would then also
 # parse them at every request, which takes longer than all other work before the body.
 REQUEST: dict[str, Any] = {
-    "parameters": _document_query_parameters(),
+    "parameters": [
+        {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
+        for name, schema in _SCHEMAS.items()
+    ],
     "requestBody": {
         "description": "The stack, unless input names one on the service's host.",
         "required": False,
@@ -58,7 +52,7 @@ REQUEST: dict[str, Any] = {
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
-                    "properties": {"file": {"type": "string", "format": "binary"}, **_document_form_fields()},
+                    "properties": {"file": {"type": "string", "format": "binary"}, **_FORM_FIELDS},
                     "additionalProperties": False,
                 }
             },

@@ -314,15 +314,11 @@ class JobThreads:
     def _loop(self) -> None:
         self._begin()
         while (job := self._take()) is not None:
-            _run(job)
+            try:
+                job.run()
+            except StackSegError as error:
+                job.fail(error)
+            except Exception as error:
+                log.exception("unexpected failure of a request")
+                job.fail(error)
             del job  # holds the volume and the labels, and the next job may be hours away
-
-
-def _run(job: Job[Any]) -> None:
-    try:
-        job.run()
-    except StackSegError as error:
-        job.fail(error)
-    except Exception as error:
-        log.exception("unexpected failure of a request")
-        job.fail(error)

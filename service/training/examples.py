@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,9 +98,7 @@ class ExamplePool:
     """
 
     def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
-        self._source: Iterator[Example] = (
-            _load_in_processes(dataset, first, workers) if workers else _Prefetcher(dataset, first)
-        )
+        self._source = _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset, first)
         self._oldest = first
         made = {number % size: next(self._source) for number in range(first, first + size)}
         self._examples = [made[place] for place in range(size)]
@@ -119,30 +116,17 @@ class ExamplePool:
 
     def close(self) -> None:
         """End the thread or the processes that make examples."""
-        if isinstance(self._source, _Prefetcher):
-            self._source.close()
-        # Worker processes end with the iterator that they feed.
+        # They end with the iterator that they feed.
         self._source = iter(())
 
 
-class _Prefetcher:
-    """Examples in order, made in a thread, one ahead of those that were asked for."""
-
-    def __init__(self, dataset: ExampleDataset, first: int) -> None:
-        self._executor = ThreadPoolExecutor(1)
-        self._pending: deque[Future[Example]] = deque()
-        self._futures = (self._executor.submit(dataset.__getitem__, number) for number in itertools.count(first))
-
-    def __iter__(self) -> _Prefetcher:
-        return self
-
-    def __next__(self) -> Example:
-        while len(self._pending) < 2:
-            self._pending.append(next(self._futures))
-        return self._pending.popleft().result()
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+def _prefetch(dataset: ExampleDataset, first: int) -> Iterator[Example]:
+    """Yield examples in order, made in a thread, one ahead of those that were asked for."""
+    with ThreadPoolExecutor(1) as executor:
+        ahead = executor.submit(dataset.__getitem__, first)
+        for number in itertools.count(first + 1):
+            made, ahead = ahead, executor.submit(dataset.__getitem__, number)
+            yield made.result()
 
 
 def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
