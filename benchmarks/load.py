@@ -169,7 +169,9 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             told = sum((user.result() for user in users), Counter[str]())
             assert probe.stdout is not None
             health = json.loads(probe.stdout.read())
-            wait_idle(http)
+            assert wait_for(lambda: not http.get("/health").json()["waiting"], 60), "the queue does not empty"
+            # The last request's files are gone some time after it.
+            time.sleep(2)
             metrics = http.get("/metrics").text
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
@@ -203,12 +205,6 @@ def summarise(medians: list[Usage], seconds: float) -> dict[str, Any]:
         "memory_growth": round(resident[-1] / resident[1] - 1, 3),
         "memory_growth_bytes_per_minute_in_the_second_half": round(slope * 60 / seconds),
     }
-
-
-def wait_idle(http: httpx2.Client) -> None:
-    """Wait until nobody waits and the last request's files are gone."""
-    assert wait_for(lambda: not http.get("/health").json()["waiting"], 60), "the queue does not empty"
-    time.sleep(2)
 
 
 class Usage(NamedTuple):

@@ -41,28 +41,6 @@ from service.models.repository import read_spec
 STACKS = 8
 
 
-class Client:
-    """Client with one connection for all stacks; `seconds` is the total of every stage of the server."""
-
-    def __init__(self, port: int, overlap: float) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
-        self._overlap = overlap
-        self.seconds: Counter[str] = Counter()
-
-    def post(self, stack: bytes) -> bytes:
-        """Post a stack; return the file with the labels."""
-        self._connection.request("POST", f"/segment?overlap={self._overlap}&diameter=none", stack, TIFF)
-        response = self._connection.getresponse()
-        content = response.read()
-        if response.status != 200:
-            raise SystemExit(f"The server answered {response.status}: {content.decode()}")
-        self.seconds.update(stage_seconds(response.headers["Server-Timing"]))
-        return content
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 def fingerprint(answer: bytes) -> str:
     """Return a hash of the labels alone; every file has another identifier."""
     return hashlib.sha256(tifffile.imread(io.BytesIO(answer)).tobytes()).hexdigest()
@@ -85,11 +63,18 @@ def slots(port: int, model: str) -> tuple[float, float]:
 
 
 def post_one_by_one(port: int, overlap: float, stacks: list[bytes]) -> dict[str, Any]:
-    """Post stacks with one client; return the seconds that passed, those of the server by stage, and the answers."""
-    with closing(Client(port, overlap)) as client:
+    """Post stacks over one connection; return the seconds that passed, those of the stages, and the answers."""
+    stages, answers = Counter[str](), list[bytes]()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=3600)) as connection:
         began = time.perf_counter()
-        answers = [client.post(stack) for stack in stacks]
-        return {"seconds": time.perf_counter() - began, "stages": dict(client.seconds), "answers": answers}
+        for stack in stacks:
+            connection.request("POST", f"/segment?overlap={overlap}&diameter=none", stack, TIFF)
+            response = connection.getresponse()
+            answers.append(response.read())
+            if response.status != 200:
+                raise SystemExit(f"The server answered {response.status}: {answers[-1].decode()}")
+            stages.update(stage_seconds(response.headers["Server-Timing"]))
+        return {"seconds": time.perf_counter() - began, "stages": dict(stages), "answers": answers}
 
 
 def post_at_once(port: int, overlap: float, shares: list[list[bytes]]) -> dict[str, Any]:

@@ -80,19 +80,14 @@ def start(tree: Path, config: Path, log: Path, stack: bytes) -> dict[str, Any]:
             client.post("/segment", content=stack, headers=TIFF).raise_for_status()
             figures["first_result"] = time.monotonic() - began - figures["ready"]
             figures["memory_mb"] = resident(process.pid) >> 20
-            figures["recompilations"] = recompilations(client)
+            metrics = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines())
+            figures["recompilations"] = int(float(metrics["stackseg_recompilations"]))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(60)
         process.stdout.close()
     figures["log"] = list(lines_of(log, clock))
     return figures
-
-
-def recompilations(client: httpx2.Client) -> int:
-    """Return the number of graphs that were compiled after the start."""
-    lines = client.get("/metrics").text.splitlines()
-    return int(float(next(line for line in lines if line.startswith("stackseg_recompilations ")).split()[1]))
 
 
 def lines_of(log: Path, began: float) -> list[str]:
