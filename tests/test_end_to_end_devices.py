@@ -66,7 +66,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 
 def loaded(live: Live) -> list[Any]:
     """The segmenter of each device."""
-    return [worker.model_cache.look("bands") for worker in live.runtime.device_workers]
+    return [worker.model_cache.get("bands") for worker in live.runtime.device_workers]
 
 
 def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, phantom_maker: Any) -> None:
