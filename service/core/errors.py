@@ -1,9 +1,39 @@
-"""Every error that StackSeg raises on purpose, below one base for each who can act: caller, nobody, operator.
+"""Every error that StackSeg raises on purpose.
+
+StackSegError
+|-- RequestError            the caller's fault: change the request
+|   |-- BadFile             unreadable, truncated or inconsistent file
+|   |-- AmbiguousAxes       the file does not say which axis is which
+|   |-- BadParameter        a parameter out of range, or at odds with the file or the model
+|   |-- UnsupportedMedia    not a TIFF at all
+|   |-- TooLarge            more bytes than the operator allows, encoded or decoded
+|   |-- OutputExists        a file that was named for the result is there already
+|   |-- UnknownModel        no model of that name
+|   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
+|   |-- Misdirected         meant for a host that this service is not
+|   |-- UnknownJob          no job of that id, or not this caller's
+|   |-- NotFinished         the result of a job that still waits or runs
+|   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
+|-- CapacityError           nobody's fault: the same request may succeed later
+|   |-- QueueFull           too many requests are waiting
+|   |-- RateLimited         the caller's key has been used too often, or for too much at a time
+|   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
+|   |-- DeviceLost          the device has failed for good; a new process may find it well
+|   |-- TimedOut            not finished within the time that the operator allows for a request
+|   |-- OutOfStorage        the folder for uploads or jobs is full
+|   |-- OutOfMemory         the volume does not fit after every fallback
+|   `-- Interrupted         the process died too often while a job ran
+|-- ModelError              the operator's fault
+|   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
+|   |-- NonFiniteScores     the network returned NaN or infinity
+|   `-- UnsupportedPackage  a model from elsewhere that cannot be imported as it is; raised at the command line only
+|-- InternalError           a fault of the service itself that ended a job
+|-- ConfigError             a configuration key or value that is not understood; raised at start-up only
+`-- Cancelled               the caller went away; never answered, only logged
 
 A message is one or two sentences for the person who can act on it: what was found, and what to do.
 `slug` is the stable last part of the problem type that clients may match on.
 HTTP status codes are not known here; `service.api.problems` has the one table.
-UnsupportedPackage is raised at the command line only, ConfigError at start-up only; Cancelled is only logged.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,29 @@
-"""The error tree."""
+"""The error tree: what the docstring draws is what there is."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from service.core import errors
 from service.core.errors import NotReady, OutOfMemory, QueueFull, StackSegError
+
+DRAWN = re.compile(r"(?P<indent>(?:\|   |    )*)(?:[|`]-- )?(?P<name>[A-Z]\w+)(?: {2,}(?P<meaning>\S.*))?")
+
+
+def drawn() -> Iterator[tuple[str, str, str | None]]:
+    """(name, name of its base, meaning) for each line of the drawing."""
+    assert errors.__doc__ is not None
+    above: list[str] = []
+    tree = errors.__doc__.split("\n\n")[1]
+    for line in tree.splitlines():
+        match = DRAWN.fullmatch(line)
+        assert match is not None, line
+        depth = 0 if not above else len(match["indent"]) // 4 + 1
+        above = [*above[:depth], match["name"]]
+        yield match["name"], above[depth - 1] if depth else "Exception", match["meaning"]
 
 
 def descendants(cls: type[StackSegError]) -> list[type[StackSegError]]:
@@ -15,6 +31,14 @@ def descendants(cls: type[StackSegError]) -> list[type[StackSegError]]:
 
 
 CLASSES = descendants(StackSegError)
+
+
+def test_drawing_shows_every_class_under_its_base() -> None:
+    assert [(name, base) for name, base, _ in drawn()] == [(cls.__name__, cls.__bases__[0].__name__) for cls in CLASSES]
+
+
+def test_every_drawn_class_but_the_root_has_a_meaning() -> None:
+    assert [name for name, _, meaning in drawn() if not meaning] == ["StackSegError"]
 
 
 def test_no_class_of_the_tree_lives_elsewhere() -> None:
