@@ -1,4 +1,3 @@
-import copy
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from fakes import until
-from torch import Tensor
+from segmenters import settings_of, started, with_network
 
-from service.core.config import Device, Engine, Limits, Settings, Windows
-from service.core.errors import BadParameter, Cancelled, ConfigError, NonFiniteScores, OutOfMemory, TooLarge
+from service.core.config import Device, Limits, Settings, Windows
+from service.core.errors import BadParameter, Cancelled, ConfigError, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.torch_compile import count_graphs
 from service.inference import batcher as device_module
@@ -19,27 +18,6 @@ from service.inference.segmenter import Segmenter
 from service.models.spec import Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
-
-
-def settings_of(kind="eager", **engine) -> Settings:
-    return Settings(
-        device=Device(name="cpu", threads=1),
-        engine=Engine(kind=kind, precision=engine.pop("precision", "fp32"), **engine),
-        windows=Windows(sw_batch_size=2),
-    )
-
-
-def started(spec, settings) -> Segmenter:
-    segmenter = Segmenter(spec, settings)
-    segmenter.warm_up()
-    return segmenter
-
-
-def with_network(spec, network, settings=None) -> Segmenter:
-    """A segmenter whose windows run through `network` instead of the model's."""
-    segmenter = Segmenter(spec, settings or settings_of())
-    segmenter._scores.module.network.forward = network
-    return segmenter
 
 
 def with_voxel_size(spec, *voxel_size):
@@ -203,66 +181,6 @@ def test_cancelling(eager, volume):
     with pytest.raises(Cancelled, match="after 0 of"):
         eager.segment(volume, Options(), cancelled=lambda: True)
     assert eager.segment(volume, Options()).segmentation.pixels.any()
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
-)
-def test_too_large_a_batch_falls_back_to_fewer_windows(bands, eager, volume, error):
-    forward = eager._scores.module.network.forward
-
-    def network(x: Tensor) -> Tensor:
-        if len(x) > 1:
-            raise error
-        return forward(x)
-
-    result = with_network(bands, network).segment(volume, Options(sw_batch_size=5))
-    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
-    assert [note.split(" ")[4] for note in result.notes] == ["5", "2"]
-    assert result.fallbacks == 2
-
-
-def test_running_out_of_memory_says_how_much_is_needed(bands, volume):
-    def network(x: Tensor) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-
-    segmenter = with_network(bands, network)
-    with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
-        segmenter.segment(volume, Options())
-    assert caught.value.needed_bytes == segmenter.estimator.estimate(volume, Options()).host_bytes
-
-
-def test_other_errors_of_the_network_are_not_called_memory(bands, volume):
-    def network(x: Tensor) -> Tensor:
-        raise RuntimeError("a misallocated thing")
-
-    with pytest.raises(RuntimeError, match="misallocated"):
-        with_network(bands, network).segment(volume, Options())
-
-
-def test_scores_that_are_not_finite(bands, volume):
-    with pytest.raises(NonFiniteScores):
-        with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan).segment(volume, Options())
-
-
-def test_scores_that_only_a_narrow_precision_spoils_are_computed_again(bands, eager, volume):
-    segmenter = Segmenter(bands, settings_of(precision="bf16"))
-    segmenter._scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
-    result = segmenter.segment(volume, Options())
-    assert result.recomputed
-    (note,) = result.notes
-    assert "not finite (eager, bf16)" in note
-    expected = eager.segment(volume, Options()).segmentation.pixels
-    assert np.mean(result.segmentation.pixels != expected) < 1e-5
-
-
-def test_scores_that_are_not_finite_in_float32_either(write_model, bands_content, bands_network, volume):
-    broken = copy.deepcopy(bands_network)
-    with torch.no_grad():
-        next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
-    segmenter = started(write_model(bands_content, broken), settings_of(precision="bf16"))
-    with pytest.raises(NonFiniteScores):
-        segmenter.segment(volume, Options())
 
 
 def see(windows):

@@ -1,0 +1,25 @@
+"""Segmenters for tests: on one thread of the CPU, eager in float32 unless a test says otherwise."""
+
+from service.core.config import Device, Engine, Settings, Windows
+from service.inference.segmenter import Segmenter
+
+
+def settings_of(kind="eager", **engine) -> Settings:
+    return Settings(
+        device=Device(name="cpu", threads=1),
+        engine=Engine(kind=kind, precision=engine.pop("precision", "fp32"), **engine),
+        windows=Windows(sw_batch_size=2),
+    )
+
+
+def started(spec, settings) -> Segmenter:
+    segmenter = Segmenter(spec, settings)
+    segmenter.warm_up()
+    return segmenter
+
+
+def with_network(spec, network, settings=None) -> Segmenter:
+    """A segmenter whose windows run through `network` instead of the model's."""
+    segmenter = Segmenter(spec, settings or settings_of())
+    segmenter._scores.module.network.forward = network
+    return segmenter
