@@ -87,7 +87,7 @@ class SlidingWindow:
     """One network run over volumes of any size in batches of fixed shape.
 
     network         [B, C, *roi] of `dtype` -> [B, K, *roi] of any floating dtype
-    batch_size      B
+    batch_size      B, the most windows per call; later `capacity`
     device          device of batches, weights and scores
     streams         threads that may call it at the same time, each with its own batch
     kernels         used for blending on devices that they support
@@ -111,14 +111,14 @@ class SlidingWindow:
         any_batch_size: bool = False,
         owns_scores: bool = False,
     ) -> None:
-        self._network, self._any_batch_size, self._owns_scores = network, any_batch_size, owns_scores
+        self.network, self.capacity = network, batch_size
+        self.any_batch_size, self.owns_scores = any_batch_size, owns_scores
         self._kernels = kernels
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
         empty = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
         self._streams = tuple(_Stream(batch.to(memory_format=memory_format)) for batch in empty)
-        self._capacity = batch_size
 
     @property
     def batch(self) -> Tensor:
@@ -135,27 +135,12 @@ class SlidingWindow:
         """Number of threads that may call it at the same time."""
         return len(self._streams)
 
-    @property
-    def network(self) -> Network:
-        """Network that the windows run through."""
-        return self._network
-
-    @property
-    def any_batch_size(self) -> bool:
-        """Whether a batch that is not full takes less time than a full one."""
-        return self._any_batch_size
-
-    @property
-    def owns_scores(self) -> bool:
-        """Whether scores are valid beyond the next call of their stream."""
-        return self._owns_scores
-
     def with_network(
         self, network: Network, *, any_batch_size: bool = False, owns_scores: bool = False
     ) -> SlidingWindow:
         """Return a copy that runs another network on the batch buffers of this one."""
         other = copy.copy(self)
-        other._network, other._any_batch_size, other._owns_scores = network, any_batch_size, owns_scores
+        other.network, other.any_batch_size, other.owns_scores = network, any_batch_size, owns_scores
         return other
 
     def with_streams(self, streams: int) -> SlidingWindow:
@@ -164,14 +149,9 @@ class SlidingWindow:
         other._streams = tuple(_Stream(torch.zeros_like(self.batch)) for _ in range(streams))
         return other
 
-    @property
-    def capacity(self) -> int:
-        """Most windows per call of the network."""
-        return self._capacity
-
     def slots(self, windows: int) -> int:
         """Return the size of the batch that this number of windows is computed in."""
-        return windows if self._any_batch_size else self._capacity
+        return windows if self.any_batch_size else self.capacity
 
     @torch.inference_mode()
     def run(
@@ -191,7 +171,7 @@ class SlidingWindow:
         while scan.left:
             if cancelled():
                 raise Cancelled(f"given up after {scan.done} of {scan.total} windows")
-            part = scan.take(self._capacity)
+            part = scan.take(self.capacity)
             (scores,) = self.forward([part], stream)
             yield from scan.blend(part.places, scores)
             progress(scan.done, scan.total)
@@ -199,7 +179,7 @@ class SlidingWindow:
     def scan(self, image: Image, overlap: float) -> WindowScan:
         """Return a scan of `image` that begins at its first window."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
-        return WindowScan(image, grid, self._blending, self.batch.device, self._kernels, owns_scores=self._owns_scores)
+        return WindowScan(image, grid, self._blending, self.batch.device, self._kernels, owns_scores=self.owns_scores)
 
     def forward(self, parts: Sequence[WindowSlice], stream: int = 0) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows of one image or several.
@@ -216,7 +196,7 @@ class SlidingWindow:
         for slot in buffers.slots[taken:length]:
             # Windows of an earlier batch may be the ones that made it fail.
             slot.whole.zero_()
-        scores = self._network(buffers.first_windows[length])
+        scores = self.network(buffers.first_windows[length])
         if scores.is_cuda:
             # Callers that time a batch mean its computation, not the launch of its kernels.
             torch.cuda.current_stream(scores.device).synchronize()
