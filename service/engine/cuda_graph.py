@@ -7,7 +7,7 @@ Source: the capture pattern of the PyTorch documentation, "CUDA semantics", sect
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,27 +26,15 @@ class CudaGraphBackend(Backend):
         return GraphedNetwork(module, example)
 
 
-class Recorder(Protocol):
-    """Recording and replay of work on a device; tests replace it by one that needs no GPU."""
-
-    def warm_up(self, work: Callable[[], Tensor]) -> None:
-        """Run `work` on a side stream, so that lazy initialisation is over before the capture."""
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record `work`, and return the tensor that every replay fills."""
-
-    def replay(self) -> None:
-        """Run the recorded work."""
-
-
 class CudaRecorder:
-    """A recorder on the CUDA device `device`."""
+    """Recording and replay of work on a CUDA device; tests replace it by one that needs no GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
+        """Run `work` on a side stream, so that lazy initialisation is over before the capture."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -55,10 +43,12 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        """Record `work`, and return the tensor that every replay fills."""
         with torch.cuda.device(self._device), torch.cuda.graph(self._graph):
             return work()
 
     def replay(self) -> None:
+        """Run the recorded work."""
         self._graph.replay()
 
 
@@ -68,7 +58,7 @@ class GraphedNetwork:
     Input and output buffers are fixed: scores are valid until the next call.
     """
 
-    def __init__(self, network: Network, example: Tensor, recorder: Recorder | None = None) -> None:
+    def __init__(self, network: Network, example: Tensor, recorder: CudaRecorder | None = None) -> None:
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():

@@ -119,7 +119,8 @@ def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePl
 def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
     """Return all plans saved for a model with these weights (SHA-256), the newest first."""
     files = sorted(folder.glob(f"{model}-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return tuple(plan for plan in _read_plans(model, files) if plan.circumstances.get("weights") == weights)
+    plans = (plan for plan in map(_read, files) if plan is not None)
+    return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights)
 
 
 def save(folder: Path, plan: EnginePlan) -> None:
@@ -128,13 +129,6 @@ def save(folder: Path, plan: EnginePlan) -> None:
     with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
         file.write(_ADAPTER.dump_json(plan, indent=1))
     Path(file.name).replace(folder / _file_name(plan.model, plan.circumstances))
-
-
-def _read_plans(model: str, files: list[Path]) -> Iterator[EnginePlan]:
-    for file in files:
-        plan = _read(file)
-        if plan is not None and plan.model == model:
-            yield plan
 
 
 def _read(file: Path) -> EnginePlan | None:

@@ -38,6 +38,13 @@ class KernelLibrary(CppExtension):
         result: int = getattr(self._functions, name)(*arguments)
         return result
 
+    def split_columns(self, next_width: str, columns: int) -> list[int]:
+        """Return the widths of blocks that a kernel reads together; `next_width` names a function of columns left."""
+        widths = list[int]()
+        while (left := columns - sum(widths)) > 0:
+            widths.append(self.call(next_width, left))
+        return widths
+
     def get_address(self, kernel: str) -> int:
         """Return the address of one of the functions."""
         return ctypes.cast(getattr(self._functions, kernel), ctypes.c_void_p).value or 0

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from service.engine.cpu import pixel_shuffle, strided_conv, winograd
+from service.engine.cpu.strided_conv import Layer
 from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
-
-Layer = nn.Conv3d | nn.ConvTranspose3d
 
 # oneDNN's fused ReLU turns NaN into 0 and would hide non-finite scores. A leaky slope of 2**-100 propagates NaN, and
 # negative values become so small that they change no sum with anything but zeros.

@@ -21,13 +21,15 @@ KERNELS = KernelLibrary(
 )
 
 
-class SpaceToDepth(nn.Module):
-    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernel cannot be compiled."""
-
+class _Shuffle(nn.Module):
     def __init__(self, block: tuple[int, int, int]) -> None:
         super().__init__()
         KERNELS.load()
         self.block = block
+
+
+class SpaceToDepth(_Shuffle):
+    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernel cannot be compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
@@ -41,13 +43,8 @@ class SpaceToDepth(nn.Module):
         return y.view(batch, *blocks, -1).permute(0, 4, 1, 2, 3)
 
 
-class DepthToSpace(nn.Module):
+class DepthToSpace(_Shuffle):
     """`architectures.DepthToSpace` with contiguous output. Raises OSError where the kernel cannot be compiled."""
-
-    def __init__(self, block: tuple[int, int, int]) -> None:
-        super().__init__()
-        KERNELS.load()
-        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""

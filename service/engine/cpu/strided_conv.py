@@ -18,7 +18,6 @@ from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-
 # Vectors that are not full take as long as those that are.
 COLUMNS = 8
 
@@ -90,7 +89,7 @@ class StridedConvolution(nn.Module):
         blocks = [
             block.reshape(-1, 2, block.shape[1]).transpose(1, 2) if self.paired else block.float()
             for run in _pad_to_vectors(runs)
-            for block in torch.split(run, _block_widths(run.shape[1]), dim=1)
+            for block in torch.split(run, KERNELS.split_columns("stackseg_patch_columns", run.shape[1]), dim=1)
         ]
         return torch.cat([block.reshape(-1) for block in blocks])
 
@@ -126,11 +125,3 @@ def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
 def _pad_to_vectors(x: Tensor) -> Tensor:
     """Pad the last axis with zeros to whole vectors."""
     return nn.functional.pad(x, (0, -x.shape[-1] % KERNELS.call("stackseg_patch_lanes")))
-
-
-def _block_widths(columns: int) -> list[int]:
-    """Return the widths of the blocks of columns that the kernel reads together."""
-    blocks = list[int]()
-    while (left := columns - sum(blocks)) > 0:
-        blocks.append(KERNELS.call("stackseg_patch_columns", left))
-    return blocks

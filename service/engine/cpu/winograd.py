@@ -27,8 +27,7 @@ KERNELS = KernelLibrary(
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
 
-# About as many tiles of 4x4x4 outputs are worked on together: fewer would read the weights more often than they
-# multiply with them, more leave a core's second-level cache.
+# About as many tiles of 4x4x4 outputs are worked on together; more leave a core's second-level cache.
 TILES = 16
 POINTS = 216
 
@@ -116,16 +115,9 @@ def pack(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
     sampled = sampled.reshape(POINTS, inputs, outputs)
-    return torch.cat([block.reshape(-1) for block in torch.split(sampled, _block_widths(outputs), dim=2)])
-
-
-def _block_widths(outputs: int) -> list[int]:
-    """Return the widths of the blocks of columns that the kernel reads together."""
     KERNELS.load()
-    blocks = list[int]()
-    while (left := outputs - sum(blocks)) > 0:
-        blocks.append(KERNELS.call("stackseg_columns", left))
-    return blocks
+    widths = KERNELS.split_columns("stackseg_columns", outputs)
+    return torch.cat([block.reshape(-1) for block in torch.split(sampled, widths, dim=2)])
 
 
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
@@ -158,12 +150,3 @@ def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _slope: f
 def _empty(x: Tensor, outputs: int) -> Tensor:
     shape = (x.shape[0], outputs, *x.shape[2:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
-
-
-def choose_block_tiles(tiles: int, across: int, threads: int) -> int:
-    """Return the number of tiles in a block: whole rows where possible, which share input lines.
-
-    across  tiles along x
-    """
-    KERNELS.load()
-    return KERNELS.call("stackseg_blocking", tiles, across, TILES, threads)
