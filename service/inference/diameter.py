@@ -27,6 +27,7 @@ from service.core.volume import Diameter, Extent, Size, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.normalize import VolumeChannel
 from service.inference.scores import ScoreWindows
+from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import Instances, ModelSpec
 
@@ -120,8 +121,7 @@ class DiameterEstimator:
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._decoding, self._wanted = spec.decoding, spec.input.diameter
-        depth, height, width = image.shape[2:]
-        self._size: Size = (depth, height, width)
+        self._size = as_size(image.shape[2:])
 
     def estimate(self, stretch: float = 1.0) -> Sizing:
         """Estimate the diameter, always the same for one image and one network. Raises what `score_windows` raises.
@@ -141,7 +141,7 @@ class DiameterEstimator:
             if further is None or self._settled(seen):
                 break
             seen.append(self.probe(places, further, WINDOWS))
-        best = max(seen, key=_fit)
+        best = max(seen, key=lambda probe: probe.fit)
         windows = sum(probe.windows for probe in seen)
         if best.fit < LEAST_FIT:
             return Sizing(None, fits=False, objects=best.objects, windows=windows)
@@ -152,12 +152,12 @@ class DiameterEstimator:
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe would hardly tell more."""
-        best = max(seen, key=_fit)
+        best = max(seen, key=lambda probe: probe.fit)
         return best.fit >= GOOD_FIT and _near(self._refined(best), best.factors, FITTING)
 
     def _next(self, seen: Sequence[ScaleProbe]) -> Factors | None:
         """Return the factors that the best probe suggests, else the next best; None where none suggests new ones."""
-        for probe in sorted(seen, key=_fit, reverse=True):
+        for probe in sorted(seen, key=lambda probe: probe.fit, reverse=True):
             factors = self._refined(probe)
             if probe.fit and not any(_near(factors, other.factors, ALIKE) for other in seen):
                 return factors
@@ -184,8 +184,7 @@ class DiameterEstimator:
 
     def _objects(self, scores: Tensor) -> NDArray[np.float64]:
         """Return [N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and its peak distance."""
-        depth, height, width = scores.shape[2:]
-        decoder = InstanceDecoder(self._spec, self._decoding, (depth, height, width), None)
+        decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)
         labels = decoder.finish().pixels
         places = np.nonzero(labels)
@@ -288,12 +287,11 @@ def signals(image: Image, edges: Size) -> list[Size]:
     depth, height, width = image.shape[2:]
     rows, columns = _middles(height, edges[1], PLACES), _middles(width, edges[2], PLACES)
     candidates = list[tuple[float, Size]]()
+    up, left = edges[1] // 2, edges[2] // 2
     for z in _middles(depth, edges[0] // 2, PLANES):
         plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
         for y, x in itertools.product(rows, columns):
-            part = plane[
-                :, :, max(y - edges[1] // 2, 0) : y + edges[1] // 2, max(x - edges[2] // 2, 0) : x + edges[2] // 2
-            ]
+            part = plane[:, :, max(y - up, 0) : y + up, max(x - left, 0) : x + left]
             candidates.append((-float(part.std(correction=0)), (z, y, x)))
     return [place for _, place in sorted(candidates)]
 
@@ -330,7 +328,3 @@ def _apart(one: Box, other: Box) -> bool:
 
 def _near(one: Factors, other: Factors, ratio: float) -> bool:
     return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
-
-
-def _fit(probe: ScaleProbe) -> float:
-    return probe.fit

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.volume import Volume
+from service.core.volume import Size, Volume
 from service.inference.decoding.decoders import make_decoder
-from service.inference.normalize import VolumeChannel
+from service.inference.normalize import VolumeChannel, replace_nonfinite
 from service.inference.scores import ScoreWindows
 from service.inference.windows.blending import Blending
-from service.inference.windows.grid import Grid
+from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
 
@@ -107,9 +107,8 @@ class EmptyWindowFilter:
         order = np.argsort(-above[tuple(chosen.T)], kind="stable")[: self._batch_size]
         scores, found = usual_scores(self._score_windows(self._cut(chosen[order])), self._spec)
         if scores is None or (found and below == "auto"):
-            return Skipping(
-                self._image, none, ("No window was skipped: the network finds something in dark ones too.",)
-            )
+            note = "No window was skipped: the network finds something in dark ones too."
+            return Skipping(self._image, none, (note,))
         notes = ("The network finds something in windows that skip_below leaves out; lower it.",) if found else ()
         image = SparseImage(self._image, frozenset(map(self._place, chosen)), scores)
         return Skipping(image, none._replace(windows=len(chosen)), notes)
@@ -129,9 +128,8 @@ class EmptyWindowFilter:
             rows[-1, -1] = False
         return np.argwhere(empty)
 
-    def _place(self, index: NDArray[np.intp]) -> tuple[int, int, int]:
-        z, y, x = (starts[int(at)] for starts, at in zip(self._grid.starts, index, strict=True))
-        return z, y, x
+    def _place(self, index: NDArray[np.intp]) -> Size:
+        return as_size([starts[int(at)] for starts, at in zip(self._grid.starts, index, strict=True)])
 
     def _cut(self, indices: NDArray[np.intp]) -> Tensor:
         """Cut some windows, float32 [N, C, *roi] on the host."""
@@ -156,7 +154,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
         for block in VolumeChannel(volume, index):
             part = block[:, ::step, ::step].ravel()
             sample.append(part[np.isfinite(part)])
-            _raise(cells, _finite(block), z, spans)
+            _raise(cells, replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None), z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))
     return IntensitySurvey(brightest, tuple(samples))
@@ -182,11 +180,6 @@ def _spans(grid: Grid, axis: int, length: int) -> list[slice]:
         low, high = ((place + 0.5) * factor - 0.5 for place in (first, last))
         spans.append(slice(max(math.floor(low), 0), min(math.floor(high) + (length != scaled), length - 1) + 1))
     return spans
-
-
-def _finite(block: NDArray[Any]) -> NDArray[Any]:
-    """Replace values that are not finite by the lowest intensity."""
-    return block if block.dtype.kind != "f" else np.where(np.isfinite(block), block, -np.inf)
 
 
 def estimate_background(sample: NDArray[Any]) -> float:
@@ -216,10 +209,9 @@ def usual_scores(scores: Tensor, spec: ModelSpec) -> tuple[Tensor | None, bool]:
     None where there is no such voxel; and whether there is anything else, as large as an object at least.
     """
     least = max(spec.decoding.minimum_size, 1) if isinstance(spec.decoding, Instances) else 1
-    _, outputs, depth, height, width = scores.shape
-    sums, voxels, found = torch.zeros(outputs, dtype=torch.float64, device=scores.device), 0, False
+    sums, voxels, found = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device), 0, False
     for window in scores:
-        decoder = make_decoder(spec, (depth, height, width), "classes", None)
+        decoder = make_decoder(spec, as_size(scores.shape[2:]), "classes", None)
         decoder.add(0, 0, window[None])
         outside = torch.from_numpy(decoder.finish().pixels == 0).to(scores.device)
         here = int(outside.sum())

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
-from service.core.volume import Array, OutputKind, Segmentation, Selection, Size
+from service.core.volume import Array, OutputKind, Segmentation, Selection
 from service.formats import tiff_reader
 from service.inference.decoding.decoders import Decoder, make_decoder
-from service.inference.resample import prepare
+from service.inference.resample import prepare_tensor
+from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.spec import ModelSpec
 
@@ -43,7 +44,7 @@ class LabelAgreement:
         edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
         ends = (
             torch.arange(edge, device=self._image.device) % length
-            for edge, length in zip(edges, _size(self._image), strict=True)
+            for edge, length in zip(edges, self._image.shape[2:], strict=True)
         )
         row = self._image
         for axis, places in enumerate(ends, start=2):
@@ -53,7 +54,7 @@ class LabelAgreement:
     def decoder(self, image: Tensor) -> Decoder:
         """Make a decoder to labels for an image [1, C, Z, Y, X], or to classes where the model has no objects."""
         kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
-        return make_decoder(self._spec, _size(image), kind, None)
+        return make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
 
     def difference(self, window: SlidingWindow) -> float:
         """Return the share of the image's voxels with another label than the reference's; NaN for non-finite scores."""
@@ -106,8 +107,7 @@ def _sample(spec: ModelSpec) -> Tensor | None:
     volume = tiff_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
     if volume.shape[0] != spec.input.channels:
         return None
-    image = prepare(volume, spec).image
-    return image if isinstance(image, Tensor) else image.tensor()
+    return prepare_tensor(volume, spec)
 
 
 def share_differing(one: Segmentation, other: Segmentation) -> float:
@@ -132,7 +132,3 @@ def _agreeing(one: Array, other: Array) -> int:
             partners[0].add(first)
             partners[1].add(second)
     return agreeing
-
-
-def _size(image: Tensor) -> Size:
-    return image.shape[2], image.shape[3], image.shape[4]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from service.core.errors import BadFile, BadParameter
 from service.core.volume import Diameter, Extent, Segmentation, Size, Volume, VoxelSize, label_dtype
 from service.inference.normalize import NormalisedImage, normalise_volume
+from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
 
 # Voxels this many times larger or smaller than the model's mean that a wrong voxel size was stated.
@@ -51,7 +52,8 @@ def resample_image(image: NormalisedImage, volume: Volume, spec: ModelSpec, diam
     if target == volume.shape[1:]:
         return PreparedImage(image, ())
     reason = "the model's voxel size" if diameter is None else f"objects of {spec.input.diameter:g} voxels"
-    note = f"Resampled from {_format_size(volume.shape[1:])} to {_format_size(target)} voxels for {reason}."
+    before, after = (" x ".join(map(str, size)) for size in (volume.shape[1:], target))
+    note = f"Resampled from {before} to {after} voxels for {reason}."
     resampled = functional.interpolate(image.tensor(), size=target, mode="trilinear", align_corners=False)
     return PreparedImage(resampled, (note,))
 
@@ -119,11 +121,8 @@ def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
     """Scale the voxels along each axis, to at least one; factors within 1 % of 1 change nothing."""
-    z, y, x = (
-        length if abs(factor - 1) < 0.01 else max(1, round(length * factor))
-        for length, factor in zip(size, factors, strict=True)
-    )
-    return z, y, x
+    pairs = zip(size, factors, strict=True)
+    return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 
 
 def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:
@@ -145,7 +144,3 @@ def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[f
             "diameter, or voxel_size where it is in um."
         )
     return factors
-
-
-def _format_size(size: Size) -> str:
-    return " x ".join(map(str, size))

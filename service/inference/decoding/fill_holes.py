@@ -26,10 +26,6 @@ class Runs(NamedTuple):
     start: Indices
     end: Indices
 
-    def select(self, chosen: NDArray[np.bool_]) -> Runs:
-        """Return the runs where `chosen` is true."""
-        return Runs(self.row[chosen], self.start[chosen], self.end[chosen])
-
 
 def fill_holes(labels: Labels) -> None:
     """Give every hole to the object around it, in place.
@@ -44,7 +40,7 @@ def fill_holes(labels: Labels) -> None:
     outside = np.zeros(len(component), bool)
     outside[component[_at_faces(runs, labels.shape)]] = True
     closed = ~outside[component]
-    runs, component = runs.select(closed), component[closed]
+    runs, component = Runs(*(column[closed] for column in runs)), component[closed]
     least, most = _neighbours(labels, runs, component)
     flat = labels.reshape(-1, labels.shape[2])
     for row, start, end, low, high in zip(*runs, least, most, strict=True):

@@ -220,10 +220,6 @@ class Watershed:
             self._z += len(block) - 2
         self._pending = block[-2:].clone()
 
-    def _limits(self, tops: Tensor) -> Tensor:
-        """Return the least key, int32 [P], that a pass near each of the given top keys may touch."""
-        return _keys(self._floor(_heights(tops))) & ~PLACE_BITS
-
     def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
         """Trace the paths of voxels between the first and the last plane; None without any foreground."""
         place = (keys[self._plane : -self._plane] > BACKGROUND).nonzero().squeeze(1) + self._plane
@@ -260,7 +256,8 @@ class Watershed:
 
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
         """Find passes near the tops of a block's pieces; the pieces of the plane above are not yet known."""
-        limit = self._limits(paths.tops).index_select(0, paths.piece)
+        # The least key that a pass may touch.
+        limit = _keys(self._floor(_heights(paths.tops))).index_select(0, paths.piece)
         near = (paths.own >= limit).nonzero().squeeze(1)
         here = paths.piece + (self._count - len(paths.targets))
         for rows in torch.split(near, NEIGHBOUR_BATCH):

@@ -31,7 +31,6 @@ SIGNATURES = (
     ("stackseg_labels", "pp", "-"),
 )
 
-
 # Number of voxels in a block, which takes some megabytes.
 BLOCK_VOXELS = 2**22
 
