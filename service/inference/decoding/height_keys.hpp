@@ -17,26 +17,16 @@
 #include <immintrin.h>
 #endif
 
+#include "../../engine/cpu/simd.hpp"
+
 namespace {
 
 constexpr int32_t BACKGROUND = INT32_MIN;
 constexpr int32_t PLACE_BITS = 31;
 constexpr int CODES = 32, NEIGHBOURS = 26;
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float widened(float value) { return value; }
-inline float widened(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
-template <typename Score> inline bool is_above(Score score, float threshold) { return widened(score) > threshold; }
-inline bool is_above(uint8_t inside, float) { return inside != 0; }
+template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
+inline bool is_above(const uint8_t *inside, float) { return *inside != 0; }
 
 // In the same order as the heights; the bits of the place are zero.
 inline int32_t key_of(float height) {

@@ -110,24 +110,20 @@ private:
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
   void fill(const Planes &heights, const Planes &inside, int64_t low, int64_t count) {
-    switch (heights.kind) {
-    case 0:
-      return fill_from(static_cast<const float *>(heights.data), heights.steps, inside, low, count);
-    default:
-      return fill_from(static_cast<const BFloat16 *>(heights.data), heights.steps, inside, low, count);
-    }
+    if (heights.kind)
+      fill_from(static_cast<const Bfloat16 *>(heights.data), heights.steps, inside, low, count);
+    else
+      fill_from(static_cast<const float *>(heights.data), heights.steps, inside, low, count);
   }
 
   template <typename Height>
   void fill_from(const Height *heights, const int64_t *steps, const Planes &inside, int64_t low, int64_t count) {
-    switch (inside.kind) {
-    case 0:
-      return fill_planes(heights, steps, static_cast<const float *>(inside.data), inside.steps, low, count);
-    case 1:
-      return fill_planes(heights, steps, static_cast<const BFloat16 *>(inside.data), inside.steps, low, count);
-    default:
-      return fill_planes(heights, steps, static_cast<const uint8_t *>(inside.data), inside.steps, low, count);
-    }
+    if (inside.kind == 0)
+      fill_planes(heights, steps, static_cast<const float *>(inside.data), inside.steps, low, count);
+    else if (inside.kind == 1)
+      fill_planes(heights, steps, static_cast<const Bfloat16 *>(inside.data), inside.steps, low, count);
+    else
+      fill_planes(heights, steps, static_cast<const uint8_t *>(inside.data), inside.steps, low, count);
   }
 
   // Writes the keys of planes that come next into the inside of their rims.
@@ -154,8 +150,8 @@ private:
                  int32_t *out) const {
     const int32_t *const codes = codes_.data();
     for (int64_t x = 0; x < width_ - 2; ++x) {
-      const int32_t key = key_of(widened(heights[x * step])) + level + codes[x];
-      out[x] = is_above(inside[x * in_step], threshold_) ? key : BACKGROUND;
+      const int32_t key = key_of(load_one(heights + x * step)) + level + codes[x];
+      out[x] = is_above(inside + x * in_step, threshold_) ? key : BACKGROUND;
     }
   }
 
@@ -296,10 +292,9 @@ private:
       if (high != low && peaks_[low] - pass.height < persistence_.depth)
         parent[low] = high;
     }
-    std::vector<int64_t> object(basins);
     for (int64_t basin = 0; basin < basins; ++basin)
-      object[basin] = root_of(parent, basin);
-    return object;
+      parent[basin] = root_of(parent, basin);
+    return parent;
   }
 
   // Between basins, the highest first; of those as high the one with the lower numbers.
