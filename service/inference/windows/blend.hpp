@@ -127,19 +127,12 @@ template <typename Score> inline const Score *dense(const Score *scores, int64_t
       room[x] = scores[x * known_step];
     return room;
   };
-  switch (step) {
-  case 1:
-    return scores;
+  if (step == 1) return scores;
   // Channels last, with few channels.
-  case 2:
-    return gather(std::integral_constant<int64_t, 2>{});
-  case 3:
-    return gather(std::integral_constant<int64_t, 3>{});
-  case 4:
-    return gather(std::integral_constant<int64_t, 4>{});
-  default:
-    return gather(step);
-  }
+  if (step == 2) return gather(std::integral_constant<int64_t, 2>{});
+  if (step == 3) return gather(std::integral_constant<int64_t, 3>{});
+  if (step == 4) return gather(std::integral_constant<int64_t, 4>{});
+  return gather(step);
 }
 
 // Where a line of sums goes that no later window along x reaches, and what is added to it; null for nowhere and nothing.

@@ -14,14 +14,6 @@
 
 namespace {
 
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-template <typename T> inline float widened(T value) { return static_cast<float>(value); }
-
 // Calls work(part) for so many parts, each in a thread of its own; a single one without the ado that OpenMP makes of it,
 // which is long where a network has emptied the caches.
 template <typename Work> void in_parts(int parts, Work work) {
@@ -42,7 +34,7 @@ struct Scaling {
 template <typename Pixel, typename Out>
 void cut_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, int64_t count, Scaling s) {
   for (int64_t x = 0; x < count; ++x) {
-    float value = (widened(from[x * from_step]) - s.offset) / s.scale;
+    float value = (static_cast<float>(from[x * from_step]) - s.offset) / s.scale;
     value = value < s.lowest ? s.lowest : value;
     store_one(out + x * out_step, value > s.highest ? s.highest : value);
   }
@@ -63,8 +55,9 @@ template <typename Pixel, typename Out> void cut(const Pixel *pixels, Out *out, 
   in_parts(threads, [&](int part) {
     for (int64_t z = depth * part / threads; z < depth * (part + 1) / threads; ++z)
       for (int64_t y = 0; y < height; ++y) {
-        int64_t later_z = z, later_y = y;
-        if (step_ahead(AHEAD, depth, height, later_z, later_y)) fetch<false>(box.line(pixels, later_z, later_y), across * step);
+        const bool wraps = y + AHEAD >= height;
+        const int64_t later_z = z + wraps, later_y = y + AHEAD - wraps * height;
+        if (later_z < depth && later_y < height) fetch<false>(box.line(pixels, later_z, later_y), across * step);
         Out *const to = out + z * box.steps[0] + y * box.steps[1];
         if (step == 1 && box.steps[2] == 1)
           cut_line(box.line(pixels, z, y), 1, to, 1, across, s);
@@ -96,18 +89,9 @@ extern "C" {
 void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow, const Box *box, float offset, float scale,
                   float lowest, float highest, int32_t threads) {
   const Scaling s{offset, scale, lowest, highest};
-  switch (kind) {
-  case 0:
-    return cut_into<uint8_t>(pixels, out, narrow, *box, s, threads);
-  case 1:
-    return cut_into<int8_t>(pixels, out, narrow, *box, s, threads);
-  case 2:
-    return cut_into<uint16_t>(pixels, out, narrow, *box, s, threads);
-  case 3:
-    return cut_into<int16_t>(pixels, out, narrow, *box, s, threads);
-  default:
-    return cut_into<float>(pixels, out, narrow, *box, s, threads);
-  }
+  constexpr decltype(&cut_into<float>) BY_KIND[] = {cut_into<uint8_t>, cut_into<int8_t>, cut_into<uint16_t>,
+                                                    cut_into<int16_t>, cut_into<float>};
+  BY_KIND[kind](pixels, out, narrow, *box, s, threads);
 }
 
 // Counts how often each value occurs; gives the highest value and one more, so many counts being written.
@@ -199,8 +183,11 @@ int32_t stackseg_finite(const void *scores, int32_t narrow, int64_t count) {
   }
   const float *const values = static_cast<const float *>(scores);
   int32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i)
-    largest = std::max(largest, static_cast<int32_t>(bits_of(values[i]) & INT32_MAX));
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    largest = std::max(largest, bits & INT32_MAX);
+  }
   return largest < INFINITE;
 }
 }

@@ -18,11 +18,4 @@ template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t cou
     __builtin_prefetch(reinterpret_cast<const void *>(line), ToWrite);
 }
 
-// Moves (z, y) on by `ahead` lines; returns false where there is no such line.
-inline bool step_ahead(int64_t ahead, int64_t depth, int64_t height, int64_t &z, int64_t &y) {
-  y += ahead;
-  if (y >= height) y -= height, ++z;
-  return z < depth && y < height;
-}
-
 } // namespace
