@@ -13,30 +13,11 @@ namespace {
 constexpr int LINE = 64 / sizeof(float); // floats in a cache line
 
 // Types for N floats: `Floats` for arithmetic, `Stored` and `Halves` for float32 and bfloat16 in memory.
-template <int N> struct Vectors;
-template <> struct Vectors<1> {
-  typedef float Floats __attribute__((vector_size(4)));
-  typedef float Stored __attribute__((vector_size(4), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(4)));
-  typedef uint16_t Halves __attribute__((vector_size(2), aligned(2), may_alias));
-};
-template <> struct Vectors<4> {
-  typedef float Floats __attribute__((vector_size(16)));
-  typedef float Stored __attribute__((vector_size(16), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(16)));
-  typedef uint16_t Halves __attribute__((vector_size(8), aligned(2), may_alias));
-};
-template <> struct Vectors<8> {
-  typedef float Floats __attribute__((vector_size(32)));
-  typedef float Stored __attribute__((vector_size(32), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(32)));
-  typedef uint16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
-};
-template <> struct Vectors<16> {
-  typedef float Floats __attribute__((vector_size(64)));
-  typedef float Stored __attribute__((vector_size(64), aligned(4), may_alias));
-  typedef uint32_t Bits __attribute__((vector_size(64)));
-  typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+template <int N> struct Vectors {
+  typedef float Floats __attribute__((vector_size(4 * N)));
+  typedef float Stored __attribute__((vector_size(4 * N), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(4 * N)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * N), aligned(2), may_alias));
 };
 
 template <int N> using Floats = typename Vectors<N>::Floats;
