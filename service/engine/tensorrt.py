@@ -44,10 +44,7 @@ class TensorRtBackend(Backend):
 
         program = torch.export.export(module, (example,))
         engine = torch_tensorrt.dynamo.compile(
-            program,
-            arg_inputs=[example],
-            device=example.device,
-            disable_tf32=settings.matmul_precision == "highest",
+            program, arg_inputs=[example], device=example.device, disable_tf32=settings.matmul_precision == "highest"
         )
         return FixedShapeNetwork(engine, example)
 

@@ -1,7 +1,4 @@
-"""Space to depth and depth to space on a CPU, with channels last and several voxels moved as one word.
-
-ATen's permutation of eight axes moves one element after the other.
-"""
+"""Space to depth and depth to space on a CPU, with channels last and several voxels moved as one word."""
 
 from __future__ import annotations
 

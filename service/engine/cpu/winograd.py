@@ -2,7 +2,6 @@
 
 The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016); `winograd.cpp` says how. It computes in float32, with
 rounding errors several times those of a direct convolution, some 1e-5 of the scores' scale: bfloat16 is only stored.
-The C++ file is compiled for the processor at hand when it is first needed, which takes a second or two, and kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Watershed in C++ for planes in the memory of a CPU.
 
 Its labels equal those of `watershed.py` with `instances.label_basins`. For a small volume these take hundreds of
-torch and NumPy operations, each of which costs microseconds and releases the interpreter's lock. The kernel takes one
-call for each part that arrives and one at the end.
+operations, each of which costs microseconds and releases the interpreter's lock; the kernel takes one call per part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The result equals `monai.inferers.sliding_window_inference` (same padding, scan positions and importance map), which
 the tests hold to 1e-5 in float32. The work around the network differs: windows are gathered into one batch that is
-allocated once, the last batch is filled up instead of having its own shape, and neither the padded image nor the
-scores of the whole volume ever exist.
+allocated once, the last batch is filled up instead of having its own shape, and the padded image never exists.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ class SparseImage:
 
     @property
     def shape(self) -> Sequence[int]:
-        """(1, C, Z, Y, X)."""
         return self.image.shape
 
     def __getitem__(self, box: Box, /) -> Tensor:
-        """Return voxels of the image."""
         return self.image[box]
 
 
