@@ -15,6 +15,7 @@ import tifffile
 import uvicorn
 from fakes import FakeSegmenter, until
 from numpy.typing import NDArray
+from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.app import create_app
@@ -58,7 +59,7 @@ class FakeService:
 
     def fake(self) -> FakeSegmenter:
         until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
-        fake: Any = self.runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(self.runtime.models, None)
         fake.error, fake.notes = None, ()
         return fake
 

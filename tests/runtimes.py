@@ -10,9 +10,11 @@ from typing import Any
 from fakes import FakeSegmenter
 
 from service.core.config import Settings
+from service.core.errors import NotReady
 from service.core.volume import Options, Volume
 from service.inference.result import Result
 from service.serving.job import Job
+from service.serving.model_registry import ModelRegistry
 from service.serving.runtime import Runtime
 
 
@@ -35,3 +37,12 @@ def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
 def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
     """A job whose result is what the segmenter gives."""
     return runtime.submit(spec, volume, options, lambda result: result)
+
+
+def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
+    """The loaded model; raises NotReady for one that is not loaded."""
+    spec = models.spec(name)
+    segmenter = models.loaded(spec.name)
+    if segmenter is None:
+        raise NotReady(f"The model {spec.name} is not loaded.")
+    return segmenter

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from live import Live, as_tiff, classes, eager, serve, until
+from runtimes import loaded_segmenter
 from torch import Tensor
 
 from service.inference.segmenter import Segmenter
@@ -55,7 +56,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 def calls(live: Live) -> list[float]:
     """When the network was called, as the list grows."""
     until(lambda: not live.runtime.running, 20)
-    segmenter: Any = live.runtime.models.segmenter(None)
+    segmenter: Any = loaded_segmenter(live.runtime.models, None)
     segmenter.calls.clear()
     return segmenter.calls
 
@@ -103,7 +104,7 @@ def test_batches_are_filled_with_windows_of_several_clients(live: Live, calls: l
     between = counted(live)
     assert (between[0] - before[0], between[1] - before[1]) == (1, ROOM), "alone, one window is a batch"
     calls.clear()
-    segmenter: Any = live.runtime.models.segmenter(None)
+    segmenter: Any = loaded_segmenter(live.runtime.models, None)
     with ThreadPoolExecutor(len(small)) as pool:
         for _ in range(2):
             segmenter.gate.clear()

@@ -111,14 +111,6 @@ class ModelRegistry:
             raise NotReady(f"The model {spec.name} is still being loaded; try again in a few seconds.")
         return spec
 
-    def segmenter(self, name: str | None) -> Segmenter:
-        """Return a loaded model. Raises UnknownModel, BrokenModel, and NotReady for a model that is not loaded."""
-        spec = self.spec(name)
-        segmenter = self.loaded(spec.name)
-        if segmenter is None:
-            raise NotReady(f"The model {spec.name} is not loaded.")
-        return segmenter
-
     def loaded(self, name: str) -> Segmenter | None:
         """Return the model as the first device has it loaded; None where no device has."""
         return next(filter(None, (worker.model_cache.get(name) for worker in self._device_workers)), None)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import as_tiff
+from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.api_keys import hash_key
@@ -186,7 +187,7 @@ def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
 
 def test_requests_at_once_are_those_of_a_key_and_end_with_the_answer(bands_repository: Path, tmp_path: Path) -> None:
     with service(bands_repository, tmp_path, keys=KEYS, requests_at_once=1) as client:
-        fake: Any = client.app.state.runtime.models.segmenter(None)  # type: ignore[attr-defined]
+        fake: Any = loaded_segmenter(client.app.state.runtime.models, None)  # type: ignore[attr-defined]
         fake.gate.clear()
         statuses: list[int] = []
 
@@ -281,7 +282,7 @@ def test_without_keys_no_key_is_asked_for_or_documented(open_to_all: TestClient)
 
 
 def test_every_answer_carries_headers_for_browsers(open_to_all: TestClient) -> None:
-    fake: Any = open_to_all.app.state.runtime.models.segmenter(None)  # type: ignore[attr-defined]
+    fake: Any = loaded_segmenter(open_to_all.app.state.runtime.models, None)  # type: ignore[attr-defined]
     fake.error = KeyError("unforeseen")
     crashed = open_to_all.post("/segment", content=STACK, headers=TIFF)
     fake.error = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeSegmenter, until
-from runtimes import running, settings
+from runtimes import loaded_segmenter, running, settings
 
 from service.core.config import Settings
 from service.core.errors import BrokenModel, NotReady, UnknownModel
@@ -30,17 +30,17 @@ def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_
         assert [model.state for model in runtime.models.states()] == ["loading"]
         assert runtime.unready_reasons() == ("bands is being loaded and warmed up.",)
         with pytest.raises(NotReady):
-            runtime.models.segmenter(None)
+            loaded_segmenter(runtime.models, None)
         until(lambda: fakes)
         fakes[0].gate.set()
         until(lambda: runtime.unready_reasons() == ())
-        assert runtime.models.segmenter("bands") is fakes[0]
-        assert runtime.models.segmenter(None) is fakes[0]
+        assert loaded_segmenter(runtime.models, "bands") is fakes[0]
+        assert loaded_segmenter(runtime.models, None) is fakes[0]
 
 
 def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: Path, tmp_path: Path) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime, pytest.raises(UnknownModel, match="bands"):
-        runtime.models.segmenter("livers")
+        loaded_segmenter(runtime.models, "livers")
 
 
 @pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unforeseen"), TypeError("unforeseen")])
@@ -55,7 +55,7 @@ def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
         assert str(error) in (runtime.models.states()[0].problem or "")
         assert runtime.unready_reasons() == ("bands cannot be served; GET /models and the log say why.",)
         with pytest.raises(BrokenModel, match="bands"):
-            runtime.models.segmenter(None)
+            loaded_segmenter(runtime.models, None)
 
 
 def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) 
     with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
         assert "nowhere" in runtime.unready_reasons()[0]
         with pytest.raises(UnknownModel):
-            runtime.models.segmenter(None)
+            loaded_segmenter(runtime.models, None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeSegmenter, until
-from runtimes import running, settings, submitted
+from runtimes import loaded_segmenter, running, settings, submitted
 
 from service.core.config import Settings
 from service.core.errors import (
@@ -54,7 +54,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
     patience = {"batch_seconds": 0.5, "grace_seconds": 100}
     with running(settings(bands_repository, tmp_path, watchdog=patience), Stuck) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        fake: Any = runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
         until(lambda: "stuck" in " ".join(runtime.unready_reasons()))
@@ -66,7 +66,7 @@ def test_device_that_is_stuck_is_not_ready_and_one_that_gets_on_is(
 def test_device_that_is_lost_is_not_ready_any_more(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path, watchdog={"grace_seconds": 100})) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        fake: Any = runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime.models, None)
         fake.error = DeviceLost("cuda:0 has failed.")
         job = submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(DeviceLost):
@@ -98,7 +98,7 @@ def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
 def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
     with running(settings(bands_repository, tmp_path, limits={"waiting": 0})) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        fake = runtime.models.segmenter(None)
+        fake = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         submitted(runtime, fake.spec, stack, Options())
         with pytest.raises(QueueFull):
@@ -112,7 +112,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
 ) -> None:
     with running(settings(bands_repository, tmp_path)) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        fake = runtime.models.segmenter(None)
+        fake = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         first, second = (submitted(runtime, fake.spec, stack, Options()) for _ in range(2))
         runtime.drain()
@@ -130,7 +130,7 @@ def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, t
     chosen = settings(bands_repository, tmp_path, server={"scratch_folder": tmp_path, "drain_seconds": 30})
     with running(chosen) as runtime:
         until(lambda: runtime.unready_reasons() == ())
-        fake = runtime.models.segmenter(None)
+        fake = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         job = submitted(runtime, fake.spec, stack, Options())
         runtime.drain()
@@ -180,11 +180,11 @@ def test_models_that_nobody_asked_for_are_not_loaded(three: Path, tmp_path: Path
         until(lambda: runtime.unready_reasons() == ())
         assert states(runtime) == {"alpha": "unloaded", "beta": "ready", "gamma": "ready"}
         with pytest.raises(NotReady, match="not loaded"):
-            runtime.models.segmenter("alpha")
+            loaded_segmenter(runtime.models, "alpha")
         job = submitted(runtime, runtime.models.spec("alpha"), stack, Options())
         assert job.future.result(10).segmentation.pixels.all()
         assert states(runtime)["alpha"] == "ready"
-        made: Any = [runtime.models.segmenter(name) for name in ("alpha", "beta", "gamma")]
+        made: Any = [loaded_segmenter(runtime.models, name) for name in ("alpha", "beta", "gamma")]
         assert [fake.tuned for fake in made] == [False, True, True], "nothing is tried out on demand"
 
 
@@ -202,7 +202,7 @@ def test_requests_to_a_model_that_is_not_loaded_are_expected_to_run_as_they_then
         expected = worker.estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
         submitted(runtime, spec, stack, Options()).future.result(60)
-        known = runtime.models.segmenter("beta").estimator
+        known = loaded_segmenter(runtime.models, "beta").estimator
         assert expected == replace(known, window_bytes=None)
         assert worker.estimator(spec) == known
 

@@ -15,6 +15,7 @@ import pytest
 import tifffile
 from fakes import WINDOWS, FakeSegmenter, until
 from live import as_tiff
+from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.app import create_app
@@ -41,7 +42,7 @@ class Service:
     @property
     def fake(self) -> FakeSegmenter:
         until(lambda: self.runtime.unready_reasons() == ())
-        fake: Any = self.runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(self.runtime.models, None)
         return fake
 
     def submit(self, stack: bytes = STACK, **parameters: Any) -> dict[str, Any]:

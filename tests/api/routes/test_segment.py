@@ -17,6 +17,7 @@ import pytest
 import tifffile
 from fakes import FakeSegmenter, until
 from live import as_tiff
+from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 
 from service.api.app import create_app
@@ -166,7 +167,7 @@ def test_same_request_is_answered_again_without_the_device(bands_repository: Pat
     with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
         runtime = runtime_of(client)
         until(lambda: runtime.unready_reasons() == ())
-        fake: Any = runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime.models, None)
 
         def post(stack: bytes = STACK, query: str = "", name: str = "a.tif") -> Any:
             response = client.post(f"/segment{query}", content=stack, headers=TIFF | {"X-Filename": name})
@@ -256,7 +257,7 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
 
 def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not when Python next looks for cycles, which takes hours among all that torch brings along."""
-    fake: Any = runtime_of(client).models.segmenter(None)
+    fake: Any = loaded_segmenter(runtime_of(client).models, None)
     seen: list[weakref.ref[Any]] = []
     segment = fake.segment
 
@@ -278,7 +279,7 @@ def test_volume_and_labels_leave_memory_with_their_request(client: TestClient, m
 def test_failure_is_not_kept(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, cache_bytes=100_000) as client:
         until(lambda: runtime_of(client).unready_reasons() == ())
-        fake: Any = runtime_of(client).models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime_of(client).models, None)
         fake.error = RuntimeError("once")
         with pytest.raises(RuntimeError, match="once"):
             client.post("/segment", content=STACK, headers=TIFF)
@@ -331,7 +332,7 @@ def test_request_that_takes_too_long_is_given_up(bands_repository: Path, tmp_pat
     with start(bands_repository, tmp_path, request_seconds=2) as client:
         runtime = runtime_of(client)
         until(lambda: runtime.unready_reasons() == ())
-        fake: Any = runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         response = client.post("/segment", content=STACK, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (504, "urn:stackseg:problem:timed-out")
@@ -345,7 +346,7 @@ def test_request_that_waits_when_the_service_stops_is_told_so(bands_repository: 
     with start(bands_repository, tmp_path) as client:
         runtime = runtime_of(client)
         until(lambda: runtime.unready_reasons() == ())
-        fake: Any = runtime.models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime.models, None)
         fake.gate.clear()
         answers: list[Any] = []
 
@@ -534,7 +535,7 @@ def test_channels_that_are_too_large_to_measure_are_refused_before_anything_is_c
     """One channel of the file has 512 bytes, and both have 1024."""
     with start(random_nuclei.folder.parent, tmp_path, decoded_bytes=600) as client:
         until(lambda: runtime_of(client).unready_reasons() == ())
-        fake: Any = runtime_of(client).models.segmenter(None)
+        fake: Any = loaded_segmenter(runtime_of(client).models, None)
         fake.error = AssertionError("nothing is to be computed")
         refused = client.post("/segment?measurements=csv&channel=0", content=two_channels(), headers=TIFF)
         fake.error = None
