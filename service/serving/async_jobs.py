@@ -7,9 +7,8 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -216,17 +215,11 @@ class AsyncJobs:
         self._runtime.models.servable_spec(active.request.model)
         with disk_full_as_out_of_storage(), active.stages.measure("read"):
             active.folder = self._runtime.scratch.make_request_folder()
-            with self._source(active) as source:
+            source, place = self._store.input_path(active.id), active.query.input
+            with ExitStack() as stack:
+                if place is not None:
+                    source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
                 active.pixels = read_pixels(self._runtime.reader, active.query, source, active.folder, active.owner)
-
-    @contextmanager
-    def _source(self, active: _ActiveJob) -> Iterator[Path]:
-        """Yield the path of the posted file, or of the file of the host that the job names."""
-        if active.query.input is None:
-            yield self._store.input_path(active.id)
-            return
-        with self._runtime.host_files.open_input(active.query.input, active.owner) as source:
-            yield source.path
 
     def _after_reading(self, active: _ActiveJob, reading: Future[None]) -> None:
         error = reading.exception()

@@ -250,16 +250,13 @@ class JobQueue:
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
             if job.state == "done" and job.progress.total:
-                self._record_rate(job)
+                measured = (job.device_seconds or job.seconds_run) / job.progress.total
+                self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
             # A thread that takes a job notifies the next, but every thread has to see the end.
             if self._closed:
                 self._changed.notify_all()
             else:
                 self._notify()
-
-    def _record_rate(self, job: Job[Any]) -> None:
-        measured = (job.device_seconds or job.seconds_run) / job.progress.total
-        self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
 
     def _record_duration(self, job: Job[Any]) -> None:
         if job.state == "done":
