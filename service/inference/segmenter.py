@@ -100,10 +100,10 @@ class Segmenter:
             self.spec,
             self._settings,
             config.sw_batch_size,
-            self._window_bytes * backends.batch_dtype(config).itemsize // 4,
-            self._device.type == "cpu",
-            config.streams,
-            None if ready is None else ready.score_bytes,
+            window_bytes=self._window_bytes * backends.batch_dtype(config).itemsize // 4,
+            on_host=self._device.type == "cpu",
+            streams=config.streams,
+            score_bytes=None if ready is None else ready.score_bytes,
         )
 
     @property
