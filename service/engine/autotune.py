@@ -237,6 +237,15 @@ class Tuner(Generic[Result]):
         self._take_turns([timed, best], CALLS - FIRST_CALLS, ROUND_SECONDS)
         return best.failure is not None or not patient or timed.rate >= FAR_BEHIND * best.rate
 
+    def _time_again(self, finalists: list[_TimedCandidate[Result]]) -> list[_TimedCandidate[Result]]:
+        """Time several finalists in turn, from scratch; return those that do not fail. A single one needs no race."""
+        if len(finalists) == 1:
+            return finalists
+        for timed in finalists:
+            timed.shortest = math.inf
+        self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
+        return [timed for timed in finalists if timed.failure is None]
+
     def _run_final_round(self) -> _TimedCandidate[Result]:
         """Time the last few in turn, from scratch; return the fastest, of nearly equal ones that with fewer windows.
 
@@ -246,12 +255,7 @@ class Tuner(Generic[Result]):
         # Where all finalists fail, those next in rank become the finalists.
         while self._passed and not finalists:
             ranking = sorted(self._passed, key=lambda timed: timed.discounted_rate, reverse=True)
-            finalists = ranking[:FINALISTS]
-            if len(finalists) > 1:
-                for timed in finalists:
-                    timed.shortest = math.inf
-                self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
-                finalists = [timed for timed in finalists if timed.failure is None]
+            finalists = self._time_again(ranking[:FINALISTS])
         if not finalists:
             reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
             raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")

@@ -60,8 +60,7 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
     if override is not None:
         return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
-    is_plane = len(axes.replace("S", "")) <= 2
-    if not _has_plane(axes) or (doubt and not is_plane):
+    if not _has_plane(axes) or _matters(doubt, axes):
         raise _ambiguous(axes, shape, doubt)
     notes = (f"The file's description is not used: {doubt}.",) if doubt else ()
     if set(axes) <= set(LETTERS):
@@ -72,6 +71,11 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, doubt: s
         )
         return Layout("Z" + axes[1:], shape, (*notes, note))
     raise _ambiguous(axes, shape)
+
+
+def _matters(doubt: str, axes: str) -> bool:
+    """Return whether a doubt about the description leaves axes open: one plane is the same whatever it says."""
+    return bool(doubt) and len(axes.replace("S", "")) > 2
 
 
 def _has_plane(axes: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -53,20 +54,30 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
         case "shaped":
             return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
-            header = tiff.lsm_metadata or {}
-            return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+            return _read_zeiss(tiff.lsm_metadata or {})
         case "stk":
-            header = tiff.stk_metadata or {}
-            distances = header.get("ZDistance", ())
-            z = float(distances[0]) if len(distances) else None
-            sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-            return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+            return _read_metamorph(tiff.stk_metadata or {})
         case "mmstack":
-            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
-            sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-            return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
+            return _read_micromanager(tiff.micromanager_metadata or {})
         case _:
             return resolution(page).calibration()
+
+
+def _read_zeiss(header: Mapping[str, Any]) -> Calibration:
+    return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+
+
+def _read_metamorph(header: Mapping[str, Any]) -> Calibration:
+    distances = header.get("ZDistance", ())
+    z = float(distances[0]) if len(distances) else None
+    sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
+    return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+
+
+def _read_micromanager(metadata: Mapping[str, Any]) -> Calibration:
+    summary = metadata.get("Summary", {})
+    sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
+    return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:

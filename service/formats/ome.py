@@ -117,14 +117,7 @@ def _image(element: Element, page_count: int) -> OmeImage:
     samples = _samples(channels)
     axes = order[:1:-1]
     shape = tuple(_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
-    planes = math.prod(shape)
-    if planes == 0:
-        raise BadFile("The OME-XML is damaged: an image without any plane.")
-    if planes > page_count:
-        raise BadFile(
-            f"The OME-XML promises {planes} planes, but the file has {page_count} pages: it is cut short or one of"
-            " several files. Export the whole image as one file."
-        )
+    _check_planes(math.prod(shape), page_count)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
@@ -137,6 +130,16 @@ def _image(element: Element, page_count: int) -> OmeImage:
         sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
         units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
     )
+
+
+def _check_planes(planes: int, page_count: int) -> None:
+    if planes == 0:
+        raise BadFile("The OME-XML is damaged: an image without any plane.")
+    if planes > page_count:
+        raise BadFile(
+            f"The OME-XML promises {planes} planes, but the file has {page_count} pages: it is cut short or one of"
+            " several files. Export the whole image as one file."
+        )
 
 
 def _samples(channels: list[Element]) -> int:

@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -168,11 +168,7 @@ class DiameterEstimator:
         roi = self._spec.input.roi_size
         scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
         inner = [min(edge, length) for edge, length in zip(roi, scaled, strict=True)]
-        boxes = list[Box]()
-        for place in places:
-            box = _box(place, self._size, inner, scaled)
-            if len(boxes) < most and all(_apart(box, other) for other in boxes):
-                boxes.append(box)
+        boxes = _choose_apart((_box(place, self._size, inner, scaled) for place in places), most)
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
         before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
         inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
@@ -319,6 +315,15 @@ def _box(place: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -
         start = min(max(middle - taken // 2, 0), length - taken)
         parts.append(slice(start, start + taken))
     return parts[0], parts[1], parts[2]
+
+
+def _choose_apart(candidates: Iterable[Box], most: int) -> list[Box]:
+    """Return up to `most` boxes, each apart from those chosen before it."""
+    boxes = list[Box]()
+    for box in candidates:
+        if len(boxes) < most and all(_apart(box, other) for other in boxes):
+            boxes.append(box)
+    return boxes
 
 
 def _apart(one: Box, other: Box) -> bool:

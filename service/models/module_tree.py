@@ -61,16 +61,13 @@ def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> l
     sequences = [module for module in modules if is_sequence(module)]
     others = set(modules).difference(sequences)
     exempt = {child for module in others for _, child in iter_children(module)}
-    calls_by_sequences = Counter[nn.Module]()
+    expected = Counter[nn.Module]()
     for sequence in sequences:
         for _, child in iter_children(sequence):
-            calls_by_sequences[child] += calls[sequence]
+            expected[child] += calls[sequence]
+    called_elsewhere = (calls - expected).keys() - exempt
 
-    def called_from_outside(child: nn.Module) -> bool:
-        return child not in exempt and calls[child] > calls_by_sequences[child]
+    def is_bypassed(sequence: nn.Module) -> bool:
+        return not calls[sequence] or any(child in called_elsewhere for _, child in iter_children(sequence))
 
-    return [
-        sequence
-        for sequence in sequences
-        if not calls[sequence] or any(called_from_outside(child) for _, child in iter_children(sequence))
-    ]
+    return [sequence for sequence in sequences if is_bypassed(sequence)]

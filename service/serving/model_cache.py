@@ -209,6 +209,10 @@ class ModelCache(Generic[T]):
         self._loading = name
         return _Step(dropped, name)
 
+    def _size_of(self, name: str) -> int:
+        """Return the bytes that a model took when it was last loaded, else a guess."""
+        return self._sizes.get(name) or self._guess(name)
+
     def _choose_next(self) -> str | None:
         """Return the model to load next, and mark those that have to make room for it."""
         for wanted, leases in list(self._wanted.items()):
@@ -216,8 +220,7 @@ class ModelCache(Generic[T]):
                 del self._wanted[wanted]
         absent = self._first or [name for name in self._wanted if name not in self._entries]
         name = absent[0] if absent else None
-        size = 0 if name is None else self._sizes.get(name) or self._guess(name)
-        excess = 0 if name is None else self._used_bytes() + size - self._limit
+        excess = 0 if name is None else self._used_bytes() + self._size_of(name) - self._limit
         # Those in use make room last.
         for entry in sorted(self._entries.values(), key=lambda other: (other.users > 0, other.used)):
             entry.leaving = excess > 0

@@ -133,16 +133,19 @@ class ModelRegistry:
         """Return the model with its present state on the devices."""
         if state.spec is None:
             return state
-        devices = {worker.name: worker.model_cache.loaded_models.get(state.name) for worker in self._device_workers}
-        loaded = {device: loaded_model for device, loaded_model in devices.items() if loaded_model is not None}
-        segmenter = self.loaded(state.name)
+        loaded, segmenter = self._loaded_on(state.name), self.loaded(state.name)
         if segmenter is not None and loaded:
             return state._replace(state="ready", segmenter=segmenter, loaded=loaded)
         caches = [worker.model_cache for worker in self._device_workers]
-        if any(model_cache.is_awaited(state.name) for model_cache in caches):
+        if any(cache.is_awaited(state.name) for cache in caches):
             return state._replace(state="loading")
-        problems = [problem for model_cache in caches if (problem := model_cache.problems.get(state.name)) is not None]
-        return state._replace(state="failed", problem=problems[0]) if problems else state
+        problem = next((cache.problems[state.name] for cache in caches if state.name in cache.problems), None)
+        return state if problem is None else state._replace(state="failed", problem=problem)
+
+    def _loaded_on(self, name: str) -> dict[str, LoadedModel]:
+        """Return what is known of the loaded model by device."""
+        devices = {worker.name: worker.model_cache.loaded_models.get(name) for worker in self._device_workers}
+        return {device: model for device, model in devices.items() if model is not None}
 
 
 def _read_model(folder: Path) -> ModelState:

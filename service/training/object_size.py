@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,14 @@ def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
     Objects at the border, of which only a part is known, count only where there are fewer than three others.
     """
     boxes = [box for box in find_objects(labels) if box is not None]
-    whole = [box for box in boxes if all(s.start > 0 and s.stop < n for s, n in zip(box, labels.shape, strict=True))]
+    whole = [box for box in boxes if _is_inside(box, labels.shape)]
     extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
     return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
+
+
+def _is_inside(box: Sequence[slice], shape: Sequence[int]) -> bool:
+    """Return whether a box touches no border."""
+    return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
 def mean_diameter(labels: NDArray[Any]) -> float:

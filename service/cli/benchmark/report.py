@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,13 +99,16 @@ def plot(report: Report, path: Path) -> bool:
     _draw_bars(first, list(stages), list(stages.values()))
     first.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
     for axes, (group, of_group) in zip(others, groups.items(), strict=True):
-        _draw_bars(
-            axes, [f"{row.name} x{row.windows}" for row in of_group], [row.windows_per_second or 0 for row in of_group]
-        )
+        _draw_rates(axes, of_group)
         axes.set(title=TITLES[group], xlabel="windows per second, median")
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)
     return True
+
+
+def _draw_rates(axes: Any, rows: Sequence[Row]) -> None:
+    names = [f"{row.name} x{row.windows}" for row in rows]
+    _draw_bars(axes, names, [row.windows_per_second or 0 for row in rows])
 
 
 def _draw_bars(axes: Any, names: list[str], values: list[float]) -> None:

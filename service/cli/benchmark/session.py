@@ -58,6 +58,11 @@ class BenchPlan:
     build_seconds: float = math.inf
     profile: Path | None = None
 
+    @property
+    def compares_engines(self) -> bool:
+        """Whether engines are compared, which batch sizes ask for as well."""
+        return self.compare_engines or bool(self.batch_sizes)
+
 
 @dataclass(frozen=True)
 class RequestTimes:
@@ -157,7 +162,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
         if plan.profile is not None:
             runner.profile(plan.profile)
         windows = len(runner.batch)
-        if plan.compare_engines or plan.batch_sizes:
+        if plan.compares_engines:
             builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (windows,))
             in_use = [_make_runner_in_use(runner, report.engine)]
             report.rows += build_and_compare("engines", in_use, builders, peak, plan.build_seconds)

@@ -184,6 +184,11 @@ class _Buffer:
         self.first = self.last = -1
         self.place, self.offset = ARENA, 0
 
+    @property
+    def is_in_arena(self) -> bool:
+        """Whether a recorded call needs it, and its memory is that of the arena."""
+        return self.place == ARENA and self.first >= 0
+
     def overlaps(self, other: _Buffer) -> bool:
         """Return whether both are needed at the same time."""
         return self.first <= other.last and other.first <= self.last
@@ -230,9 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the graph of the recorded calls, with the output `scores`. Raises NotCapturable."""
         self._find_lifetimes()
         self._find_scores_buffer(scores).place = SCORES
-        arena = _place_in_arena(
-            [buffer for buffer in self._buffers.values() if buffer.place == ARENA and buffer.first >= 0]
-        )
+        arena = _place_in_arena([buffer for buffer in self._buffers.values() if buffer.is_in_arena])
         numbers = [number for call in self._calls for number in self._numbers(call)]
         tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
         fixed = [tensor for tensor in tensors if not self._varies(tensor)]

@@ -108,15 +108,14 @@ def _find_exact_layers(network: nn.Module) -> set[nn.Module]:
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[Layer]:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
     if not (is_plain(module, nn.Conv3d) or is_plain(module, nn.ConvTranspose3d)) or module.padding_mode != "zeros":
         return False
-    computes = module.weight.device.type == "cpu" and _is_supported(module.weight.dtype)
+    if module.weight.device.type != "cpu" or not _is_supported(module.weight.dtype):
+        return False
     if isinstance(module, nn.ConvTranspose3d):
-        return computes and module.groups == 1
+        return module.groups == 1
     # `same` pads even kernels more on one side, which oneDNN's operators do not support.
-    return computes and (module.padding != "same" or all(edge % 2 for edge in module.kernel_size))
+    return module.padding != "same" or all(edge % 2 for edge in module.kernel_size)
 
 
 def _padding(layer: Layer) -> tuple[int, ...]:
@@ -128,6 +127,8 @@ def _padding(layer: Layer) -> tuple[int, ...]:
 
 
 def _is_supported(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     if dtype == torch.bfloat16:
         # The packed operators refuse BF16 on other processors, unlike torch's own convolutions.
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -163,9 +163,13 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     for key in ("model", "state_dict", "network"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+    if not _is_state_dict(content):
         raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
     return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+def _is_state_dict(content: object) -> bool:
+    return isinstance(content, dict) and bool(content) and all(isinstance(v, Tensor) for v in content.values())
 
 
 @torch.inference_mode()
