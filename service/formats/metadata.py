@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -54,28 +53,30 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
         case "shaped":
             return voxel_size.from_spacing(_shaped_metadata(page), resolution(page), "tifffile metadata")
         case "lsm":
-            return _read_zeiss(tiff.lsm_metadata or {})
+            return _read_zeiss(tiff)
         case "stk":
-            return _read_metamorph(tiff.stk_metadata or {})
+            return _read_metamorph(tiff)
         case "mmstack":
-            return _read_micromanager(tiff.micromanager_metadata or {})
+            return _read_micromanager(tiff)
         case _:
             return resolution(page).calibration()
 
 
-def _read_zeiss(header: Mapping[str, Any]) -> Calibration:
+def _read_zeiss(tiff: TiffFile) -> Calibration:
+    header = tiff.lsm_metadata or {}
     return voxel_size.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
-def _read_metamorph(header: Mapping[str, Any]) -> Calibration:
+def _read_metamorph(tiff: TiffFile) -> Calibration:
+    header = tiff.stk_metadata or {}
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
     return voxel_size.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
-def _read_micromanager(metadata: Mapping[str, Any]) -> Calibration:
-    summary = metadata.get("Summary", {})
+def _read_micromanager(tiff: TiffFile) -> Calibration:
+    summary = (tiff.micromanager_metadata or {}).get("Summary", {})
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
 

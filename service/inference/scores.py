@@ -100,7 +100,7 @@ class ScoreComputer:
         batch_size, notes, fallbacks, recomputed = plan.sw_batch_size, list[str](), 0, False
         while True:
             consumer = make_consumer()
-            window = self._selector.reference(batch_size) if recomputed else self._window(batch_size)
+            window = self._window(batch_size, reference=recomputed)
             try:
                 feed(consumer, run(window, image, plan.overlap), stages)
             except (RuntimeError, MemoryError) as error:
@@ -118,8 +118,7 @@ class ScoreComputer:
                 notes.append(f"Scores were not finite ({how}); all of them were computed again in eager fp32.")
                 recomputed = True
             else:
-                if not recomputed:
-                    notes += self._notes(window)
+                notes += [] if recomputed else self._notes(window)
                 return Scored(consumer, tuple(notes), fallbacks, recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
@@ -132,8 +131,10 @@ class ScoreComputer:
         slabs = self.compute(stack, plan._replace(overlap=0.0), _ScoreCollector, Stages(), run).consumer.slabs
         return torch.cat(slabs, 2).float()[0].reshape(-1, count, depth, height, width).transpose(0, 1)
 
-    def _window(self, batch_size: int) -> SlidingWindow:
+    def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
         """Return the warm window, or an eager one for another batch size: compiling takes longer than it saves."""
+        if reference:
+            return self._selector.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
             return self._ready.window
         # Requests that ask for the same at the same time share batches of it.

@@ -221,10 +221,6 @@ class Segmenter:
     def report(self) -> EngineReport:
         """Report the engine in use; before `warm_up` the one that would run without it."""
         ready, config, windows = self._ready, self._config, self._settings.windows
-        # Untuned: nobody tried yet what is fastest, and the warnings say how to change that.
-        planned = "fixed" if ready is None or self._settings.engine.kind != "auto" else "untuned"
-        if ready is not None and ready.plan is not None:
-            planned = "cached" if ready.cached else "tuned"
         return EngineReport(
             device=str(self._device),
             device_name=hardware.device_name(self._device),
@@ -239,6 +235,16 @@ class Segmenter:
             warm_up_seconds=ready.seconds if ready else 0.0,
             warnings=ready.warnings if ready else (),
             streams=config.streams,
-            planned=planned,
+            planned=self._planned,
             trials=ready.plan.trials if ready and ready.plan else (),
         )
+
+    @property
+    def _planned(self) -> str:
+        """How the engine was chosen. Untuned: nobody tried yet what is fastest; the warnings say how to change that."""
+        ready = self._ready
+        if ready is None or self._settings.engine.kind != "auto":
+            return "fixed"
+        if ready.plan is None:
+            return "untuned"
+        return "cached" if ready.cached else "tuned"

@@ -61,13 +61,18 @@ def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> l
     sequences = [module for module in modules if is_sequence(module)]
     others = set(modules).difference(sequences)
     exempt = {child for module in others for _, child in iter_children(module)}
-    expected = Counter[nn.Module]()
+    called_elsewhere = (calls - _count_calls_by(sequences, calls)).keys() - exempt
+    return [
+        sequence
+        for sequence in sequences
+        if not calls[sequence] or any(child in called_elsewhere for _, child in iter_children(sequence))
+    ]
+
+
+def _count_calls_by(sequences: Sequence[nn.Module], calls: Counter[nn.Module]) -> Counter[nn.Module]:
+    """Return how often each child is called where sequences alone call it."""
+    counts = Counter[nn.Module]()
     for sequence in sequences:
         for _, child in iter_children(sequence):
-            expected[child] += calls[sequence]
-    called_elsewhere = (calls - expected).keys() - exempt
-
-    def is_bypassed(sequence: nn.Module) -> bool:
-        return not calls[sequence] or any(child in called_elsewhere for _, child in iter_children(sequence))
-
-    return [sequence for sequence in sequences if is_bypassed(sequence)]
+            counts[child] += calls[sequence]
+    return counts

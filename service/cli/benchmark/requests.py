@@ -46,10 +46,16 @@ class RequestRunner:
     def __init__(self, segmenter: Segmenter, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
         self._segmenter, self._stack, self._folder, self._device = segmenter, stack, folder, device
         self._threads = threads
-        # Of the latest request.
-        self._latest: tuple[SlidingWindow, Image, float]
+        self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
         self.windows = 0
+
+    @property
+    def _latest(self) -> tuple[SlidingWindow, Image, float]:
+        """Window, image and overlap of the latest request. Raises RuntimeError before the first one."""
+        if self._latest_request is None:
+            raise RuntimeError("there was no request yet")
+        return self._latest_request
 
     def once(self) -> dict[str, float]:
         """Return the seconds of one request, by stage and in `total`.
@@ -148,7 +154,7 @@ class RequestRunner:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
-        self._latest = window, image, overlap
+        self._latest_request = window, image, overlap
         return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
     def plain_script(self) -> dict[str, float]:
