@@ -132,7 +132,7 @@ class ScoreComputer:
         return torch.cat(slabs, 2).float()[0].reshape(-1, count, depth, height, width).transpose(0, 1)
 
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
-        """Return the FP32 reference, the warm window, or an eager one: compiling for a batch size takes more than it saves."""
+        """Return the FP32 reference, the warm window, or an eager one: compiling takes longer than it saves."""
         if reference:
             return self._selector.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
