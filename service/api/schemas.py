@@ -16,7 +16,7 @@ from service.serving.job_record import JobState
 
 
 class Inspection(BaseModel):
-    """What was understood of a file, and what segmenting it would take. `problem`: why it would be refused.
+    """Facts about a file, and what segmenting it would take. `problem`: why it would be refused.
 
     diameter  of the objects: as stated, none, or auto where it is estimated once pixels are read; `estimate` then is
               that of the stack as it is sampled

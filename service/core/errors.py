@@ -131,7 +131,7 @@ class CapacityError(StackSegError):
 
 
 class QueueFull(CapacityError):
-    """As many requests are waiting as the operator allows; try again after `retry_after` seconds."""
+    """More requests wait than the operator allows; try again after `retry_after` seconds."""
 
     slug = "queue-full"
 

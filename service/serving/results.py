@@ -41,7 +41,7 @@ OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "appl
 
 
 class Saved(BaseModel):
-    """What was written on the service's host. `output` is the `output_to` of the request."""
+    """A file written on the service's host. `output` is the `output_to` of the request."""
 
     output: str
     media_type: str

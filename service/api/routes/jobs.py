@@ -87,7 +87,7 @@ async def show(request: Request, async_jobs: AsyncJobsDependency, job: JobId) ->
 async def events(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> StreamingResponse:
-    """The same as server-sent events, until the job is over."""
+    """Follow a job by server-sent events, until it is over."""
     caller = get_caller(request)
     view = await run_in_thread(partial(async_jobs.view, job, caller))
     return StreamingResponse(
@@ -99,7 +99,7 @@ async def events(
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=ANSWER)
 async def result(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> ResultResponse:
-    """What `/segment` would have answered: the labels with their headers, or the problem that the job failed with."""
+    """Fetch the answer of a job as `/segment` gives it: the labels with their headers, or the problem of the job."""
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     # The file is open already, so that a result that has to make room meanwhile is still sent whole.
     response = build_response(open_file_path(file), metadata)
