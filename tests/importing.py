@@ -5,6 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from service.inference.resample import prepare_tensor
-from service.models.importers import import_model as model_folder
+from service.models.importers.import_model import import_model as import_with
 
-import_model = partial(model_folder.import_model, prepare=prepare_tensor)
+import_model = partial(import_with, prepare=prepare_tensor)
