@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import queue
 import select
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache
@@ -31,7 +30,6 @@ from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
 from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
-from service.formats.parse_cache import ParseCache, Part
 from service.formats.pixels import Placement, map_file
 
 STARTUP_SECONDS = 60.0
@@ -87,49 +85,29 @@ class Reader:
         for child in self._children:
             self._idle.put(child)
         self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
-        self._descriptions: ParseCache[Description] = ParseCache()
-        self._extracts: ParseCache[_Extract] = ParseCache()
-        self._closed = False
 
-    def inspect(
-        self, source: Source, selection: Selection, *, shared: bool = False, owner: str | None = None
-    ) -> Description:
+    def inspect(self, source: Source, selection: Selection, *, shared: bool = False) -> Description:
         """Describe a file and the selected part, as `tiff_reader.inspect` does.
 
         Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time.
         """
-        content, limit = self._map_content(source, shared=shared), self._limit(shared=shared)
+        with _path_for_child(source) as path:
+            return _parse_description(self._call("inspect", path, selection, self._limit(shared=shared)))
 
-        def inspect() -> tuple[Description, Sequence[Part] | None]:
-            with _path_for_child(source) as path:
-                result, parts = self._call("inspect", path, selection, limit)
-            return _parse_description(result), parts
-
-        return self._descriptions.get((selection, limit, owner), content, inspect)
-
-    def read(
-        self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False, owner: str | None = None
-    ) -> Volume:
+    def read(self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """Read the selected part of a file, as `tiff_reader.read` does.
 
         Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
         The volume maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared`
         file at any time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
-        Results for other files are cached, for files of the same `owner` that differ only in pixels.
 
         Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time.
         """
-        content, limit = self._map_content(source, shared=shared), self._limit(shared=shared)
-
-        def extract() -> tuple[_Extract, Sequence[Part] | None]:
-            with _path_for_child(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
-                result, parts = self._call("extract", path, selection, limit, scratch)
-            located = _parse_extract(result, limit)
-            return located, parts if located.file is None else None
-
-        located = self._extracts.get((selection, limit, owner), content, extract)
+        limit = self._limit(shared=shared)
+        with _path_for_child(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
+            located = _parse_extract(self._call("extract", path, selection, limit, scratch), limit)
         try:
-            return _volume(located, source, content, scratch)
+            return _volume(located, source, scratch, shared=shared)
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
@@ -140,7 +118,6 @@ class Reader:
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
-        self._closed = True
         for child in self._children:
             child.retire()
         for child in [self._idle.get() for _ in self._children]:
@@ -156,20 +133,9 @@ class Reader:
     def _limit(self, *, shared: bool) -> int:
         return self._shared_bytes if shared else self._decoded_bytes
 
-    def _map_content(self, source: Source, *, shared: bool) -> mmap.mmap | bytearray | None:
-        """Map the whole file, None where it is empty or others may change it."""
-        if shared or self._closed:
-            return None
-        if isinstance(source, bytearray):
-            return source
-        try:
-            return map_file(source)
-        except ValueError:
-            return None
-
     def _call(
         self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
-    ) -> tuple[dict[str, Any], Sequence[Part] | None]:
+    ) -> dict[str, Any]:
         child = self._idle.get()
         try:
             reply = child.ask(
@@ -188,10 +154,8 @@ class Reader:
             raise OSError(reply["errno"], reply["message"], os.fspath(path))
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
-        parts = reply["parts"]
-        if parts is not None:
-            parts = [Part(int(begin), int(end), bool(text)) for begin, end, text in parts]
-        return reply["result"], parts
+        result: dict[str, Any] = reply["result"]
+        return result
 
 
 class _Child:
@@ -347,8 +311,8 @@ def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
     return _Extract(file, placement, sandbox_child.parse_voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
 
 
-def _volume(located: _Extract, source: Source, content: mmap.mmap | bytearray | None, scratch: Path) -> Volume:
-    """Return the volume in the decoded file, or in the source; `content` is None where others may change the source.
+def _volume(located: _Extract, source: Source, scratch: Path, *, shared: bool) -> Volume:
+    """Return the volume in the decoded file, or in the source, which others may change where it is `shared`.
 
     Raises ValueError where the file ends before the pixels.
     """
@@ -357,9 +321,9 @@ def _volume(located: _Extract, source: Source, content: mmap.mmap | bytearray | 
     if isinstance(file, bytearray):
         return placement.map_volume(file, *facts)
     # A large mapped file would fill memory with its pages, which count as used.
-    if placement.nbytes >= LARGE_BYTES or (content is None and located.file is None):
+    if placement.nbytes >= LARGE_BYTES or (shared and located.file is None):
         return placement.stream_volume(file, *facts)
-    return placement.map_volume(map_file(file) if content is None or located.file else content, *facts)
+    return placement.map_volume(map_file(file), *facts)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:

@@ -17,7 +17,6 @@ from typing import Any
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Selection, VoxelSize
 from service.formats import tiff_reader
-from service.formats.parse_cache import ReadLog
 
 
 def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -28,32 +27,28 @@ def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request; only errors that a file or a folder may cause are caught.
 
-    A reply has a `result` and the `parts` of the file that decided it, null where they are unknown or pixels were
-    decoded; or an error by its slug or errno.
+    A reply has a `result`, or an error by its slug or errno.
     """
     fields = request["selection"]
     selection = Selection(**{**fields, "voxel_size": parse_voxel_size(fields["voxel_size"])})
-    path, limit_bytes, read_log = Path(request["path"]), request["limit_bytes"], ReadLog()
+    path, limit_bytes = Path(request["path"]), request["limit_bytes"]
     try:
         if request["call"] == "inspect":
-            description = tiff_reader.inspect(path, selection, limit_bytes, read_log)
-            return {"result": asdict(description), "parts": read_log.parts}
-        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]), read_log)
+            return {"result": asdict(tiff_reader.inspect(path, selection, limit_bytes))}
+        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]))
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
-    is_decoded = extract.path != path
     return {
         "result": {
-            "file": extract.path.name if is_decoded else None,
+            "file": None if extract.path == path else extract.path.name,
             **asdict(extract.placement),
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
-        },
-        "parts": None if is_decoded else read_log.parts,
+        }
     }
 
 

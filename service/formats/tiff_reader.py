@@ -20,18 +20,17 @@ from service.core.errors import BadParameter
 from service.core.volume import Array, Description, Selection, StackShape, Volume, VoxelSize
 from service.formats import axes, ifd, metadata, pixels, series
 from service.formats.axes import Layout, Part
-from service.formats.parse_cache import ReadLog
 from service.formats.pixels import Placement
 from service.formats.series import StoredImage
 
 
-def inspect(path: Path, selection: Selection, limit_bytes: int, read_log: ReadLog | None = None) -> Description:
+def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    Several time points without a choice give a note and no error. `read_log` records every byte that is read.
+    Several time points without a choice give a note and no error.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _open(path, selection, limit_bytes, read_log) as stack:
+    with _open(path, selection, limit_bytes) as stack:
         return stack.describe(selection)
 
 
@@ -71,20 +70,16 @@ class Extract:
         return self.placement.map_volume(pixels.map_file(self.path), self.voxel_size, self.channels)
 
 
-def extract(
-    path: Path, selection: Selection, limit_bytes: int, scratch: Path, read_log: ReadLog | None = None
-) -> Extract:
+def extract(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Extract:
     """Locate the selected pixels in the file itself, or decode them to a new file in the folder `scratch`.
 
-    The folder is made when it is needed. `read_log` records every byte that is parsed. Raises the errors of `read`.
+    The folder is made when it is needed. Raises the errors of `read`.
     """
-    with _open(path, selection, limit_bytes, read_log) as stack:
+    with _open(path, selection, limit_bytes) as stack:
         voxel_size = stack.voxel_size(selection)
         placement = stack.locate()
         if placement is not None:
             return Extract(path, placement, voxel_size, stack.channels)
-        if read_log is not None:
-            read_log.end()
         placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
         scratch.mkdir(mode=0o700, exist_ok=True)
         descriptor, name = tempfile.mkstemp(".raw", "pixels-", scratch)
@@ -167,9 +162,8 @@ class _Stack:
 
 
 @contextmanager
-def _open(path: Path, selection: Selection, limit_bytes: int, read_log: ReadLog | None = None) -> Iterator[_Stack]:
-    with path.open("rb") as file:
-        stream = file if read_log is None else read_log.watch(file)
+def _open(path: Path, selection: Selection, limit_bytes: int) -> Iterator[_Stack]:
+    with path.open("rb") as stream:
         structure = ifd.scan(stream)
         stream.seek(0)
         with series.translate_errors("reading its tags"):

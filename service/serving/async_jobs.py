@@ -126,7 +126,7 @@ class AsyncJobs:
         query, owner, runtime = received.query, received.caller, self._runtime
         spec = runtime.models.spec(query.model)
         shared = query.input is not None
-        file = runtime.reader.inspect(received.source, query.selection, shared=shared, owner=owner)
+        file = runtime.reader.inspect(received.source, query.selection, shared=shared)
         windows = runtime.estimate(spec, file, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         request = JobRequest(spec.name, parameters, name, windows, receive_seconds)
@@ -219,7 +219,7 @@ class AsyncJobs:
             with ExitStack() as stack:
                 if place is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
-                active.pixels = read_pixels(self._runtime.reader, active.query, source, active.folder, active.owner)
+                active.pixels = read_pixels(self._runtime.reader, active.query, source, active.folder)
 
     def _after_reading(self, active: _ActiveJob, reading: Future[None]) -> None:
         error = reading.exception()

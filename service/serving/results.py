@@ -89,13 +89,13 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def read_pixels(reader: Reader, query: Query, source: Path | bytearray, folder: Path, caller: str | None) -> Pixels:
+def read_pixels(reader: Reader, query: Query, source: Path | bytearray, folder: Path) -> Pixels:
     """Read all that the query needs before anything is computed: later the file may be gone, or another one.
 
     Raises what `Reader.read` raises.
     """
     shared = query.input is not None
-    read = partial(reader.read, source, scratch=folder, shared=shared, owner=caller)
+    read = partial(reader.read, source, scratch=folder, shared=shared)
     volume = read(query.selection)
     if query.measurements is None or query.channel is None:
         return Pixels(volume, volume)

@@ -365,8 +365,8 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
     good = sandbox_child.answer(request)["result"]
 
     class Lying(Reader):
-        def _call(self, *_: object) -> tuple[dict[str, Any], None]:
-            return self.lie, None
+        def _call(self, *_: object) -> dict[str, Any]:
+            return self.lie
 
     for lie in (
         {"offset": 10**6},

@@ -30,8 +30,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
 
         def inspect_file() -> Description:
             received.complete()
-            caller = received.received.caller
-            return runtime.reader.inspect(received.source, query.selection, shared=received.shared, owner=caller)
+            return runtime.reader.inspect(received.source, query.selection, shared=received.shared)
 
         file = await run_while_connected(request, run_in_thread(inspect_file, runtime.inspect_threads))
     output, diameter, estimate, problem = query.output, query.diameter, None, None

@@ -160,7 +160,7 @@ class _SegmentRequest:
         received, query = file.received, file.received.query
         self._check_cancelled()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime.reader, query, file.source, received.folder, self._caller)
+            self._pixels = read_pixels(self._runtime.reader, query, file.source, received.folder)
             file.drop_content()
         self._voxels = self._pixels.segmented.voxels
         self._check_cancelled()
