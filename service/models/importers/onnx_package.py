@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ def embed_external_data(path: Path) -> bytes:
 
     def read_part(location: str, offset: int, length: int | None) -> bytes:
         with find_file(path.parent, location).open("rb") as file:
+            # No more than there is: a huge length would allocate memory before it fails.
+            left = max(os.fstat(file.fileno()).st_size - offset, 0)
             file.seek(offset)
-            return file.read(length)
+            return file.read(left if length is None else min(length, left))
 
     try:
         return onnxfile.embed_external_data(path.read_bytes(), read_part)

@@ -1,1 +1,1 @@
-"""ONNX file -> torch module, without onnx or a runtime of it."""
+"""ONNX file -> torch module, without a runtime of ONNX."""

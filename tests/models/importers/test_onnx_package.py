@@ -38,21 +38,29 @@ def test_a_file_says_its_window_and_the_operator_the_rest(bands_network: nn.Modu
         import_model(path, tmp_path / "models", other, "other")
 
 
-def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", ["../secret", "link", "{folder}/secret", "file:../secret"])
+def test_tensors_outside_of_the_folder_are_not_taken(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
     (tmp_path / "package").mkdir()
     path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
+    (tmp_path / "secret").write_bytes(bytes(2**20))
+    (path.parent / "link").symlink_to(tmp_path / "secret")
     model = onnx.load(path)
-    onnx.external_data_helper.convert_model_to_external_data(model, location="bands.data", size_threshold=0)
-    onnx.save(model, path)
-    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-        assert tensor.data_location == onnx.TensorProto.EXTERNAL
-    secret = tmp_path / "secret"
-    secret.write_bytes((path.parent / "bands.data").read_bytes())
-    model = onnx.load(path, load_external_data=False)
+    named = location.format(folder=tmp_path)
     for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = "../secret"
+        onnx.external_data_helper.set_external_data(tensor, named)
+        tensor.ClearField("raw_data")
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(UnsupportedPackage, match=r"\.\./secret: not a file inside the package"):
+    with pytest.raises(UnsupportedPackage, match="not a file inside the package"):
+        import_model(path, tmp_path / "models", STATED)
+
+
+def test_a_length_that_no_file_has_takes_no_memory(bands_network: nn.Module, tmp_path: Path) -> None:
+    path = export_onnx(bands_network, tmp_path / "bands.onnx", SHAPE)
+    (tmp_path / "bands.data").write_bytes(bytes(8))
+    model = onnx.load(path)
+    tensor = model.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, "bands.data", offset=4, length=2**60)
+    tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
         import_model(path, tmp_path / "models", STATED)

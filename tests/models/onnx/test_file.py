@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,37 @@ def test_tensors_beside_the_file_are_taken_in_and_not_followed(tmp_path: Path) -
     assert np.array_equal(file.parse(whole, path).tensors["w"], array)
     (tensor,) = onnx.load_from_string(whole).graph.initializer
     assert np.array_equal(numpy_helper.to_array(tensor), array)
+
+
+def test_no_tensor_is_read_from_a_place_that_a_file_names(tmp_path: Path) -> None:
+    (tmp_path / "w.data").write_bytes(bytes(4))
+    stored = TensorProto(data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL, name="w")
+    stored.external_data.add(key="location", value=str(tmp_path / "w.data"))
+    with pytest.raises(BrokenModel, match="'w' lies in another file"):
+        file.read(written(tmp_path / "m.onnx", [], value=stored))
+
+
+def test_what_no_memory_or_stack_would_hold_is_refused(tmp_path: Path) -> None:
+    vast = TensorProto(data_type=TensorProto.FLOAT, dims=[2**40, 2**40], raw_data=b"1234", name="w")
+    folded = TensorProto(data_type=TensorProto.FLOAT, dims=[2, -1], raw_data=bytes(16), name="w")
+    for tensor in (vast, folded):
+        with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
+            file.read(written(tmp_path / "m.onnx", [tensor]))
+    # A graph in an attribute of a node of a graph, and so on; longer messages than 127 bytes have a longer length.
+    nested = b""
+    for number in [7, *[1, 5, 6] * 60][::-1]:
+        length = len(nested)
+        digits = [length & 127 | 128, length >> 7] if length > 127 else [length]
+        nested = bytes([number << 3 | 2, *digits]) + nested
+    with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
+        file.parse(nested, tmp_path / "m.onnx")
+
+
+def test_the_extra_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "m.onnx", [])
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(BrokenModel, match=r"pip install 'stackseg\[onnx\]'"):
+        file.read(path)
 
 
 def test_files_that_are_damaged_are_refused(tmp_path: Path) -> None:
