@@ -10,11 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train
+from service.cli.options import add_settings, settings_of
 from service.core import logs
-from service.core.config import read_settings
 from service.core.errors import ConfigError, StackSegError
 
 COMMANDS = (
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 refused or failed, 2 not understood, 130 interrupted."""
     options = make_parser().parse_args(arguments)
     try:
-        settings = read_settings(options.config)
+        settings = settings_of(options)
         logs.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
@@ -59,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, summary in COMMANDS:
         command = commands.add_parser(name, help=summary)
         module.add_arguments(command)
-        command.add_argument("--config", type=Path, help="configuration file, such as configs/gpu.yaml")
+        add_settings(command)
     return root
 
 

@@ -196,6 +196,44 @@ def test_configuration_that_is_not_understood_is_status_two(
     assert capsys.readouterr().err.startswith("stackseg: ")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve",
+        "segment {stack} out.tif",
+        "models",
+        "evaluate --images {stack} --labels {stack}",
+        "train --images {stack} --labels {stack} --from bands --out mine",
+        "bench --repeats 1",
+    ],
+)
+def test_every_command_takes_a_folder_of_models_and_ends_with_status_two_where_there_is_none(
+    config: Path, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = command.format(stack=stack).split()
+    assert run(*arguments, "--config", config, "--models", "nowhere") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stackseg: The model repository nowhere is not a folder of the working directory; name")
+
+
+def test_folder_of_models_goes_before_the_configuration(
+    config: Path, random_nuclei: ModelSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("models", "--config", config, "--models", random_nuclei.folder.parent) == 0
+    told = capsys.readouterr().out
+    assert random_nuclei.identifier in told
+    assert "bands" not in told
+
+
+def test_import_asks_for_the_folder_that_gets_the_model(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "import", stack) == 1
+    assert "--models FOLDER" in capsys.readouterr().err
+    for before, after in ((["--models", stack.parent], []), ([], ["--models", stack.parent])):
+        assert run("models", *before, "import", stack, *after) == 1
+        assert "--models FOLDER" not in capsys.readouterr().err
+
+
 def test_service_that_cannot_listen_says_so(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--config", config, "--host", "192.0.2.1", "--port", "1") == 2
     assert "192.0.2.1" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from service.core.config import Settings, read_settings
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")])
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PROJECT, WHEEL = PYPROJECT["project"], PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+PROJECT = PYPROJECT["project"]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -83,8 +83,19 @@ def test_command_is_installed() -> None:
     assert command.load().__module__ == "service.__main__"
 
 
+def test_package_carries_models_and_presets_to_where_they_are_looked_up(tmp_path: Path) -> None:
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(wheel["only-include"]) == {"service", *wheel["sources"]}
+    for source, target in wheel["sources"].items():
+        shutil.copytree(ROOT / source, tmp_path / target)
+    shutil.copytree(ROOT / "service", tmp_path / "service", dirs_exist_ok=True)
+    code = "import sys; from service.__main__ import main; sys.exit(main(['models', '--config', 'default']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    for model in ("membranes/1", "nuclei/1", "tissue/1"):
+        assert model in done.stdout
+
+
 def test_service_runs_without_the_rest_of_the_clone(tmp_path: Path) -> None:
-    assert WHEEL == {"packages": ["service"]}
     shutil.copytree(ROOT / "service", tmp_path / "service")
     code = "import service.training.evaluate, service.training.train; print(service.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

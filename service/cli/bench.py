@@ -14,7 +14,7 @@ from service.core.errors import BadParameter
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
-    bench.add_argument("--model", help="name of a model; the default model if not given")
+    bench.add_argument("--model", help="name of a model, or its folder; the default model if not given")
     bench.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
     bench.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"), help="of a stack")
     bench.add_argument("--repeats", type=int, default=3, help="requests, after a first one (default %(default)s)")

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.models.repository import FILE_NAME, read_spec
-from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +43,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.training.evaluate import HEADER, format_row, score_classical, score_model, stack_name  # noqa: PLC0415
 
     pairs = _list_pairs(options)
-    segmenter = Segmenter(_read_model(options.model, settings), settings)
+    segmenter = Segmenter(choose_model(options.model, settings), settings)
     if segmenter.spec.decoding.kind != "instances":
         raise BadParameter(f"{segmenter.spec.name} tells classes apart, not objects, so there is nothing to match.")
     segmenter.warm_up()
@@ -90,10 +88,3 @@ def _read(image: Path, labels: Path, channel: str | None, settings: Settings) ->
     if truth.shape != (1, *volume.shape[1:]):
         raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
     return volume, truth.array()[0]
-
-
-def _read_model(model: str | None, settings: Settings) -> ModelSpec:
-    """Return the model of a name in the repository, or of a folder. Raises UnknownModel and BrokenModel."""
-    if model is not None and (Path(model) / FILE_NAME).is_file():
-        return read_spec(Path(model))
-    return choose_model(model, settings)

@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
+from service.cli.options import add_settings
 from service.core.config import Settings
-from service.core.errors import ConfigError
-from service.models.repository import read_repository, select_model
+from service.core.errors import BadParameter, ConfigError
+from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
 from service.models.spec import ModelSpec
 
 
@@ -34,7 +35,7 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
         metavar="YAML",
         help="keys of model.yaml, before what the package says",
     )
-    imported.add_argument("--config", type=Path, default=argparse.SUPPRESS, help="whose models.folder gets the model")
+    add_settings(imported, argparse.SUPPRESS)
     imported.set_defaults(run=run_import)
 
 
@@ -61,10 +62,12 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
-    """Import one package; print notes for the operator."""
+    """Import one package into the folder of `--models` or models.folder; print notes for the operator."""
     from service.inference.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.import_model import import_model  # noqa: PLC0415
 
+    if settings.models.folder is None:
+        raise BadParameter("Say which folder gets the model: --models FOLDER, which is made where it is missing.")
     stated = {} if options.stated is None else _read_stated_keys(options.stated)
     spec, notes = import_model(options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor)
     sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
@@ -85,5 +88,10 @@ def _read_stated_keys(path: Path) -> dict[str, Any]:
 
 
 def choose_model(name: str | None, settings: Settings) -> ModelSpec:
-    """Return the model of that name in the repository, the default for None. Raises UnknownModel and BrokenModel."""
+    """Return the model of that name in the repository, or of that folder; None: the default one.
+
+    Raises UnknownModel, BrokenModel, and ConfigError for a repository that is none.
+    """
+    if name is not None and (Path(name) / FILE_NAME).is_file():
+        return read_spec(Path(name))
     return select_model(read_repository(settings.models.folder, settings.models.serve), name, settings.models.default)

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from service.cli.models import choose_model
 from service.core.config import Settings, Training, override_settings
 from service.core.errors import BadParameter
-from service.models.repository import read_spec
 
 
 def add_arguments(train: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("--images", type=Path, nargs="+", required=True, help="stacks of one channel")
     train.add_argument("--labels", type=Path, nargs="+", required=True, help="their labels, in the same order")
     train.add_argument("--out", type=Path, help="model folder to make, such as models/mine")
-    train.add_argument("--from", dest="base", type=Path, metavar="FOLDER", help="model folder to start from")
+    train.add_argument("--from", dest="base", metavar="MODEL", help="name of a model to start from, or its folder")
     train.add_argument("--steps", type=int, help="updates of the weights")
     train.add_argument("--minutes", type=float, help="stop after so many minutes, whatever --steps says")
     train.add_argument("--learning-rate", type=float, help="at its highest")
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Train and write the model folder, or measure steps. Needs the extra `train`."""
     given = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
     settings = override_settings(settings, "training", given)
-    base = None if options.base is None else read_spec(options.base)
+    base = None if options.base is None else choose_model(options.base, settings)
     pairs = (options.images, options.labels)
     if options.benchmark:
         from service.training.throughput import HEADER  # noqa: PLC0415

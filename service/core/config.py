@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from service.core.bundled import bundled_folder
 from service.core.errors import ConfigError, validation_message
 
 PREFIX = "STACKSEG_"
@@ -48,13 +49,14 @@ class _Section(BaseModel):
 class Models(_Section):
     """Models to serve, and when they are loaded.
 
+    folder        one subfolder per model; None: the bundled models
     serve         names of folders; none: every folder
     default       model for requests that name none, loaded at start
     load          further models loaded at start; the rest are loaded by their first request
     memory_bytes  limit for the loaded models of one device; the least recently used one makes room for another
     """
 
-    folder: Path = Path("models")
+    folder: Path | None = None
     serve: tuple[str, ...] = ()
     default: str | None = None
     load: tuple[str, ...] | Literal["all"] = ()
@@ -333,9 +335,9 @@ class Settings(_Section):
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """Read a configuration file, and override single keys by `STACKSEG_SECTION__KEY` variables.
+    """Read a configuration file or bundled preset, and override single keys by `STACKSEG_SECTION__KEY` variables.
 
-    Raises ConfigError for an unreadable file, and for an unknown or invalid key, variable or value, which it names.
+    Raises ConfigError for a file that cannot be read, and for an unknown or invalid key, variable or value, by name.
     """
     values = _read_file(path) if path is not None else {}
     _override(values, os.environ if environment is None else environment)
@@ -359,7 +361,18 @@ def _validate(values: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"The configuration is not understood: {faults}") from error
 
 
+def _find_file(path: Path) -> Path:
+    """Return the file itself where there is one, else the bundled preset of that name. Raises ConfigError."""
+    presets = {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
+    if path.exists() and not path.is_dir():
+        return path
+    if str(path) not in presets:
+        raise ConfigError(f"{path}: there is no such file, and no bundled preset of that name: {', '.join(presets)}.")
+    return presets[str(path)]
+
+
 def _read_file(path: Path) -> dict[str, Any]:
+    path = _find_file(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -378,7 +391,8 @@ def _override(values: dict[str, Any], environment: Mapping[str, str]) -> None:
         section, separator, key = variable.removeprefix(PREFIX).lower().partition("__")
         field = Settings.model_fields.get(section)
         if not separator or field is None or key not in type(field.default).model_fields:
-            raise ConfigError(f"{variable}: there is no such setting; see configs/default.yaml for all of them.")
+            all_of_them = bundled_folder("configs") / "default.yaml"
+            raise ConfigError(f"{variable}: there is no such setting; see {all_of_them} for all of them.")
         try:
             values.setdefault(section, {})[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:

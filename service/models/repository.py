@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from service.core.errors import BrokenModel, UnknownModel, validation_message
+from service.core.bundled import bundled_folder
+from service.core.errors import BrokenModel, ConfigError, UnknownModel, validation_message
 from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
 
 # Served by default where no other default is configured, so that a model added beside it does not take its place.
 DEFAULT_NAME = "nuclei"
+
+CORRECTION = "name the folder of your models with --models or models.folder, or neither for the bundled models"
 
 T = TypeVar("T")
 
@@ -38,19 +41,26 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def find_model_folders(root: Path, names: tuple[str, ...] = ()) -> list[Path]:
-    """Return the folders below `root` that hold a model file, or those of `names`. Raise BrokenModel for none."""
+def find_model_folders(root: Path | None, names: tuple[str, ...] = ()) -> list[Path]:
+    """Return the folders below `root` that hold a model file, or those of `names`; None: of the bundled models.
+
+    Raises ConfigError where `root` is no folder, or holds no model.
+    """
+    root = bundled_folder("models") if root is None else root
     if not root.is_dir():
         where = "" if root.is_absolute() else " of the working directory"
-        raise BrokenModel(f"The model repository {root} is not a folder{where}; set models.folder to the one to serve.")
+        raise ConfigError(f"The model repository {root} is not a folder{where}; {CORRECTION}.")
     folders = [root / name for name in names] or sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
     if not folders:
-        raise BrokenModel(f"The model repository {root} holds no */{FILE_NAME}.")
+        raise ConfigError(f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}.")
     return folders
 
 
-def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
-    """Read every model folder below `root`, or only `names`, by model name. Raise BrokenModel."""
+def read_repository(root: Path | None, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
+    """Read every model folder below `root`, or only `names`, by model name; None: of the bundled models.
+
+    Raises BrokenModel, and ConfigError where `root` is no folder, or holds no model.
+    """
     specs: dict[str, ModelSpec] = {}
     for folder in find_model_folders(root, names):
         spec = read_spec(folder)
@@ -60,19 +70,16 @@ def read_repository(root: Path, names: tuple[str, ...] = ()) -> dict[str, ModelS
     return specs
 
 
-def default_name(models: Iterable[str]) -> str | None:
-    """Return the default among names of models where none is configured: `nuclei`, else the first; None without any."""
-    names = list(models)
-    return DEFAULT_NAME if DEFAULT_NAME in names else next(iter(names), None)
+def default_name(models: Collection[str]) -> str:
+    """Return the default among names of models where none is configured: `nuclei`, else the first."""
+    return DEFAULT_NAME if DEFAULT_NAME in models else next(iter(models))
 
 
 def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
     """Return the model called `name`, else `default`, else the one of `default_name`. Raise UnknownModel."""
     wanted = name or default or default_name(models)
-    if wanted is None:
-        raise UnknownModel("No model is served. The service's operator finds the reason in GET /health.")
     if wanted not in models:
-        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models) or 'none'}.")
+        raise UnknownModel(f"There is no model {wanted!r}; served are: {', '.join(models)}.")
     return models[wanted]
 
 

@@ -41,14 +41,16 @@ class ModelState(NamedTuple):
 class ModelRegistry:
     """The models that are served, read once from the repository; their state is asked of the devices.
 
-    problem     why the repository as a whole cannot be served as configured; None if it can
+    problem     which model is to be loaded at start that is not served; None if all are
     specs       the readable models by name
     spec_json   the same as JSON; models whose specs are equal have equal JSON
     load_first  names of the models that are loaded at start
     """
 
     def __init__(self, settings: config.Models, device_workers: Sequence[DeviceWorker]) -> None:
+        """Find the model folders. Raises ConfigError for a repository that is none."""
         self._settings = settings
+        self._folders = repository.find_model_folders(settings.folder, settings.serve)
         self._device_workers = device_workers
         self._states: dict[str, ModelState] = {}
         self.spec_json: Mapping[str, str] = {}
@@ -58,13 +60,7 @@ class ModelRegistry:
 
     def read_repository(self) -> None:
         """Read every model file. A model that cannot be read has failed, and keeps no other from being served."""
-        try:
-            folders = repository.find_model_folders(self._settings.folder, self._settings.serve)
-        except BrokenModel as error:
-            self.problem = str(error)
-            log.error("%s", error)  # noqa: TRY400 - the message says it all
-            return
-        for folder in folders:
+        for folder in self._folders:
             state = _read_model(folder)
             if state.name in self._states:
                 problem = f"{folder}: the name {state.name!r} is taken by another folder; give one of them another."
@@ -79,9 +75,8 @@ class ModelRegistry:
     def _models_at_start(self) -> frozenset[str]:
         if self._settings.load == "all":
             return frozenset(self._states)
-        default = self._settings.default or repository.default_name(self._states)
-        names = {*self._settings.load, *([default] if default else [])}
-        if self._states and (unknown := sorted(names - self._states.keys())):
+        names = {*self._settings.load, self._settings.default or repository.default_name(self._states)}
+        if unknown := sorted(names - self._states.keys()):
             self.problem = f"models.load or models.default names {unknown[0]}, which is not served."
             log.error("%s", self.problem)
         return frozenset(names)

@@ -197,12 +197,22 @@ def test_file_that_holds_no_sections_is_refused(text: str, reason: str, tmp_path
 
 
 def test_missing_and_undecodable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
-        read_settings(tmp_path / "nowhere.yaml", {})
+    for path in (tmp_path / "nowhere.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=rf"^{path}: there is no such file, and no .*: cpu, default, gpu\.$"):
+            read_settings(path, {})
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("logging: {level: caf\xe9}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml: cannot be read"):
         read_settings(latin, {})
+
+
+def test_preset_is_found_by_name_from_anywhere_unless_a_file_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_settings(Path("cpu"), {}).device.name == "cpu"
+    write(tmp_path, {"server": {"port": 9000}}).rename("cpu")
+    assert read_settings(Path("cpu"), {}) == read_settings(None, {"STACKSEG_SERVER__PORT": "9000"})
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "windows:\n"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_files import INSTANCES, WEIGHTS, changed, write_folder
 
-from service.core.errors import BrokenModel, UnknownModel
+from service.core.errors import BrokenModel, ConfigError, UnknownModel
 from service.models.repository import default_name, read_repository, read_spec, select_model
 
 
@@ -62,12 +62,20 @@ def test_name_that_two_folders_claim_is_refused(tmp_path: Path) -> None:
 
 
 def test_repository_without_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BrokenModel, match=r"holds no \*/model\.yaml"):
+    with pytest.raises(ConfigError, match=r"holds no \*/model\.yaml; name the folder .* models\.folder"):
         read_repository(tmp_path)
-    with pytest.raises(BrokenModel, match=r"is not a folder; set models\.folder"):
+    with pytest.raises(ConfigError, match=r"is not a folder; name the folder .* --models"):
         read_repository(tmp_path / "nowhere")
-    with pytest.raises(BrokenModel, match=r"repository nowhere is not a folder of the working directory; set"):
+    with pytest.raises(ConfigError, match=r"repository nowhere is not a folder of the working directory; name"):
         read_repository(Path("nowhere"))
+
+
+def test_without_a_folder_the_bundled_models_are_read_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(read_repository(None)) == ["membranes", "nuclei", "tissue"]
+    assert list(read_repository(None, ("tissue",))) == ["tissue"]
 
 
 def test_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
@@ -86,23 +94,11 @@ def test_model_is_chosen_by_name_then_by_default_then_by_order(
     assert select_model({"nuclei": 1, "cells": 2}, name, default) == chosen
 
 
-@pytest.mark.parametrize(
-    ("served", "name"), [(["cells", "nuclei"], "nuclei"), (["cells", "plants"], "cells"), ([], None)]
-)
-def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str], name: str | None) -> None:
+@pytest.mark.parametrize(("served", "name"), [(["cells", "nuclei"], "nuclei"), (["cells", "plants"], "cells")])
+def test_without_a_default_nuclei_answer_or_the_first_by_name(served: list[str], name: str) -> None:
     assert default_name(served) == name
 
 
-@pytest.mark.parametrize(
-    ("models", "name", "told"),
-    [
-        ({"nuclei": 1, "cells": 2}, "livers", "no model 'livers'; served are: nuclei, cells"),
-        ({}, "livers", "no model 'livers'; served are: none"),
-        ({}, None, "No model is served"),
-    ],
-)
-def test_choice_that_is_not_there_is_refused_with_those_that_are(
-    models: dict[str, int], name: str | None, told: str
-) -> None:
-    with pytest.raises(UnknownModel, match=told):
-        select_model(models, name, None)
+def test_choice_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UnknownModel, match="no model 'livers'; served are: nuclei, cells"):
+        select_model({"nuclei": 1, "cells": 2}, "livers", None)

@@ -9,7 +9,8 @@ from fakes import FakeSegmenter, until
 from runtimes import loaded_segmenter, running, settings
 
 from service.core.config import Settings
-from service.core.errors import BrokenModel, NotReady, UnknownModel
+from service.core.errors import BrokenModel, ConfigError, NotReady, UnknownModel
+from service.serving.runtime import Runtime
 
 
 def closed(gates: list[FakeSegmenter]) -> Any:
@@ -68,8 +69,6 @@ def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Pa
         assert "second: the name 'bands' is taken" in (state.problem or "")
 
 
-def test_missing_repository_keeps_the_service_alive_and_unready(tmp_path: Path) -> None:
-    with running(settings(tmp_path / "nowhere", tmp_path)) as runtime:
-        assert "nowhere" in runtime.unready_reasons()[0]
-        with pytest.raises(UnknownModel):
-            loaded_segmenter(runtime.models, None)
+def test_repository_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        Runtime(settings(tmp_path / "nowhere", tmp_path), FakeSegmenter)

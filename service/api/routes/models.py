@@ -18,7 +18,7 @@ router = APIRouter(tags=["models"])
 async def list_models(runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
     models = [_describe(model) for model in runtime.models.states()]
-    default = runtime.settings.models.default or default_name(model.name for model in models)
+    default = runtime.settings.models.default or default_name([model.name for model in models])
     return ModelList(default=default, models=models)
 
 

@@ -1,0 +1,28 @@
+"""Options of every command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from service.core.config import Settings, override_settings, read_settings
+
+
+def add_settings(command: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add `--config` and `--models`; with argparse.SUPPRESS as default, one given before a subcommand still holds."""
+    command.add_argument(
+        "--config", type=Path, default=default, help="configuration file, or a bundled preset: cpu, default or gpu"
+    )
+    command.add_argument(
+        "--models",
+        type=Path,
+        default=default,
+        metavar="FOLDER",
+        help="one subfolder per model, instead of the bundled models; overrides models.folder",
+    )
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return the settings that the options ask for. Raises ConfigError."""
+    settings = read_settings(options.config)
+    return settings if options.models is None else override_settings(settings, "models", {"folder": options.models})
