@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import BinaryIO
@@ -16,9 +16,6 @@ from service.formats import ifd, imagej_writer
 STRIP_OFFSETS, STRIP_BYTE_COUNTS = 273, 279
 # Stands in the template for the UUID of each file.
 UUID_PLACEHOLDER = "00000000-0000-4000-8000-000000000000"
-
-Streams = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Compressed pages one after the other, and where each ends, int64 [P]."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,16 @@ class TiffTemplate:
         )
         return cls(stream.getvalue(), offsets, counts, (position, len(description)))
 
-    def render(self, streams: Streams, uuid: str, description: str) -> bytes:
-        """Return the whole file with these pixels, this UUID, and this description padded by empty lines."""
-        pixels, ends = streams
+    def render(self, pages: Sequence[bytes], uuid: str, description: str) -> bytes:
+        """Return the file with these compressed pages, this UUID, and this description padded by empty lines."""
         file = bytearray(self.content.replace(UUID_PLACEHOLDER.encode(), uuid.encode()))
         position, length = self.description_slot
         file[position : position + length] = description.ljust(length, "\n").encode("ascii")
-        starts = np.empty_like(ends)
-        starts[0], starts[1:] = 0, ends[:-1]
-        np.frombuffer(file, np.uint8)[self._positions] = (
-            np.array((starts + len(file), ends - starts), "<u4").view(np.uint8).reshape(2, -1, 4)
-        )
-        return b"".join((file, pixels.data))
+        counts = np.array([len(page) for page in pages])
+        offsets = len(file) + np.cumsum(counts) - counts
+        values = np.array((offsets, counts), "<u4").view(np.uint8).reshape(2, -1, 4)
+        np.frombuffer(file, np.uint8)[self._positions] = values
+        return b"".join((file, *pages))
 
 
 def _value_positions(stream: BinaryIO, offset: int) -> dict[int, int]:

@@ -18,7 +18,6 @@ from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
 from service.core.volume import Segmentation, Volume
 from service.formats import tiff_writer
-from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.inference import measurements
 from service.inference.result import Result
@@ -108,7 +107,7 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = tiff_writer.encode(result.segmentation, deflation.compress)
+        content = tiff_writer.encode(result.segmentation)
     if content is None:
         return None
     return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
@@ -207,7 +206,7 @@ def _write_files(received: ReceivedRequest, measured: Volume, segmentation: Segm
     if wanted == "csv":
         return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)
     with stages.measure("write"):
-        tiff_writer.write(segmentation, labels, compress=deflation.compress)
+        tiff_writer.write(segmentation, labels)
         if wanted == "zip":
             _pack(folder / ARCHIVE, (labels, table))
     if wanted == "zip":

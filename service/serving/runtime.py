@@ -16,7 +16,6 @@ from service.core.config import Settings
 from service.core.errors import NotReady
 from service.core.volume import Extent, Options, Volume
 from service.engine import torch_compile
-from service.formats.deflate import deflation
 from service.formats.sandbox import Reader
 from service.inference.estimate import Estimate
 from service.inference.result import Result
@@ -83,10 +82,9 @@ class Runtime:
         self.settings = settings
         self.host_files = HostFiles(settings.references)
         self.metrics = Metrics()
-        self._load_segmenter = load_segmenter
         self._loading_lock = torch_compile.LoadingLock()
         self.device_workers = tuple(
-            DeviceWorker(name, device_settings, self._load, self.metrics, self._loading_lock)
+            DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock)
             for name, device_settings in device_worker_settings(settings)
         )
         self.models = ModelRegistry(settings.models, self.device_workers)
@@ -225,12 +223,6 @@ class Runtime:
         reservation.device_worker.queue.offer(job)
         reservation.take(job)
         return job
-
-    def _load(self, spec: ModelSpec, settings: Settings) -> Segmenter:
-        segmenter = self._load_segmenter(spec, settings)
-        # Compiled before the model is ready, so that no answer waits for the compiler.
-        deflation.prepare()
-        return segmenter
 
     def _cancel_requests(self) -> None:
         for worker in self.device_workers:

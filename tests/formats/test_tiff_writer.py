@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import uuid
 import zlib
 from pathlib import Path
@@ -168,43 +167,23 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
     assert all(str(uuid.UUID(identifier)) == identifier for identifier in identifiers)
 
 
-def test_planes_may_be_compressed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def compress(planes: Any) -> Any:
-        if planes.dtype != np.uint8:
-            return None
-        asked.append(len(planes))
-        streams = [zlib.compress(plane.tobytes(), 9) for plane in planes]
-        return np.frombuffer(b"".join(streams), np.uint8), np.cumsum([len(stream) for stream in streams])
-
-    def written(pixels: Any, **how: Any) -> list[int]:
-        """How many planes were compressed at once, and that they are those of the file."""
-        asked.clear()
-        path = tmp_path / "labels.tif"
-        tiff_writer.write(Segmentation(pixels, "classes", VoxelSize(3, 2, 1)), path, compress=compress, **how)
-        with tifffile.TiffFile(path) as file:
-            np.testing.assert_array_equal(file.asarray(), pixels)
-            assert len(file.pages) == len(pixels)
-            assert 'PhysicalSizeZ="3' in str(file.ome_metadata)
-        return asked.copy()
-
-    labels = noise(4, 9, 8, dtype="uint8")
-    assert written(labels) == [4]
-    assert written(labels.astype(np.uint16)) == []
-    # One to see whether it does, then blocks of as many as may be in memory.
-    assert written(labels, bigtiff=True) == [1, 4]
-    monkeypatch.setattr(tiff_writer, "_SMALL_BYTES", 10)
-    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 3 * labels[0].nbytes)
-    assert written(labels) == [1, 3, 1]
-    monkeypatch.setattr(tiff_writer, "_BLOCK_BYTES", 1)
-    assert written(labels) == [1, 1, 1, 1, 1]
-    assert written(labels.astype(np.uint16)) == []
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<f4", ">f4"])
+def test_files_hold_pixels_of_either_byte_order(tmp_path: Path, dtype: str, bigtiff: bool) -> None:
+    """Small ones are made in memory; of others the planes are compressed in threads, and stay in order."""
+    stack, path = noise(40, 9, 11).astype(dtype).transpose(0, 2, 1), tmp_path / "stack.tif"
+    tiff_writer.write(Segmentation(stack, "classes"), path, bigtiff=bigtiff)
+    with tifffile.TiffFile(path) as file:
+        assert file.is_bigtiff == bigtiff
+        np.testing.assert_array_equal(file.asarray(), stack)
 
 
-@pytest.mark.parametrize("byteorder", "<>")
-def test_small_files_hold_pixels_of_either_byte_order(byteorder: str) -> None:
-    stack = noise(3, 9, 11).astype(f"{byteorder}u2")
-    content = tiff_writer.encode(Segmentation(stack, "labels", None, 7))
-    assert content is not None
-    np.testing.assert_array_equal(tifffile.imread(io.BytesIO(content)), stack)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_pages_are_streams_of_zlib(tmp_path: Path, dtype: str) -> None:
+    stack, path = noise(3, 60, 70, dtype=dtype), tmp_path / "stack.tif"
+    tiff_writer.write(Segmentation(stack, "classes"), path)
+    content = path.read_bytes()
+    with tifffile.TiffFile(path) as file:
+        for page, plane in zip(file.pages, stack, strict=True):
+            (begin,), (count,) = page.dataoffsets, page.databytecounts
+            assert zlib.decompress(content[begin : begin + count]) == plane.tobytes()
