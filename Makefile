@@ -21,17 +21,20 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 .PHONY: demo
-demo: $(STAMP)demo ## serve the bundled models, segment a sample stack, draw the result, stop
-	@scripts/compiler.sh
+demo: $(STAMP)demo kernels ## serve the bundled models, segment a sample stack, draw the result, stop
 	$(BIN)/python scripts/demo.py
 
 .PHONY: serve
-serve: $(STAMP)run ## serve until interrupted (CONFIG=configs/default.yaml SERVE_ARGS="--port 8000")
-	@scripts/compiler.sh
+serve: $(STAMP)run kernels ## serve until interrupted (CONFIG=configs/default.yaml SERVE_ARGS="--port 8000")
 	$(BIN)/stackseg serve --config $(CONFIG) $(SERVE_ARGS)
+
+.PHONY: kernels
+kernels: $(STAMP)run ## compile the C++ kernels for this processor again, where their sources have changed
+	@$(BIN)/python hatch_build.py
 
 .PHONY: test
 test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", or --cov)
+	$(BIN)/python hatch_build.py --all
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
-from service.core.cpp_extension import CppExtension
+from service.core.cpp_library import CppFunctions, load_library
 from service.core.errors import Cancelled
+from service.core.kernel_variants import Variant
 from service.core.volume import Segmentation
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import EngineReport, Result
+
+Functions = TypeVar("Functions", bound=CppFunctions)
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100
@@ -89,8 +92,8 @@ def until(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def untried(kernel: CppExtension) -> CppExtension:
-    """The same kernel, as it was before it was compiled."""
-    other = copy.copy(kernel)
-    other._library, other._tried = None, False
+def with_library(functions: Functions, *variants: Variant) -> Functions:
+    """The same functions from the library of one of these variants; without any, as where there are no kernels."""
+    other = object.__new__(type(functions))
+    CppFunctions.__init__(other, functions.signatures, partial(load_library, variants))
     return other

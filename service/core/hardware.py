@@ -128,11 +128,6 @@ def cpu() -> CpuStatus:
     )
 
 
-def cpu_fingerprint() -> str:
-    """Return model and flags of the processor, which decide whether code compiled with -march=native runs on it."""
-    return f"{cpu().name} {' '.join(sorted(_cpu_field('flags').split()))}"
-
-
 def device_name(device: torch.device) -> str:
     """Return the name that the maker gives the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name

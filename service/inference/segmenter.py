@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from service.core import hardware
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.core.cpp_extension import extension_cache
 from service.core.errors import OutOfMemory, TooLarge
 from service.core.timing import Stages
 from service.core.volume import Diameter, Options, Volume
-from service.engine import backends, plans, torch_compile
+from service.engine import backends, torch_compile
 from service.inference.decoding.decoders import make_decoder
-from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.inference.diameter import DiameterCache, DiameterEstimator, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
@@ -34,7 +32,7 @@ from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,6 @@ class Segmenter:
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
-        extension_cache.set_folder(plans.choose_folder(settings.engine.cache_folder).with_name("kernels"))
         network = load_network(spec, self._run_first)
         # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
         self._loaded_bytes = weight_bytes(network) if self._device.type == "cpu" else 0
@@ -83,10 +80,6 @@ class Segmenter:
 
         Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
         """
-        if self._device.type == "cpu":
-            window_kernels.prepare()
-            if isinstance(self.spec.decoding, Instances):
-                watershed_kernel.prepare()
         self._use(self._selector.run(tune=tune))
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
@@ -233,11 +226,17 @@ class Segmenter:
             overlap=windows.overlap,
             blending=windows.blending,
             warm_up_seconds=ready.seconds if ready else 0.0,
-            warnings=ready.warnings if ready else (),
+            warnings=(*self._kernel_warnings, *(ready.warnings if ready else ())),
             streams=config.streams,
             planned=self._planned,
             trials=ready.plan.trials if ready and ready.plan else (),
         )
+
+    @property
+    def _kernel_warnings(self) -> tuple[str, ...]:
+        if self._device.type != "cpu" or window_kernels.ready:
+            return ()
+        return (f"Segmenting takes several times as long as with the C++ kernels: {window_kernels.problem}.",)
 
     @property
     def _planned(self) -> str:

@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes import with_library
 from paths import ROOT
 from torch import nn
 
 from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter
 from service.core.volume import Description, Options, Volume, VoxelSize
-from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
-from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.inference.windows.kernels import window_kernels
 
 MEASURE = """
 import sys
@@ -147,7 +147,6 @@ def test_channels_to_choose_from_are_named_before_pixels_are_read(bands):
 
 def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     # As in a service: it takes a third of what torch takes on a device.
-    watershed_kernel.prepare()
     plan = Plan("labels", 2, 0.25)
     host = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=True)
     device = estimate(random_nuclei, volume_of(32, 64, 64), plan, 1000, on_host=False)
@@ -180,11 +179,10 @@ def test_only_scores_count_where_all_else_was_set_aside_for_batches_of_that_size
 
 
 def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_with_weights(bands):
-    window_kernels.prepare()
     plan, volume, outputs = Plan("classes", 2, 0.25), volume_of(24, 64, 96), len(bands.outputs)
     ours, torchs = (
         estimate(bands, volume, plan, 0, on_host=True, kernel=kernel).host_bytes
-        for kernel in (window_kernels, WindowKernels())
+        for kernel in (window_kernels, with_library(window_kernels))
     )
     depth, height, _ = bands.input.roi_size
     planes, rows, columns = Grid.cover((24, 64, 96), bands.input.roi_size, 0.25).max_shared
@@ -195,7 +193,6 @@ def test_the_kernel_keeps_sums_of_what_windows_share_and_torch_those_of_a_row_wi
 
 def test_rows_of_windows_leave_by_the_step_to_the_next_and_the_last_as_a_whole(bands):
     """Two slabs beside the one that is next are shorter by what two rows share, of which there are sums instead."""
-    window_kernels.prepare()
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     short, long = (
         estimate(bands, volume_of(depth, rows, 2 * width), Plan("classes", 2, 0.25), 0, on_host=True).host_bytes

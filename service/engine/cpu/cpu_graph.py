@@ -14,7 +14,6 @@ import logging
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from service.core.buffers import ALIGNMENT, BufferPool
 from service.engine.cpu import strided_conv
-from service.engine.cpu.kernel_call import DTYPES, NO_MEMORY, KernelCall, KernelLibrary, observe_calls
+from service.engine.cpu.kernel_call import DTYPES, NO_MEMORY, KernelCall, Kernels, observe_calls
 from service.models.loader import Network
 
 # Most memory that is kept for later scores.
@@ -34,12 +33,7 @@ IDLE_BYTES = 2**24
 # Places of tensors: at an address of their own for good, in the batch, in the scores, or in the arena.
 FIXED, BATCH, SCORES, ARENA = range(4)
 
-KERNELS = KernelLibrary(
-    Path(__file__).with_suffix(".cpp"),
-    ["stackseg_add"],
-    "Networks are run layer by layer",
-    [("stackseg_replay", "pqpi", "i")],
-)
+KERNELS = Kernels(["stackseg_add"], [("stackseg_replay", "pqpi", "i")])
 
 _ATEN = torch.ops.aten
 EMPTY = {
@@ -63,11 +57,11 @@ class CpuGraph:
 
     Other batches go through the module. Several threads may call it at the same time; each has an arena of its own.
 
-    Raises NotCapturable where the module cannot be captured, OSError where the kernel cannot be compiled.
+    Raises NotCapturable where the module cannot be captured, OSError where the kernels are missing.
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
-        KERNELS.load()
+        KERNELS.require()
         self._module = module
         batch = _randomize_like(example, 0)
         beginnings = [batch[:length] for length in range(1, len(batch) + 1)]

@@ -6,32 +6,29 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
+from service.core.cpp_library import CppFunctions
 
 # Dtypes of images that the kernels take.
 DTYPES = (torch.float32, torch.bfloat16)
 NO_MEMORY = "no memory for what a kernel works in"
 
 
-class KernelLibrary(CppExtension):
-    """Kernels of one source: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
+class Kernels(CppFunctions):
+    """Kernels of one kind: int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
     They read all tensors but the last, which they write, and return 0, or another status where memory ran out.
 
     kernels  names of the kernels
-    others   functions with other signatures, as `CppExtension` takes them
+    others   functions with other signatures
     """
 
-    def __init__(
-        self, source: Path, kernels: Sequence[str], without: str, others: Sequence[tuple[str, str, str]] = ()
-    ) -> None:
-        super().__init__(source, OPENMP_FLAGS, [*((kernel, "pppi", "i") for kernel in kernels), *others], without)
+    def __init__(self, kernels: Sequence[str], others: Sequence[tuple[str, str, str]] = ()) -> None:
+        super().__init__([*((kernel, "pppi", "i") for kernel in kernels), *others])
 
     def call(self, name: str, *arguments: Any) -> int:
         """Call one of the functions, and return its result."""
@@ -53,7 +50,7 @@ class KernelLibrary(CppExtension):
 class KernelCall(NamedTuple):
     """A kernel of a library with its arguments; it reads `inputs` and writes `output`."""
 
-    library: KernelLibrary
+    library: Kernels
     kernel: str
     inputs: tuple[Tensor | None, ...]
     output: Tensor

@@ -1,23 +1,21 @@
 """Instance and group norms that keep channels last, where ATen's and inductor's convert to contiguous and back.
 
 `norm.cpp` computes them for float32 and bfloat16 on a CPU, and says why it is faster and more exact than ATen's; torch
-computes them elsewhere, in compiled graphs, and where there is no C++ compiler.
+computes them elsewhere, in compiled graphs, and where the kernels are missing.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, KernelLibrary
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
 from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
 
 VOXELS = (2, 3, 4)
 
-KERNELS = KernelLibrary(Path(__file__).with_suffix(".cpp"), ["stackseg_normalise"], "Norms take several times as long")
+KERNELS = Kernels(["stackseg_normalise"])
 
 
 class ChannelsLastNorm(nn.Module):
@@ -45,10 +43,8 @@ class ChannelsLastNorm(nn.Module):
         """[B, C, z, y, x] -> the same shape, dtype and layout; moments are taken in float32."""
         on_cpu = x.device.type == "cpu" and x.dtype in DTYPES
         # Norms without weights may be given other channels than they state; the kernel reads a slope for each.
-        if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels:
-            KERNELS.prepare()
-            if KERNELS.ready:
-                return self._run_kernel(x)
+        if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels and KERNELS.ready:
+            return self._run_kernel(x)
         variance, mean = _moments(x.float())
         if self.groups < x.shape[1]:
             variance, mean = _combine_groups(variance, mean, self.groups)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import KernelCall, KernelLibrary
+from service.engine.cpu.kernel_call import KernelCall, Kernels
 from service.engine.fusion import is_plain
 from service.models import architectures
 
-KERNELS = KernelLibrary(
-    Path(__file__).with_suffix(".cpp"),
-    ["stackseg_space_to_depth", "stackseg_depth_to_space"],
-    "Voxels are moved into channels several times as slowly",
-)
+KERNELS = Kernels(["stackseg_space_to_depth", "stackseg_depth_to_space"])
 
 
 class _Shuffle(nn.Module):
     def __init__(self, block: tuple[int, int, int]) -> None:
         super().__init__()
-        KERNELS.load()
+        KERNELS.require()
         self.block = block
 
 
 class SpaceToDepth(_Shuffle):
-    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernel cannot be compiled."""
+    """`architectures.SpaceToDepth` with channels-last output. Raises OSError where the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
@@ -41,7 +35,7 @@ class SpaceToDepth(_Shuffle):
 
 
 class DepthToSpace(_Shuffle):
-    """`architectures.DepthToSpace` with contiguous output. Raises OSError where the kernel cannot be compiled."""
+    """`architectures.DepthToSpace` with contiguous output. Raises OSError where the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""

@@ -7,13 +7,12 @@ oneDNN is as fast on large images; on a small window its overhead is a large par
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, KernelLibrary
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
 from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -22,10 +21,8 @@ Layer = nn.Conv3d | nn.ConvTranspose3d
 COLUMNS = 8
 
 PATCHES = "stackseg_patches"
-KERNELS = KernelLibrary(
-    Path(__file__).with_suffix(".cpp"),
+KERNELS = Kernels(
     [PATCHES],
-    "Strided convolutions take longer",
     [("stackseg_patch_lanes", "", "q"), ("stackseg_patch_columns", "q", "q"), ("stackseg_patch_pairs", "", "q")],
 )
 
@@ -35,7 +32,7 @@ class StridedConvolution(nn.Module):
 
     slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
 
-    Raises OSError where the kernel cannot be compiled.
+    Raises OSError where the kernels are missing.
     """
 
     weights: Tensor
@@ -43,7 +40,7 @@ class StridedConvolution(nn.Module):
 
     def __init__(self, layer: Layer, slope: float = 1.0) -> None:
         super().__init__()
-        KERNELS.load()
+        KERNELS.require()
         self.transposed, self.slope = isinstance(layer, nn.ConvTranspose3d), slope
         self.dtype, self.inputs, self.outputs = layer.weight.dtype, layer.in_channels, layer.out_channels
         bz, by, bx = layer.kernel_size

@@ -7,21 +7,15 @@ rounding errors several times those of a direct convolution, some 1e-5 of the sc
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, KernelLibrary
+from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
 from service.engine.fusion import adjacent_modules, is_plain, read_slope, replace_modules
 
-KERNELS = KernelLibrary(
-    Path(__file__).with_suffix(".cpp"),
-    ["stackseg_convolve"],
-    "Convolutions take several times as long",
-    [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")],
-)
+KERNELS = Kernels(["stackseg_convolve"], [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")])
 
 # The kernel takes channels in vectors of eight, and makes them in vectors of sixteen at most.
 INPUTS, OUTPUTS = 8, 16
@@ -47,7 +41,7 @@ class WinogradConvolution(nn.Module):
 
     slope  factor of negative outputs: 0 makes a ReLU, 1 no activation at all
 
-    Raises OSError where the kernel cannot be compiled.
+    Raises OSError where the kernels are missing.
     """
 
     weights: Tensor
@@ -73,7 +67,7 @@ def replace_convolutions(module: nn.Module) -> nn.Module:
 
     A ReLU, LeakyReLU, or PReLU with one slope that follows in a sequence is fused with the convolution.
 
-    Raises OSError where the kernel cannot be compiled.
+    Raises OSError where the kernels are missing.
     """
     copied = copy.deepcopy(module)
     # Only in a sequence is it known which module follows the convolution.
@@ -114,7 +108,7 @@ def pack(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
     sampled = sampled.reshape(POINTS, inputs, outputs)
-    KERNELS.load()
+    KERNELS.require()
     widths = KERNELS.split_columns("stackseg_columns", outputs)
     return torch.cat([block.reshape(-1) for block in torch.split(sampled, widths, dim=2)])
 

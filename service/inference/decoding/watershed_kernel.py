@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.cpp_extension import FLAGS, CppExtension
+from service.core.cpp_library import CppFunctions
 from service.core.volume import Size, label_dtype
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-
-# Argument and result types of each function, in the letters of `CppExtension`.
+# Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_watershed", "pifdiq", "p"),
     ("stackseg_free", "p", "-"),
@@ -61,16 +58,13 @@ class WatershedParameters(NamedTuple):
     logits: bool
 
 
-class WatershedKernel(CppExtension):
-    """The compiled functions, once `prepare` has compiled them; without a compiler there are none."""
-
-    def __init__(self) -> None:
-        super().__init__(SOURCE, FLAGS, SIGNATURES, "Instances are decoded several times as slowly")
+class WatershedKernel(CppFunctions):
+    """Functions of the library with tensors and arrays for arguments."""
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
-        """Whether the kernel is compiled and takes volumes of this size on this device, along either axis."""
+        """Whether the kernel is there and takes volumes of this size on this device, along either axis."""
         largest = (max(size[:2]) + 2) * (size[2] + 2)
-        return self._library is not None and device.type == "cpu" and block + 4 * largest <= MAX_PLACE
+        return self.ready and device.type == "cpu" and block + 4 * largest <= MAX_PLACE
 
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int = BLOCK_VOXELS
@@ -160,5 +154,5 @@ class KernelWatershed:
         return labels, int(count)
 
 
-watershed_kernel = WatershedKernel()
-"""The kernel of this process; a service prepares it at start, so that no request waits for a compiler."""
+watershed_kernel = WatershedKernel(SIGNATURES)
+"""The kernel of this process."""

@@ -9,7 +9,6 @@ import ctypes
 import itertools
 import math
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import BufferCache, BufferPool
-from service.core.cpp_extension import OPENMP_FLAGS, CppExtension
+from service.core.cpp_library import CppFunctions
 from service.core.volume import Size
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-
-# Argument and result types of each function, in the letters of `CppExtension`.
+# Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
     ("stackseg_rank", "pqqp", "q"),
@@ -105,14 +102,11 @@ class OverlapSums:
         return whole[: outputs * planes * rows * self.volume_width].view(outputs, planes, rows, self.volume_width)
 
 
-class WindowKernels(CppExtension):
-    """The compiled functions, once `prepare` has compiled them; without a compiler there are none."""
-
-    def __init__(self) -> None:
-        super().__init__(SOURCE, OPENMP_FLAGS, SIGNATURES, "Windows are cut and blended several times as slowly")
+class WindowKernels(CppFunctions):
+    """Functions of the library with tensors and arrays for arguments."""
 
     def supports(self, device: torch.device) -> bool:
-        """Whether the kernels are compiled and can blend on this device."""
+        """Whether the kernels are there and can blend on this device."""
         return self.ready and device.type == "cpu"
 
     def can_count(self, values: NDArray[Any]) -> bool:
@@ -198,8 +192,8 @@ class WindowKernels(CppExtension):
         return bool(functions.stackseg_finite(scores.data_ptr(), scores.dtype == torch.bfloat16, scores.numel()))
 
 
-window_kernels = WindowKernels()
-"""The kernels of this process; whoever runs windows on a CPU prepares them at start."""
+window_kernels = WindowKernels(SIGNATURES)
+"""The kernels of this process."""
 
 
 def _steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:

@@ -1,13 +1,13 @@
 import copy
-import platform
 
 import pytest
 import torch
-from fakes import untried
+from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from service.core.kernel_variants import list_supported
 from service.engine.cpu import norm as norms
 from service.engine.cpu.norm import ChannelsLastNorm, replace_norms
 from service.engine.prepare import prepare
@@ -56,12 +56,10 @@ def test_scores_are_those_of_the_norm_and_channels_stay_last(norm, offset):
 @torch.inference_mode()
 @pytest.mark.parametrize("norm", NORMS[1:3], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 50.0])
-def test_without_a_compiler_torch_computes_the_same(norm, offset, monkeypatch):
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(norms, "KERNELS", untried(norms.KERNELS))
+def test_where_kernels_are_missing_torch_computes_the_same(norm, offset, monkeypatch):
+    monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS))
     network, x = nn.Sequential(with_weights(norm), nn.LeakyReLU(0.2)), image(offset)
     torch.testing.assert_close(replace_norms(copy.deepcopy(network))(x), exactly(network, x), atol=1e-4, rtol=1e-4)
-    assert not norms.KERNELS.ready
 
 
 @settings(max_examples=30, deadline=None)
@@ -137,17 +135,14 @@ def test_the_kernel_rounds_to_bfloat16_once(channels, activation):
 
 
 @torch.inference_mode()
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("missing", ["avx512bf16", "avx512f", "avx"])
-def test_processors_with_less_compute_the_same(missing, monkeypatch):
+@pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
+def test_every_variant_computes_the_same(variant, monkeypatch):
     network = nn.Sequential(with_weights(nn.GroupNorm(1, 27)), nn.ReLU())
     x = torch.randn(2, 27, 5, 6, 7, generator=torch.Generator().manual_seed(2)) + 5
-    monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
-    monkeypatch.setattr(norms, "KERNELS", untried(norms.KERNELS))
+    monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS, variant))
     norm, narrow = replace_norms(copy.deepcopy(network)), x.bfloat16()
     torch.testing.assert_close(norm(x), exactly(network, x), atol=1e-5, rtol=1e-5)
     assert torch.equal(norm(narrow), norm(narrow.float()).bfloat16())
-    assert norms.KERNELS.ready
 
 
 @torch.inference_mode()

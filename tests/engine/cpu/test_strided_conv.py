@@ -1,15 +1,15 @@
 """Convolutions of patches against torch's own."""
 
 import copy
-import platform
 
 import pytest
 import torch
-from fakes import untried
+from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from service.core.kernel_variants import list_supported
 from service.engine.cpu import strided_conv
 
 FORMAT = torch.channels_last_3d
@@ -87,13 +87,11 @@ def test_activations_of_infinity(slope, expected):
     assert (strided_conv.StridedConvolution(module, slope)(torch.ones(1, 8, 4, 4, 4)) == expected).all()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("missing", ["avx512bf16", "avx512vl", "avx512f", "avx"])
+@pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
 @pytest.mark.parametrize("transposed", [False, True])
 @torch.inference_mode()
-def test_processors_with_less_compute_the_same(missing, transposed, monkeypatch):
-    monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
-    monkeypatch.setattr(strided_conv, "KERNELS", untried(strided_conv.KERNELS))
+def test_every_variant_computes_the_same(variant, transposed, monkeypatch):
+    monkeypatch.setattr(strided_conv, "KERNELS", with_library(strided_conv.KERNELS, variant))
     for dtype, tolerance in TOLERANCES.items():
         module = layer(13, 44, transposed=transposed, dtype=dtype)
         x = torch.randn(2, 13, 4, 6, 10).to(dtype)
@@ -101,10 +99,9 @@ def test_processors_with_less_compute_the_same(missing, transposed, monkeypatch)
         assert (y - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_without_a_compiler_the_error_says_so(monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(strided_conv, "KERNELS", untried(strided_conv.KERNELS))
-    with pytest.raises(OSError, match="nowhere"):
+def test_where_kernels_are_missing_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(strided_conv, "KERNELS", with_library(strided_conv.KERNELS))
+    with pytest.raises(OSError, match="AVX2"):
         strided_conv.StridedConvolution(layer(8, 16))
 
 

@@ -21,7 +21,6 @@ from service.core.volume import OutputKind, Segmentation, VoxelSize
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.instances import Smoother
-from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
 
@@ -308,7 +307,6 @@ def test_scores_in_bfloat16_are_decoded_like_the_same_numbers_in_float32(
 
 def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
     size, voxels = (64, 512, 512), 64 * 512 * 512
-    watershed_kernel.prepare()
     here, there = (estimate_decoding(random_nuclei, "labels", size, on_host=on_host) for on_host in (True, False))
     assert (here.device, here.disk, there.disk) == (0, 0, 0)
     assert there.device > here.host > there.host == 8 * voxels

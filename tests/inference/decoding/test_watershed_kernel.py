@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
+from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from landscapes import CPU, Array, decode, hills
 from torch import Tensor
 
-from service.core.config import Settings
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import (
     BLOCK_VOXELS,
     KernelWatershed,
     WatershedKernel,
     WatershedParameters,
+    watershed_kernel,
 )
-from service.inference.segmenter import Segmenter
 from service.models.spec import Instances, ModelSpec
 
 PARAMETERS = WatershedParameters(0.0, 0.1, logits=False)
@@ -30,10 +28,8 @@ Size = tuple[int, int, int]
 
 @pytest.fixture(scope="module")
 def kernel() -> WatershedKernel:
-    made = WatershedKernel()
-    made.prepare()
-    assert made.supports(CPU)
-    return made
+    assert watershed_kernel.supports(CPU)
+    return watershed_kernel
 
 
 def compare(
@@ -225,7 +221,7 @@ def test_scores_of_any_kind_and_layout_are_decoded_as_by_torch(
     )
     spec = random_nuclei.model_copy(update={"activation": activation})
     depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
-    expected = decoded(spec, decoding, WatershedKernel(), scores, depth, rows)
+    expected = decoded(spec, decoding, with_library(watershed_kernel), scores, depth, rows)
     found = decoded(spec, decoding, kernel, LAYOUTS[layout](scores), depth, rows)
     assert found.dtype == expected.dtype
     assert np.array_equal(found, expected)
@@ -261,16 +257,9 @@ def test_what_memory_does_not_hold_is_a_memory_error(kernel: WatershedKernel) ->
         kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)
 
 
-def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(
-    random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    none = WatershedKernel()
-    with caplog.at_level(logging.WARNING):
-        none.prepare()
-        none.prepare()
+def test_where_it_is_missing_torch_does_it(random_nuclei: ModelSpec) -> None:
+    none = with_library(watershed_kernel)
     assert not none.supports(CPU)
-    assert sum("without the kernel" in record.message for record in caplog.records) == 1
     scores = torch.ones(1, 2, 3, 4, 5)
     assert decoded(random_nuclei, Instances(kind="instances"), none, scores, 3, 4).max() == 1
 
@@ -280,15 +269,3 @@ def test_tensors_elsewhere_and_blocks_beyond_32_bits_are_left_to_torch(kernel: W
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
     assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
-
-
-def test_warming_up_prepares_it_where_instances_are_decoded(
-    random_nuclei: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fresh = WatershedKernel()
-    monkeypatch.setattr("service.inference.segmenter.watershed_kernel", fresh)
-    settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
-    segmenter = Segmenter(random_nuclei, settings)
-    assert not fresh.supports(CPU)
-    segmenter.warm_up()
-    assert fresh.supports(CPU)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
+from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -34,7 +33,6 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def kernel() -> WindowKernels:
-    window_kernels.prepare()
     assert window_kernels.supports(CPU)
     return window_kernels
 
@@ -59,7 +57,7 @@ def test_slabs_are_those_of_torch(kernel, seed, size, roi, overlap, outputs, lay
     torch.manual_seed(seed)
     grid = Grid.cover(size, roi, overlap)
     windows = LAYOUTS[layout](torch.randn(grid.count, outputs, *roi))
-    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (WindowKernels(), kernel))
+    with_torch, found = (blended(one, grid, windows, Blending(mode)) for one in (with_library(window_kernels), kernel))
     for expected, made in zip(with_torch, found, strict=True):
         assert made[:2] == expected[:2]
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
@@ -85,11 +83,11 @@ def test_lines_of_many_vectors_are_those_of_torch_and_one_score_that_is_not_fini
         windows.view(-1)[data.draw(st.integers(0, windows.numel() - 1))] = fault
     windows = LAYOUTS[layout](windows)
     if fault is not None:
-        for one in (WindowKernels(), kernel):
+        for one in (with_library(window_kernels), kernel):
             with pytest.raises(NonFiniteScores):
                 blended(one, grid, windows, GAUSSIAN)
         return
-    with_torch, found = (blended(one, grid, windows, GAUSSIAN) for one in (WindowKernels(), kernel))
+    with_torch, found = (blended(one, grid, windows, GAUSSIAN) for one in (with_library(window_kernels), kernel))
     for expected, made in zip(with_torch, found, strict=True):
         assert made[:2] == expected[:2]
         torch.testing.assert_close(made.scores, expected.scores, atol=1e-6, rtol=1e-5)
@@ -205,7 +203,7 @@ def test_scores_that_cannot_be_looked_through_are_left_to_others(kernel):
         assert not kernel.can_check(other)
         with pytest.raises(ValueError, match="looked through"):
             kernel.all_finite(other)
-    assert not WindowKernels().can_check(scores)
+    assert not with_library(window_kernels).can_check(scores)
 
 
 def test_other_types_and_devices_are_left_to_others(kernel):
@@ -262,25 +260,19 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(kernel):
         kernel.scale(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
 
 
-def test_without_a_compiler_torch_does_it_and_the_log_says_so_once(monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    none = WindowKernels()
-    with caplog.at_level(logging.WARNING):
-        none.prepare()
-        none.prepare()
+def test_where_they_are_missing_torch_does_it():
+    none = with_library(window_kernels)
     assert not none.supports(CPU)
-    assert sum("without the kernel" in record.message for record in caplog.records) == 1
     grid = Grid.cover((3, 4, 5), (3, 4, 5), 0)
     (slab,) = blended(none, grid, torch.ones(1, 1, 3, 4, 5), GAUSSIAN)
     assert torch.equal(slab.scores, torch.ones(1, 1, 3, 4, 5))
 
 
-def test_warming_up_prepares_it(bands: ModelSpec, monkeypatch):
-    fresh = WindowKernels()
-    monkeypatch.setattr("service.inference.segmenter.window_kernels", fresh)
+def test_the_report_warns_where_they_are_missing(bands: ModelSpec, monkeypatch):
+    monkeypatch.setattr("service.inference.segmenter.window_kernels", with_library(window_kernels))
     segmenter = Segmenter(
         bands, Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"kind": "eager"}})
     )
-    assert not fresh.supports(CPU)
     segmenter.warm_up()
-    assert fresh.supports(CPU)
+    (warning,) = segmenter.report().warnings
+    assert "AVX2" in warning

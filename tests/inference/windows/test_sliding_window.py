@@ -1,5 +1,6 @@
 import pytest
 import torch
+from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monai.inferers.utils import sliding_window_inference
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from service.core.errors import Cancelled, NonFiniteScores
 from service.inference.windows.blending import Blending, importance_map
 from service.inference.windows.grid import Grid
-from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow, SparseImage
 
 CPU = torch.device("cpu")
@@ -22,12 +23,11 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 blendings = st.sampled_from([GAUSSIAN, CONSTANT])
 
 
-kernels = pytest.mark.parametrize("kernel", [WindowKernels(), window_kernels], ids=["torch", "kernel"])
+kernels = pytest.mark.parametrize("kernel", [with_library(window_kernels), window_kernels], ids=["torch", "kernel"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled():
-    window_kernels.prepare()
     assert window_kernels.supports(CPU)
 
 

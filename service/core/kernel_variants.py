@@ -1,0 +1,54 @@
+"""Variants of the C++ kernels, by level of processor. `hatch_build.py` runs this file, which imports no other."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+# Where libraries are built, and looked for.
+FOLDER = Path(__file__).parent
+
+# Flags in /proc/cpuinfo of what the levels of x86-64 add (https://gitlab.com/x86-psABIs/x86-64-ABI).
+X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+class Variant(NamedTuple):
+    """A library for processors that have the flags `needs`, compiled with `options`."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def library(self) -> Path:
+        """Path of the library where the package was installed with it."""
+        return FOLDER / f"kernels-{self.name}.so"
+
+
+X86_64 = (
+    Variant("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), X86_64_V4 | {"avx512_bf16"}),
+    Variant("x86-64-v4", ("-march=x86-64-v4",), X86_64_V4),
+    Variant("x86-64-v3", ("-march=x86-64-v3",), X86_64_V3),
+)
+
+
+def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
+    """Return all variants for one kind of machine, by default this one, the best first."""
+    machine = machine or platform.machine()
+    return X86_64 if machine == "x86_64" else (Variant(machine),)
+
+
+def list_supported(flags: frozenset[str] | None = None) -> tuple[Variant, ...]:
+    """Return the variants that a processor with these flags runs, by default this one, the best first."""
+    flags = _read_flags() if flags is None else flags
+    return tuple(variant for variant in list_variants() if variant.needs <= flags)
+
+
+def _read_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split() for line in lines if line.startswith("flags")), ()))
