@@ -49,7 +49,7 @@ create() {
   local python
   rm -rf .venv
   if command -v uv >/dev/null; then
-    uv venv --quiet --python "${PYTHON:->=3.11,<3.14}" .venv
+    uv venv --quiet --seed --python "${PYTHON:->=3.11,<3.14}" .venv
     return
   fi
   python=$(find_python)
