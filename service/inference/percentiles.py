@@ -86,8 +86,6 @@ def _count_digits(channel: Channel, shift: int, prefixes: frozenset[int]) -> dic
 
 def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
     """Return the value at `rank` of a histogram's sorted values, and how many values are less."""
-    if window_kernels.ready:
-        return window_kernels.find_rank(counts, rank)
     cumulated = np.cumsum(counts)
     value = int(np.searchsorted(cumulated, rank, side="right"))
     return value, int(cumulated[value - 1]) if value else 0

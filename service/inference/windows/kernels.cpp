@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 
 #include "../../engine/cpu/simd.hpp"
 #include "blend.hpp"
@@ -76,8 +75,6 @@ void cut_into(const void *pixels, void *out, int32_t narrow, const Box &box, Sca
     cut(from, static_cast<float *>(out), box, s, threads);
 }
 
-constexpr int32_t INFINITE = 0x7F800000;
-
 } // namespace
 
 extern "C" {
@@ -121,15 +118,6 @@ int64_t stackseg_count(const uint16_t *values, int64_t size, uint32_t *scratch, 
   return length;
 }
 
-// Of what was counted, the value that would have this rank, from 0, if all were sorted; how many are less goes to `below`.
-int64_t stackseg_rank(const int64_t *counts, int64_t length, int64_t rank, int64_t *below) {
-  int64_t value = 0, less = 0;
-  while (value < length && less + counts[value] <= rank)
-    less += counts[value++];
-  *below = less;
-  return value;
-}
-
 // Takes in the scores of one window; what no later one reaches leaves.
 //
 // scores   [outputs, depth, height, across], bfloat16 if `narrow`, else float32; `steps` between its elements
@@ -170,24 +158,5 @@ int32_t stackseg_blend(const void *scores, int32_t narrow, const int64_t *steps,
     if (!(narrow ? work(static_cast<const Bfloat16 *>(scores)) : work(static_cast<const float *>(scores)))) failed = true;
   });
   return failed;
-}
-
-// Whether all of so many scores are finite, bfloat16 if `narrow`, else float32.
-int32_t stackseg_finite(const void *scores, int32_t narrow, int64_t count) {
-  if (narrow) {
-    const uint16_t *const bits = static_cast<const uint16_t *>(scores);
-    uint16_t largest = 0;
-    for (int64_t i = 0; i < count; ++i)
-      largest = std::max(largest, static_cast<uint16_t>(bits[i] & INT16_MAX));
-    return largest < INFINITE >> 16;
-  }
-  const float *const values = static_cast<const float *>(scores);
-  int32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, values + i, sizeof bits);
-    largest = std::max(largest, bits & INT32_MAX);
-  }
-  return largest < INFINITE;
 }
 }

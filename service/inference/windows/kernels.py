@@ -23,18 +23,13 @@ from service.core.volume import Size
 # Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_count", "pqpp", "q"),
-    ("stackseg_rank", "pqqp", "q"),
     ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
-    ("stackseg_finite", "piq", "i"),
 )
 
 # Pixel types by their number in `kernels.cpp`.
 PIXELS = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
 FLOATS = (torch.float32, torch.bfloat16)
-
-# Bytes that are checked within about 30 us.
-QUICK_BYTES = 2**20
 
 # Buffers of finished means that wait for reuse: one slab is decoded while others come.
 IDLE_MEANS = 4
@@ -127,14 +122,6 @@ class WindowKernels(CppFunctions):
         )
         return counts[:length]
 
-    def find_rank(self, counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
-        """Return the value at `rank` (from 0) of a histogram's sorted values, and how many values are less."""
-        if counts.dtype != np.int64 or counts.ndim != 1 or not counts.flags.c_contiguous:
-            raise ValueError(f"{counts.dtype} {counts.shape} are no counts")
-        less = ctypes.c_int64()
-        value: int = self._functions_with_gil.stackseg_rank(counts.ctypes.data, len(counts), rank, ctypes.byref(less))
-        return value, less.value
-
     def can_scale(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether `scale` takes arrays of these dtypes in this memory."""
         fits = pixels.dtype in PIXELS and pixels.flags.aligned and out.dtype in FLOATS
@@ -177,19 +164,6 @@ class WindowKernels(CppFunctions):
             *(sums.buffers, means.data_ptr(), torch.get_num_threads()),
         )
         return not failed
-
-    def can_check(self, scores: Tensor) -> bool:
-        """Whether `all_finite` takes these scores: float32 or bfloat16 [B, K, z, y, x] without gaps, on the CPU."""
-        dense = scores.is_contiguous() or scores.is_contiguous(memory_format=torch.channels_last_3d)
-        return dense and self.supports(scores.device) and scores.dtype in FLOATS
-
-    def all_finite(self, scores: Tensor) -> bool:
-        """Whether all scores are finite."""
-        if not self.can_check(scores):
-            raise ValueError(f"{scores.dtype} {list(scores.shape)} cannot be looked through")
-        # A check of some 30 us ends before another thread would have given the interpreter's lock back.
-        functions = self._functions_with_gil if scores.nbytes <= QUICK_BYTES else self._functions
-        return bool(functions.stackseg_finite(scores.data_ptr(), scores.dtype == torch.bfloat16, scores.numel()))
 
 
 window_kernels = WindowKernels(SIGNATURES)

@@ -276,7 +276,7 @@ class WindowScan:
         if self._single:
             # The weight of a single window cancels.
             self.done = 1
-            inside = require_finite(scores, self._kernels)
+            inside = require_finite(scores)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
         if self._blender is None:

@@ -165,45 +165,11 @@ def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
     np.testing.assert_array_equal(counts, np.bincount(values))
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), size=st.integers(1, 300), most=st.sampled_from([1, 2, 40, 2**16]))
-def test_ranks_are_places_among_the_sorted(kernel, seed, size, most):
-    values = np.random.default_rng(seed).integers(0, most, size).astype(np.uint16)
-    counts, ordered = kernel.count_values(values), np.sort(values)
-    for rank in range(size):
-        assert kernel.find_rank(counts, rank) == (ordered[rank], np.count_nonzero(values < ordered[rank]))
-    for wrong in (counts.astype(np.int32), counts[None], np.zeros(8, np.int64)[::2]):
-        with pytest.raises(ValueError, match="no counts"):
-            kernel.find_rank(wrong, 0)
-
-
 def test_only_16_bits_are_counted(kernel):
     assert not kernel.can_count(np.zeros(3, np.uint8))
     for values in (np.zeros(3, np.uint8), np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)):
         with pytest.raises(ValueError, match="cannot be counted"):
             kernel.count_values(values)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=st.sampled_from(list(LAYOUTS)[:4]),
-    value=st.sampled_from([0.0, torch.finfo(torch.bfloat16).max, -torch.inf, torch.inf, torch.nan, -torch.nan]),
-    size=st.tuples(*[st.integers(1, 5)] * 4),
-    data=st.data(),
-)
-def test_one_score_that_is_not_finite_is_found_anywhere(kernel, layout, value, size, data):
-    scores = torch.randn(1, *size)
-    scores.view(-1)[data.draw(st.integers(0, scores.numel() - 1))] = value
-    assert kernel.all_finite(LAYOUTS[layout](scores)) == bool(torch.isfinite(scores).all())
-
-
-def test_scores_that_cannot_be_looked_through_are_left_to_others(kernel):
-    scores = torch.zeros(1, 2, 3, 4, 5)
-    for other in (scores.double(), scores.half(), scores[..., ::2], scores.to("meta")):
-        assert not kernel.can_check(other)
-        with pytest.raises(ValueError, match="looked through"):
-            kernel.all_finite(other)
-    assert not with_library(window_kernels).can_check(scores)
 
 
 def test_other_types_and_devices_are_left_to_others(kernel):
