@@ -73,7 +73,7 @@ def resample_to_diameter(source: Source, diameter: float, share: float) -> Sourc
         if rng.random() < 1 / 3:
             widths = np.full(3, np.cbrt(np.prod(widths)))
         factors = diameter / widths * np.exp(rng.normal(0, 0.05) + rng.normal(0, 0.03, 3))
-        if factors.min() < 2 / 3:
+        if np.min(factors) < 2 / 3:
             return image, labels
         return zoom_pair(*_crop_around_object(image, labels, np.asarray(LARGEST) / factors, rng), factors)
 

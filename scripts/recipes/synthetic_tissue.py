@@ -211,7 +211,7 @@ def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Size) -> Float
     surface = edt.edt(inner, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False)
     light[(surface <= 3 * tissue.thickness) | ~inner] *= np.float32(tissue.rim)
     if tissue.inside:
-        each = rng.lognormal(math.log(tissue.inside), 0.3, int(labels.max()) + 1).astype(np.float32)
+        each = rng.lognormal(math.log(tissue.inside), 0.3, int(np.max(labels)) + 1).astype(np.float32)
         each[0] = 0
         grain = 1 + tissue.grain * smooth_noise(rng, shape, max(1.0, tissue.diameter / 12))
         if tissue.nucleus:
@@ -222,7 +222,7 @@ def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Size) -> Float
         gap = np.float32(rng.uniform(0.1, 0.5) * tissue.diameter)
         light += np.float32(tissue.coat) * np.exp(-0.5 * ((away - gap) / np.float32(tissue.thickness)) ** 2)
     places = np.flatnonzero(inner)
-    count = int(tissue.specks * labels.max())
+    count = int(tissue.specks * np.max(labels))
     if count and places.size:
         light.ravel()[rng.choice(places, count)] += rng.uniform(0.5, 3, count).astype(np.float32)
     return np.asarray(light, np.float32)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import numpy as np
-from tifffile import TIFF, TiffFile, TiffFrame, TiffPage
+from tifffile import TIFF, TiffFile, TiffFrame, TiffPage, TiffPageSeries
 
 from service.core.errors import BadFile, TooLarge
 from service.formats import metadata, ome, voxel_size
@@ -27,8 +27,6 @@ Page = TiffPage | TiffFrame
 # tifffile logs defects that it works around; here such files are refused with an error instead.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
-# Containers of slides, gels and diffraction patterns, and one that consists of several files: read as plain pages.
-_PLAIN_KINDS = ("ndtiff", "sis", "svs", "scn", "qpi", "ndpi", "bif", "avs", "eer", "philips", "indica", "nih", "mdgel")
 # Errors of tifffile, its codecs and NumPy for bad files.
 _DECODING_ERRORS = (
     ArithmeticError,
@@ -96,8 +94,8 @@ def translate_errors(doing: str) -> Iterator[None]:
 
 def open_pages(stream: BinaryIO) -> TiffFile:
     """Open a TIFF from a stream, without its path, so that tifffile can neither find nor open files beside it."""
-    flags: dict[str, Any] = {f"is_{kind}": False for kind in _PLAIN_KINDS}
-    return TiffFile(stream, name="stack.tif", _multifile=False, **flags)
+    # OME-XML and NDTiff name other files, NDPI has offsets of pages of its own, and EER a codec.
+    return TiffFile(stream, name="stack.tif", is_ome=False, is_ndtiff=False, is_ndpi=False, is_eer=False)
 
 
 def find_image(tiff: TiffFile, structure: Structure, *, trust: bool = True) -> StoredImage:
@@ -118,7 +116,7 @@ def _from_container(tiff: TiffFile, structure: Structure) -> StoredImage:
     description = tiff.pages.first.description
     if tiff.is_mmstack:
         return _from_tifffile(tiff, structure, "mmstack")
-    if tiff.is_ome:
+    if tiff.pages.first.is_ome:
         try:
             return _from_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
         except ome.UnusableOme as error:
@@ -156,16 +154,17 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
     _check_complete(tiff, structure, stated, container)
     if kind == "imagej":
         _check_alike(structure.offsets, structure)
-    candidates = [series for series in tiff.series if math.prod(series.shape)]
+    candidates = [series for series in _series(tiff, kind) if math.prod(series.shape)]
     doubt = f"its metadata ({container}) contradict its pages"
     if not candidates or candidates[0].kind != kind:
         return replace(_plain(tiff, structure), container=container, doubt=doubt)
     series = max(candidates, key=lambda series: math.prod(series.shape))
     whole = series.dataoffset is not None
+    axes, shape = _dimensions(series)
     return StoredImage(
         container=container,
-        axes=series.get_axes(squeeze=False),
-        shape=tuple(series.get_shape(squeeze=False)),
+        axes=axes,
+        shape=shape,
         pages=(series.keyframe,) if whole else _require_all(list(series)),
         whole=whole,
         doubt=doubt if kind == "imagej" and 1 < stated < len(structure.offsets) else "",
@@ -173,6 +172,19 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
         calibration=metadata.calibration(tiff, series.keyframe, kind),
         notes=_note_choice(len(candidates), series.name),
     )
+
+
+# tifffile from 2026.5 on has series of one kind, with dimensions of length 1; the last one for Python 3.11 has neither.
+def _series(tiff: TiffFile, kind: str) -> Sequence[TiffPageSeries]:
+    """Return the images of a container, or of another kind where that is what an older tifffile takes the file for."""
+    return tiff.series(kind=kind, squeeze=False) if callable(tiff.series) else tiff.series
+
+
+def _dimensions(series: TiffPageSeries) -> tuple[str, tuple[int, ...]]:
+    """Return axes and shape, dimensions of length 1 included."""
+    if hasattr(series, "get_axes") and hasattr(series, "get_shape"):
+        return series.get_axes(squeeze=False), tuple(series.get_shape(squeeze=False))
+    return series.axes, tuple(series.shape)
 
 
 def _plain(tiff: TiffFile, structure: Structure) -> StoredImage:

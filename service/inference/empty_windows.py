@@ -195,7 +195,7 @@ def estimate_background(sample: NDArray[Any]) -> float:
     values: NDArray[np.float64] = sample.astype(np.float64)
     if step > 0:
         bins, counts = np.unique(np.floor(values / step), return_counts=True)
-        usual = float((bins[counts.argmax()] + (0.5 if sample.dtype.kind == "f" else 0)) * step)
+        usual = float((bins[np.argmax(counts)] + (0.5 if sample.dtype.kind == "f" else 0)) * step)
     else:
         usual = low
     darker = values[values <= usual]

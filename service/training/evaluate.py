@@ -88,7 +88,7 @@ def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
     for volume in (truth, labels):
         values, inverse = np.unique(volume, return_inverse=True)
         numbered.append(inverse.ravel() + int(values[0] != 0))
-    rows, columns = (int(numbers.max()) + 1 for numbers in numbered)
+    rows, columns = (int(np.max(numbers)) + 1 for numbers in numbered)
     counts = np.bincount(numbered[0] * columns + numbered[1], minlength=rows * columns)
     return counts.reshape(rows, columns)
 

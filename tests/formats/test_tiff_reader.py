@@ -479,7 +479,8 @@ def test_a_file_that_the_xml_names_is_never_opened(tmp_path: Path, opened: list[
         tifffile.imwrite(place / "secret.tif", np.full((3, 9, 11), 999, np.uint16), photometric="minisblack")
     path = folder / "evil.ome.tif"
     naming_another_file(path, other.format(folder=folder))
-    assert (tifffile.imread(path) == 999).any(), "tifffile itself follows the name"
+    # From 2026.11 on it does so in the file's folder alone.
+    assert (tifffile.imread(path) == 999).any() or ".." in other, "tifffile itself follows the name"
     opened.clear()
 
     with pytest.raises(AmbiguousAxes, match=r"several files.*axes="):

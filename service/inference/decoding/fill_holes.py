@@ -82,7 +82,7 @@ def _components(runs: Runs, shape: tuple[int, ...]) -> Indices:
 
 def _touching(runs: Runs, among: NDArray[np.bool_], rows_on: int) -> tuple[Indices, Indices]:
     """Return pairs of runs that share an x, the second one `rows_on` rows after the first."""
-    width = int(runs.end.max(initial=0)) + 1
+    width = int(np.max(runs.end, initial=0)) + 1
     which = np.flatnonzero(among)
     base = (runs.row[which] + rows_on) * width
     first = np.searchsorted(runs.row * width + runs.end, base + runs.start[which], side="right")
@@ -111,7 +111,7 @@ def _neighbours(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels,
     x = np.arange(len(of)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
     place = runs.row[of] * width + x
     flat = labels.reshape(-1)
-    least = np.full(int(component.max(initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
+    least = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
     most = np.zeros_like(least)
     for length, step in ((depth, height * width), (height, width), (width, 1)):
         for there in (place - step, place + step) if length > 1 else ():

@@ -198,7 +198,7 @@ def label_basins(
     """
     # NumPy takes a fraction of torch's time for so few numbers.
     group = merge_shallow_basins(basins, persistence)
-    voxels = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
+    voxels = np.zeros(int(np.max(group, initial=-1)) + 1, np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
     kept = voxels >= max(minimum_size, 1)
     if drop_border:
