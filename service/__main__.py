@@ -1,4 +1,4 @@
-"""Command line: `stackseg serve`, `segment IN OUT`, `models`, `evaluate`, `train`, `bench`, `key NAME`.
+"""Command line: `stackseg serve`, `segment IN OUT`, `models`, `evaluate`, `train`, `bench`, `tune`, `key NAME`.
 
 Each command imports what it needs when it runs: torch and MONAI take seconds, and neither `--help` nor `models` nor a
 misspelt option should wait for them.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from service.cli import bench, evaluate, keys, models, segment, serve, train
+from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
 from service.cli.options import add_settings, settings_of
 from service.core import logs
 from service.core.errors import ConfigError, StackSegError
@@ -23,6 +23,7 @@ COMMANDS = (
     ("evaluate", evaluate, "score a model on annotated stacks"),
     ("train", train, "train a model on annotated stacks"),
     ("bench", bench, "measure a model on this machine"),
+    ("tune", tune, "find the fastest way to run a model on this machine"),
     ("key", keys, "make an API key, for access.keys of the configuration"),
 )
 

@@ -12,6 +12,7 @@ import numpy as np
 from service.core.cpp_library import CppFunctions, load_library
 from service.core.errors import Cancelled
 from service.core.kernel_variants import Variant
+from service.core.progress import step
 from service.core.volume import Segmentation
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import EngineReport, Result
@@ -43,9 +44,10 @@ class FakeSegmenter:
         self.precision = "fp32"
         self.tuned = False
 
-    def warm_up(self, *, tune: bool = True) -> None:
+    def warm_up(self, *, tune: bool = False) -> None:
         self.tuned = tune
-        self.gate.wait(30)
+        with step("warming up"):
+            self.gate.wait(30)
         if self.error is not None:
             raise self.error
 

@@ -25,7 +25,7 @@ SECONDS = 0.05
 class Slow(Segmenter):
     """Takes its time for every batch, so that there is something to share, or as long as `gate` is closed."""
 
-    def warm_up(self, *, tune: bool = True) -> None:
+    def warm_up(self, *, tune: bool = False) -> None:
         super().warm_up(tune=tune)
         self.calls = 0
         self.gate = threading.Event()

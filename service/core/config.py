@@ -87,21 +87,22 @@ class Engine(_Section):
     """Execution of the network.
 
     kind            winograd: convolutions of fewer multiplications, on CPUs in bfloat16 or float32;
-                    auto: the fastest measured one that gives the same labels, with other keys that are auto included
+                    auto: the fastest known for the hardware that gives the same labels, or what tuning found
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
-    channels_last   memory format channels_last_3d; auto: whichever is faster, or true where the kind is fixed
+    channels_last   memory format channels_last_3d; auto: true, or what tuning found
     compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd is compiled only if a mode is asked for
     freeze          CPU only: weights become constants of the compiled graph
-    streams         CPU only: batches computed at the same time, each on a share of the cores; auto: the fastest
-                    measured number with kind auto, else two
+    streams         CPU only: batches computed at the same time, each on a share of the cores; auto: two, or what
+                    tuning found
     matmul_precision  CUDA only: torch's name for the precision of float32 products; all but highest allow TF32
     cudnn_benchmark   CUDA only: cuDNN tries its algorithms in the first calls
-    tune_seconds    after which no further candidate is measured
+    tune            whether all that is possible races with kind auto: never, or at the first start of `serve`
+    tune_seconds    of a race, after which no further candidate is tried
     tolerance       share of the sample's labels that a candidate may change
     cache_folder    plans and compiled artefacts, kept between starts
     """
 
-    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino", "tensorrt"] = "auto"
+    kind: Literal["auto", "eager", "compiled", "winograd", "cudagraph", "openvino"] = "auto"
     precision: Precision = "auto"
     channels_last: bool | Literal["auto"] = "auto"
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
@@ -109,6 +110,7 @@ class Engine(_Section):
     streams: Annotated[int, Field(ge=1, le=MAX_STREAMS)] | Literal["auto"] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     cudnn_benchmark: bool = True
+    tune: Literal["never", "first-start"] = "never"
     tune_seconds: PositiveFloat = 180.0
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     cache_folder: Path | None = None
@@ -117,7 +119,7 @@ class Engine(_Section):
 class Windows(_Section):
     """Sliding windows over the volume.
 
-    sw_batch_size  windows per call of the network; auto: the fastest with engine.kind auto, else one for the device
+    sw_batch_size  windows per call of the network; auto: what suits the device, or what tuning found
     overlap        share of a window that it has in common with the next one
     blending       weight of a voxel inside its window
     sigma          width of the Gaussian, as a share of the window's edge

@@ -1,44 +1,32 @@
-"""Autotuning: the fastest of several configurations of a network, found by running them within a time limit.
+"""Choice among configurations of a network: the first that gives the right labels, or the fastest in a race.
 
-Machines are shared and clocks vary, so calls are compared only with calls of the same moment: every new candidate runs
-in turn with the fastest so far, and the last few run in turn with each other. The shortest of all calls counts.
+Machines are shared and clocks vary, so calls are compared only with calls of the same moment: each challenger runs in
+turn with the champion, and replaces it where the median of its calls is better by more than a margin.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from service.engine.backends import first_line, slow_build_seconds
+from service.core.errors import NonFiniteScores
+from service.engine.backends import ENGINE_FAILURES, first_line
 from service.engine.plans import EngineConfig, Trial
 
 log = logging.getLogger(__name__)
 
-# A candidate slower than this share of the fastest in its first calls is not worth another second.
-FAR_BEHIND = 0.7
-# More windows at once take more memory, and must bring more than noise does.
-LARGER_BATCH_GAIN = 1.02
-# Compiling takes most of a start, every time, and must bring more than this.
-COMPILING_GAIN = 1.03
-# One stream with all cores waits at every layer for the core on which somebody else computes, where several go on:
-# beside other work it falls further behind than its best calls tell, and must bring more than this.
-ALL_CORES_GAIN = 1.05
-FIRST_CALLS, CALLS, FINAL_CALLS = 3, 10, 12
-ROUND_SECONDS, FINAL_SECONDS = 2.0, 5.0
-FINALISTS = 3
+ROUNDS = 7
+# A challenger must be faster by more than this share, which is what noise may do to medians.
+MARGIN = 0.03
+RUNS = "runs"
 
-_LEFT = "only"
-# Beginning of the verdict on a configuration that was not tried for want of time.
-OUT_OF_TIME = f"skipped: {_LEFT}"
-
-# Errors of an engine that cannot run a network, and those of a trial, which may also take too much memory.
-ENGINE_FAILURES = (RuntimeError, OSError, ImportError)
-FAILURES = (*ENGINE_FAILURES, MemoryError)
+# Errors of a trial.
+FAILURES = (*ENGINE_FAILURES, MemoryError, NonFiniteScores)
 
 Result = TypeVar("Result")
 
@@ -46,7 +34,7 @@ Result = TypeVar("Result")
 class Candidate(NamedTuple, Generic[Result]):
     """A network that has run, ready to be timed.
 
-    call                runs `windows` windows of a request in every stream, from end to end
+    call                segments `windows` windows, in all of its streams together
     measure_difference  returns its share of changed labels, NaN if any score was not finite
     result              returned where this candidate wins
     """
@@ -58,260 +46,189 @@ class Candidate(NamedTuple, Generic[Result]):
 
 
 class Winner(NamedTuple, Generic[Result]):
-    """The result of the winning candidate, and the trial of every configuration."""
+    """The result of the winning candidate, and the trial of every configuration that was considered."""
 
     result: Result
     trials: tuple[Trial, ...]
 
 
-class Rules(NamedTuple):
-    """Limits of autotuning.
-
-    seconds     after which no new trial is begun
-    difference  largest share of changed labels that passes
-    """
-
-    seconds: float
-    difference: float
-
-
 @dataclass
-class _TimedCandidate(Generic[Result]):
-    """A candidate with its measurements; `shortest` is the time of its fastest call, in seconds."""
+class _Entrant(Generic[Result]):
+    """A candidate with the right labels; `seconds` are those of its calls in the latest rounds."""
 
-    config: EngineConfig
     candidate: Candidate[Result]
-    build_seconds: float
-    shortest: float = math.inf
-    difference: float | None = None
-    failure: Trial | None = None
+    trial: Trial
+    seconds: list[float] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        """Windows per second."""
-        return self.candidate.windows / self.shortest
+    def config(self) -> EngineConfig:
+        return self.trial.choice
 
     @property
-    def discounted_rate(self) -> float:
-        """The rate, divided by the gains that compiling and a single stream must bring."""
-        compiling = COMPILING_GAIN if self.config.compile_mode else 1.0
-        return self.rate / compiling / (ALL_CORES_GAIN if self.config.streams == 1 else 1.0)
-
-    def make_trial(self, verdict: str) -> Trial:
-        return Trial(self.config, verdict, self.rate, self.difference, self.build_seconds)
+    def rate(self) -> float | None:
+        """Windows per second; None where it did not run. The first call, which finds memory, does not count."""
+        return self.candidate.windows / statistics.median(self.seconds[1:]) if self.seconds else None
 
 
 class NothingRuns(RuntimeError):
-    """No configuration ran and agreed with the reference."""
+    """No configuration ran and agreed with the reference; `trials` say why."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in trials)
+        super().__init__(f"The model runs in none of its possible ways. {reasons}")
+        self.trials = tuple(trials)
 
 
 class Tuner(Generic[Result]):
-    """One search for the fastest configuration.
+    """One choice of a configuration; keeps at most two candidates at the same time.
 
     build         makes a candidate; one of `FAILURES` means that this configuration does not run here
+    difference    largest share of changed labels that passes
+    seconds       after which no other configuration is tried, and no further round begun
     explain_skip  returns why a configuration must not be tried, None if it may
+    announce      called with each configuration before it is tried
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         build: Callable[[EngineConfig], Candidate[Result]],
-        rules: Rules,
+        difference: float,
+        seconds: float = math.inf,
         *,
         explain_skip: Callable[[EngineConfig], str | None] = lambda _config: None,
+        announce: Callable[[EngineConfig], object] = lambda _config: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._build, self._rules, self._explain_skip, self._clock = build, rules, explain_skip, clock
+        self._build, self._difference, self._limit = build, difference, seconds
+        self._explain_skip, self._announce, self._clock = explain_skip, announce, clock
         self._start = clock()
         self._trials: dict[EngineConfig, Trial] = {}
-        self._passed: list[_TimedCandidate[Result]] = []
-        self._build_seconds: dict[tuple[str, str | None], float] = {}
+        self._champion: _Entrant[Result] | None = None
 
-    def run(
-        self, configs: Sequence[EngineConfig], batch_sizes: Sequence[int], streams: Sequence[int] = ()
-    ) -> Winner[Result]:
-        """Return the best of `configs` and of the best one's other batch sizes and streams.
+    @property
+    def seconds(self) -> float:
+        """Seconds since the choice began."""
+        return self._clock() - self._start
 
-        batch_sizes  ascending; those of `configs` are among them
-        streams      numbers to try beside that of `configs`, ascending
+    def take_first(self, configs: Sequence[EngineConfig]) -> Winner[Result]:
+        """Return the first of `configs` that runs and gives the right labels. Raises NothingRuns."""
+        for config in configs:
+            self._champion = self._enter(config)
+            if self._champion is not None:
+                break
+        return self._winner()
+
+    def race(self, configs: Sequence[EngineConfig], **changes: Sequence[Any]) -> Winner[Result]:
+        """Return the fastest of `configs`, then of what other values of some fields make of the fastest so far.
+
+        changes  values to try of fields of `EngineConfig`, one field after the other
 
         Raises NothingRuns.
         """
         for config in configs:
-            self._try(config)
-        self._search_batch_sizes(batch_sizes)
-        self._search_streams(streams)
-        best = self._run_final_round()
-        for timed in self._passed:
-            self._trials[timed.config] = timed.make_trial(_judge(timed, best))
-        return Winner(best.candidate.result, tuple(self._trials.values()))
+            self._challenge(config)
+        for name, values in changes.items():
+            for value in values:
+                if self._champion is not None:
+                    self._challenge(replace(self._champion.config, **{name: value}))
+        if self._champion is not None and not self._champion.seconds:
+            self._champion = next(iter(self._take_turns(self._champion)), None)
+        return self._winner()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the search began."""
-        return self._clock() - self._start
+    def _winner(self) -> Winner[Result]:
+        if self._champion is None:
+            raise NothingRuns(tuple(self._trials.values()))
+        self._judge(self._champion, "chosen")
+        return Winner(self._champion.candidate.result, tuple(self._trials.values()))
 
-    def _best(self) -> _TimedCandidate[Result] | None:
-        return max(self._passed, key=lambda timed: timed.discounted_rate, default=None)
-
-    def _search_batch_sizes(self, batch_sizes: Sequence[int]) -> None:
-        """Try other batch sizes of the fastest, larger ones first, in each direction for as long as it pays."""
-        best = self._best()
-        if best is None:
+    def _challenge(self, config: EngineConfig) -> None:
+        """Let a configuration run in turn with the champion, and replace that where it is faster."""
+        if config in self._trials or (challenger := self._enter(config)) is None:
             return
-        start = batch_sizes.index(best.config.sw_batch_size)
-        for sizes in (batch_sizes[start + 1 :], list(reversed(batch_sizes[:start]))):
-            for size in sizes:
-                self._try(replace(best.config, sw_batch_size=size))
-                if (faster := self._best()) is best or faster is None:
-                    break
-                best = faster
-            if best.config.sw_batch_size > batch_sizes[start]:
-                return
+        entrants = [challenger] if self._champion is None else [self._champion, challenger]
+        if len(entrants) == 2:
+            entrants = self._take_turns(*entrants)
+        self._champion = entrants[0] if entrants else None
+        if len(entrants) == 2:
+            self._compare(*entrants)
 
-    def _search_streams(self, streams: Sequence[int]) -> None:
-        """Try more streams for the fastest, for as long as that pays."""
-        for number in streams:
-            best = self._best()
-            if best is None:
-                return
-            self._try(replace(best.config, streams=number))
-            if self._best() is best:
-                return
+    def _compare(self, champion: _Entrant[Result], challenger: _Entrant[Result]) -> None:
+        share = (challenger.rate or 0) / (champion.rate or math.inf)
+        loser, winner = challenger, champion
+        if share > 1 + MARGIN:
+            loser, winner, share = champion, challenger, 1 / share
+        self._champion = winner
+        self._judge(loser, f"{share:.0%} of the speed of {winner.config}")
 
-    def _try(self, config: EngineConfig) -> None:
-        reason = self._explain_skipping(config)
-        trial = Trial(config, f"skipped: {reason}") if reason else self._measure(config)
-        self._trials[config] = trial
-        rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s, "
-        log.info("tuning, %.0f s: %s: %s%s", self.seconds, config, rate, trial.verdict)
-
-    def _explain_skipping(self, config: EngineConfig) -> str | None:
-        for passed in self._passed:
-            same = replace(passed.config, precision=config.precision) == config
-            if same and passed.config.precision != config.precision:
-                return f"{passed.config.precision} is as good"
-        if (reason := self._explain_skip(config)) is not None:
-            return reason
-        needed = self._build_seconds.get((config.engine, config.compile_mode), slow_build_seconds(config))
-        left = self._rules.seconds - self.seconds
-        last_resort = config.engine == "eager" and not self._passed
-        if left < needed and not last_resort:
-            return f"{_LEFT} {max(left, 0):.0f} s of {self._rules.seconds:g} s were left, it may take {needed:.0f} s"
-        return None
-
-    def _measure(self, config: EngineConfig) -> Trial:
+    def _enter(self, config: EngineConfig) -> _Entrant[Result] | None:
+        """Build a configuration and check its labels; None where it is out, and its trial says why."""
+        self._announce(config)
+        if (reason := self._explain_skipping(config)) is not None:
+            self._note(Trial(config, f"skipped: {reason}"))
+            return None
         start = self._clock()
         try:
             candidate = self._build(config)
-            timed = _TimedCandidate(config, candidate, self._clock() - start)
-            kind = config.engine, config.compile_mode
-            self._build_seconds[kind] = max(timed.build_seconds, self._build_seconds.get(kind, 0.0))
-            keeps_up = self._keeps_up(timed)
-            if timed.failure is not None:
-                return timed.failure
-            if not keeps_up:
-                return timed.make_trial("dropped: far behind in its first calls")
+            build_seconds = self._clock() - start
             difference = candidate.measure_difference()
         except FAILURES as error:
             log.debug("%s does not run", config, exc_info=True)
-            return _make_failed_trial(config, error)
+            self._note(_make_failed_trial(config, error))
+            return None
+        known = None if math.isnan(difference) else difference
+        entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
+        self._note(entrant.trial)
+        return entrant if entrant.trial.verdict == RUNS else None
+
+    def _check(self, difference: float) -> str:
+        """Return the verdict on a candidate with this share of changed labels."""
         if math.isnan(difference):
-            return timed.make_trial("wrong: scores that are not finite")
-        timed.difference = difference
-        if difference > self._rules.difference:
-            return timed.make_trial(f"wrong: {difference:.2%} of the labels differ, {self._rules.difference:.2%} may")
-        self._passed.append(timed)
-        return timed.make_trial("runs")
+            return "wrong: scores that are not finite"
+        if difference > self._difference:
+            return f"wrong: {difference:.2%} of the labels differ, {self._difference:.2%} may"
+        return RUNS
 
-    def _keeps_up(self, timed: _TimedCandidate[Result]) -> bool:
-        """Time it in turn with the fastest so far, and return whether it is not far behind that."""
-        best = self._best()
-        if best is None:
-            self._take_turns([timed], CALLS, ROUND_SECONDS)
-            return True
-        # A call of several streams is slow where any of their cores is disturbed, so a few tell little.
-        patient = timed.config.streams > best.config.streams
-        self._take_turns([timed, best], FIRST_CALLS, self._rules.seconds - self.seconds)
-        if best.failure is None and not patient and timed.rate < FAR_BEHIND * best.rate:
-            return False
-        self._take_turns([timed, best], CALLS - FIRST_CALLS, ROUND_SECONDS)
-        return best.failure is not None or not patient or timed.rate >= FAR_BEHIND * best.rate
+    def _explain_skipping(self, config: EngineConfig) -> str | None:
+        if self.seconds > self._limit:
+            return "the time was up"
+        for other, trial in self._trials.items():
+            agrees = trial.difference is not None and trial.difference <= self._difference
+            if agrees and replace(other, precision=config.precision) == config:
+                return f"{other.precision} is as good"
+        return self._explain_skip(config)
 
-    def _time_again(self, finalists: list[_TimedCandidate[Result]]) -> list[_TimedCandidate[Result]]:
-        """Time several finalists in turn, from scratch; return those that do not fail. A single one needs no race."""
-        if len(finalists) == 1:
-            return finalists
-        for timed in finalists:
-            timed.shortest = math.inf
-        self._take_turns(finalists, FINAL_CALLS, FINAL_SECONDS)
-        return [timed for timed in finalists if timed.failure is None]
+    def _take_turns(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
+        """Time entrants in turn, at least twice; return those that did not fail."""
+        running = list(entrants)
+        for entrant in entrants:
+            entrant.seconds.clear()
+        for done in range(1 + ROUNDS):
+            if done > 2 and self.seconds > self._limit:
+                break
+            running = [entrant for entrant in running if self._time(entrant)]
+        return running
 
-    def _run_final_round(self) -> _TimedCandidate[Result]:
-        """Time the last few in turn, from scratch; return the fastest, of nearly equal ones that with fewer windows.
-
-        Raises NothingRuns.
-        """
-        finalists: list[_TimedCandidate[Result]] = []
-        # Where all finalists fail, those next in rank become the finalists.
-        while self._passed and not finalists:
-            ranking = sorted(self._passed, key=lambda timed: timed.discounted_rate, reverse=True)
-            finalists = self._time_again(ranking[:FINALISTS])
-        if not finalists:
-            reasons = "; ".join(f"{trial.choice}: {trial.verdict}" for trial in self._trials.values())
-            raise NothingRuns(f"The model runs in none of its possible ways. {reasons}")
-        fastest = max(finalists, key=lambda timed: timed.discounted_rate)
-        near = [timed for timed in finalists if timed.discounted_rate * LARGER_BATCH_GAIN >= fastest.discounted_rate]
-        return min(near, key=lambda timed: (timed.config.sw_batch_size * timed.config.streams, -timed.discounted_rate))
-
-    def _take_turns(self, timed_candidates: Sequence[_TimedCandidate[Result]], rounds: int, seconds: float) -> None:
-        """Call each in turn, for at least one round; a candidate that fails is removed."""
-        deadline = self._clock() + seconds
-        for _ in range(rounds):
-            for timed in timed_candidates:
-                if timed.failure is None:
-                    self._call(timed)
-            if self._clock() > deadline:
-                return
-
-    def _call(self, timed: _TimedCandidate[Result]) -> None:
+    def _time(self, entrant: _Entrant[Result]) -> bool:
+        """Time one call; return whether it did not fail."""
         start = self._clock()
         try:
-            timed.candidate.call()
+            entrant.candidate.call()
         except FAILURES as error:
-            log.debug("%s runs no more", timed.config, exc_info=True)
-            timed.failure = self._trials[timed.config] = _make_failed_trial(timed.config, error)
-            self._passed = [passed for passed in self._passed if passed is not timed]
-        else:
-            timed.shortest = min(timed.shortest, self._clock() - start)
+            log.debug("%s runs no more", entrant.config, exc_info=True)
+            self._note(_make_failed_trial(entrant.config, error))
+            return False
+        entrant.seconds.append(self._clock() - start)
+        return True
+
+    def _judge(self, entrant: _Entrant[Result], verdict: str) -> None:
+        entrant.trial = replace(entrant.trial, verdict=verdict, windows_per_second=entrant.rate)
+        self._note(entrant.trial)
+
+    def _note(self, trial: Trial) -> None:
+        self._trials[trial.choice] = trial
+        if trial.verdict != RUNS:
+            log.info("%s: %s", trial.choice, trial.verdict)
 
 
 def _make_failed_trial(config: EngineConfig, error: BaseException) -> Trial:
     return Trial(config, f"failed: {first_line(error)}")
-
-
-def _judge(timed: _TimedCandidate[Result], best: _TimedCandidate[Result]) -> str:
-    """Return the verdict on a candidate that passed."""
-    share = timed.rate / best.rate
-    if timed is best:
-        return "chosen"
-    if share < 1:
-        return f"slower: {share:.0%} of the best"
-    cost = "more windows at once"
-    if timed.config.compile_mode and not best.config.compile_mode:
-        cost = "compiling"
-    elif timed.config.streams == 1 < best.config.streams:
-        cost = "all cores at once"
-    return f"hardly faster: {share:.0%} of the chosen is not worth {cost}"
-
-
-def list_batch_sizes(base: int, most: int, *, on_cpu: bool) -> tuple[int, ...]:
-    """Return batch sizes to try around `base`, ascending: powers of two up to `most`, and no more than 4 on a CPU."""
-    top = min(most, 4) if on_cpu else most
-    sizes = itertools.takewhile(lambda size: size <= top, (2**power for power in itertools.count()))
-    return tuple(sorted({*sizes, min(base, top)}))
-
-
-def list_stream_counts(cores: int, most: int) -> tuple[int, ...]:
-    """Return numbers of streams to try besides one, ascending: powers of two up to `cores` and to `most`."""
-    top = min(cores, most)
-    return tuple(itertools.takewhile(lambda count: count <= top, (2**power for power in itertools.count(1))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
 
@@ -12,16 +13,18 @@ from torch import Tensor, nn
 
 from service.core import hardware
 from service.core.config import Engine as EngineSettings
-from service.engine.base import ANY_FORMAT, SLOW_COMPILATION, WARM_UP_CALLS, Backend
+from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.cpu import cpu_graph
 from service.engine.cpu.backend import WinogradBackend
 from service.engine.cuda_graph import CudaGraphBackend
 from service.engine.openvino import OpenVinoBackend
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
-from service.engine.tensorrt import TensorRtBackend
-from service.engine.torch_compile import TorchCompileBackend
+from service.engine.torch_compile import TorchCompileBackend, explain_missing_compiler
 from service.models.loader import Network, weight_bytes
+
+# Errors of an engine that cannot run a network.
+ENGINE_FAILURES = (RuntimeError, OSError, ImportError)
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
@@ -36,14 +39,12 @@ class EagerBackend(Backend):
         return module
 
 
-# By `engine.kind`, in the order in which they are tried: first what is fast and quickly built, so that what is slow
-# soon falls behind.
+# By `engine.kind`, in the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
     "winograd": WinogradBackend(),
     "openvino": OpenVinoBackend(),
     "cudagraph": CudaGraphBackend(),
     "compiled": TorchCompileBackend(),
-    "tensorrt": TensorRtBackend(),
     "eager": EagerBackend(),
 }
 
@@ -86,9 +87,27 @@ def list_configs(
     return tuple(configs)
 
 
-def slow_build_seconds(config: EngineConfig) -> float:
-    """Return the seconds that building takes on a slow machine."""
-    return BACKENDS[config.engine].slow_build_seconds if config.compile_mode is None else SLOW_COMPILATION
+def list_known_order(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
+    """Return those of `configs` that are built within seconds and known to be fast, the fastest first.
+
+    configs   as from `list_configs`
+    features  of the processor, as in `hardware.FEATURES`
+    """
+    quick = [config for config in configs if config.engine not in {"compiled", "eager"}]
+    # The first configuration of a precision is the most promising one.
+    by_precision = {(config.engine, config.precision): config for config in reversed(quick)}
+    # oneDNN's convolutions in AMX tiles, which OpenVINO has in bfloat16, are faster than ours.
+    best = ("openvino", "bf16") if "amx_bf16" in features else None
+    return sorted(
+        by_precision.values(), key=lambda config: ((config.engine, config.precision) != best, quick.index(config))
+    )
+
+
+def explain_missing(config: EngineConfig, device: torch.device) -> str | None:
+    """Return why a configuration cannot be built on this machine, None where it can."""
+    missing = BACKENDS[config.engine].explain_missing()
+    compiles = config.compile_mode is not None and device.type == "cpu"
+    return explain_missing_compiler() if missing is None and compiles else missing
 
 
 def needs_single_stream(config: EngineConfig, settings: EngineSettings) -> bool:
@@ -109,7 +128,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     Raises RuntimeError, OSError or ImportError where this engine does not run here.
     """
     backend = BACKENDS[config.engine]
-    if (reason := backend.explain_missing()) is not None:
+    if (reason := explain_missing(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
     with torch.inference_mode():

@@ -16,33 +16,24 @@ from service.models.loader import Network
 # The first call compiles, the second records CUDA graphs, the third is the first that runs as all later ones do.
 WARM_UP_CALLS = 3
 
-# Seconds that torch.compile takes on a slow machine.
-SLOW_COMPILATION = 30.0
-
 ANY_FORMAT = ("channels_last_3d", "contiguous")
 
 
 class Backend(ABC):
     """An engine; a subclass overrides what differs from these defaults.
 
-    memory_formats      to try, the most promising first, by type of the devices that it runs on
-    precisions          that it computes
-    float32_batch       batch and weights stay float32; `precision` is a hint to the engine
-    packs_weights       keeps weights in a layout of its own, beside those of the module
-    divides_cores       divides the cores among streams itself, and so is built for a number of them
-    varying_batch       may take fewer windows than it was built for, unless torch.compile built it
-    slow_build_seconds  that building takes on a slow machine, torch.compile left out: not begun with less time left
-    caution             warning for everybody who uses it
+    memory_formats  to try, the most promising first, by type of the devices that it runs on
+    precisions      that it computes
+    float32_batch   batch and weights stay float32; `precision` is a hint to the engine
+    packs_weights   keeps weights in a layout of its own, beside those of the module
+    varying_batch   may take fewer windows than it was built for, unless torch.compile built it
     """
 
     memory_formats: ClassVar[dict[str, tuple[str, ...]]]
     precisions: tuple[str, ...] = tuple(DTYPES)
     float32_batch: bool = False
     packs_weights: bool = False
-    divides_cores: bool = False
     varying_batch: bool = False
-    slow_build_seconds: float = 5.0
-    caution: str | None = None
 
     @abstractmethod
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:

@@ -29,8 +29,6 @@ class OpenVinoBackend(Backend):
     memory_formats: ClassVar = {"cpu": ("contiguous",)}
     float32_batch = True
     packs_weights = True
-    divides_cores = True
-    slow_build_seconds = 15.0
 
     def explain_missing(self) -> str | None:
         if importlib.util.find_spec("openvino") is None:

@@ -1,4 +1,4 @@
-"""Configurations of engines, the trials and plans that autotuning makes of them, and their files. Needs no torch."""
+"""Configurations of engines, the trials of some, the plans made of these, and their files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome for a configuration that autotuning considered.
+    """The outcome for a configuration that was considered.
 
     verdict             chosen, or why not
     windows_per_second  None where it was not run
     difference          share of the sample's voxels whose label differs from that of the eager FP32 network
-    build_seconds       converting, compiling and the first calls
+    build_seconds       converting, compiling and the first calls; None where it did not run
     """
 
     choice: EngineConfig
@@ -64,6 +64,7 @@ class EnginePlan:
 
     seconds         that the trials took
     circumstances   model, hardware, versions and settings; another value of any of them needs another plan
+    tuned           whether it won a race, or is the first of the known order that gave the right labels
     """
 
     model: str
@@ -71,17 +72,19 @@ class EnginePlan:
     trials: tuple[Trial, ...]
     seconds: float
     circumstances: dict[str, str]
+    tuned: bool = False
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table, the fastest trial first."""
         where = self.circumstances.get("device", "another device")
         if "threads" in self.circumstances:
             where += f", {self.circumstances['threads']} threads"
-        yield f"tuned in {self.seconds:.0f} s on {where}:"
+        yield f"{'tuned' if self.tuned else 'checked'} in {self.seconds:.0f} s on {where}:"
         for trial in sorted(self.trials, key=lambda trial: -(trial.windows_per_second or 0)):
             rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s"
             share = "" if trial.difference is None else f"{trial.difference:.3%} differ"
-            yield f"{trial.choice!s:50} {rate:>17} {share:>14}  {trial.verdict}"
+            built = "" if trial.build_seconds is None else f"built in {trial.build_seconds:.1f} s"
+            yield f"{trial.choice!s:50} {rate:>17} {share:>14} {built:>16}  {trial.verdict}"
 
 
 _ADAPTER = TypeAdapter(EnginePlan)
@@ -95,19 +98,12 @@ def choose_folder(configured: Path | None) -> Path:
     return Path(caches) / "stackseg" / FOLDER
 
 
-def engine_sources() -> tuple[Path, ...]:
-    """List the source files that engines are made of, in a fixed order."""
-    files = Path(__file__).parent.rglob("*")
-    return tuple(sorted(file for file in files if file.suffix in {".py", ".cpp", ".hpp"}))
-
-
 @cache
-def digest_sources(others: tuple[Path, ...]) -> str:
-    """Hash the sources of engines, and those `others` that decide which engine is best.
-
-    After an update in place another plan may be better, so a plan holds only for the digest that it was made with.
-    """
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (*engine_sources(), *others))).hexdigest()[:16]
+def digest_sources(*folders: Path) -> str:
+    """Hash the sources of engines and those in `folders`; after an update in place another plan may be better."""
+    files = (file for folder in (Path(__file__).parent, *folders) for file in sorted(folder.rglob("*")))
+    sources = (file.read_bytes() for file in files if file.suffix in {".py", ".cpp", ".hpp"})
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:

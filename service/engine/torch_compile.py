@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import ClassVar
@@ -34,6 +36,17 @@ class TorchCompileBackend(Backend):
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:
         freeze = settings.freeze and example.device.type == "cpu"
         return compile_module(module, config.compile_mode or "default", freeze=freeze)
+
+
+def explain_missing_compiler() -> str | None:
+    """Return what torch.compile lacks on a CPU, where it writes C++; None where it has it."""
+    compiler = (os.environ.get("CXX") or "g++").split()[0]
+    if shutil.which(compiler) is None:
+        return f"compiling for a CPU needs a C++ compiler, and there is no {compiler}; install g++, or set CXX"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"compiling for a CPU needs Python's headers, and there is no {header}; install them (python3-dev)"
+    return None
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:

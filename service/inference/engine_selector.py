@@ -1,52 +1,44 @@
-"""Make a network ready to run: as the operator fixed it, as an earlier start found out, or as trials tell now."""
+"""Make a network ready to run: as the operator fixed it, in the known best way, or in the fastest of all."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from service.core import hardware
 from service.core.config import MAX_STREAMS, Settings
-from service.engine import autotune, backends, plans, precision, tf32
-from service.engine.plans import EngineConfig, EnginePlan
+from service.core.progress import step
+from service.engine import backends, plans, precision, tf32
+from service.engine.autotune import Candidate, NothingRuns, Tuner, Winner
+from service.engine.plans import EngineConfig, EnginePlan, Trial
 from service.engine.prepare import prepare
-from service.inference.label_agreement import OVERLAP, LabelAgreement
-from service.inference.throughput import StreamThreads, Throughput
+from service.inference.label_agreement import LabelAgreement
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network
 from service.models.spec import ModelSpec
 
-# Windows per call where nothing was tuned yet, and where tuning begins. One at a time is the slowest on a CPU,
-# where ATen has a slow path for small batches; a GPU needs several to be busy at all.
+# Windows per call. One at a time is the slowest on a CPU, where ATen has a slow path for small batches; a GPU needs
+# several to be busy at all.
 CPU_BATCH, CUDA_BATCH = 2, 8
-# Batches at the same time where nothing was tuned yet: on a CPU two teams of half the cores wait less than one of all.
+# Batches at the same time: on a CPU two teams of half the cores wait less than one of all.
 CPU_STREAMS = 2
 # Share of the free memory that the layers of one batch may take while engines are compared.
 MEMORY_SHARE = 0.5
-UNTUNED = (
-    "It was loaded on demand, and ways to run it were never compared: name it in models.load for one start, or run "
-    "stackseg bench with it, and the fastest is known from then on."
-)
-# Seconds that making an engine may take, on a slow machine, where somebody waits for a model that is loaded on demand.
-QUICK_BUILD = 5.0
-# What is measured besides engines, and so decides which of them is best.
-_HERE = Path(__file__).parent
-MEASURED_WITH = (
-    _HERE / "throughput.py",
-    _HERE / "label_agreement.py",
-    *sorted(file for file in (_HERE / "windows").iterdir() if file.suffix in {".py", ".cpp", ".hpp"}),
-)
-LIBRARIES = ("stackseg", "torch", "monai", "openvino", "torch-tensorrt", "numpy")
+# Windows of a stack on which engines race: with fewer, blending and decoding would hardly show.
+RACE_WINDOWS = 4
+LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +51,8 @@ class ReadyEngine:
     module       what it was made from, to be run eagerly with other batch sizes
     config       how it runs
     seconds      until it ran, whatever was tried before included
-    plan         every trial, None where the engine is fixed
-    cached       whether an earlier start made the plan
+    plan         how it was chosen, None where the engine is fixed
+    cached       whether the plan was made earlier
     nbytes       of weights that the engine keeps beside those of the module, and of what its streams keep
     score_bytes  of one window, as in `backends.BuiltNetwork`
     """
@@ -103,46 +95,79 @@ class EngineSelector:
         """Return the configuration before anything was tried: eager, with whatever else is fixed."""
         return self._eager(precision.choose(self._settings.engine.precision, self._native).name)
 
-    def run(self, *, tune: bool = True) -> ReadyEngine:
-        """Build what is fixed, or what an earlier start found; else try everything, and keep the plan.
+    def run(self, *, tune: bool = False) -> ReadyEngine:
+        """Build what is fixed, or else what an earlier plan says, or else the known best; keep a new plan.
 
-        Without `tune` nothing is tried that takes minutes: what nobody has found out then runs in the first way that is
-        made quickly and right, with a warning.
+        With `tune`, and where the operator wants it (`engine.tune`), all that is possible races instead, unless a plan
+        of a race is kept.
         An engine that was asked for and fails is tried in the next wider precision, where none was asked for, and at
         last replaced by the eager one, with a warning; an error of that one passes through.
         """
-        if self._settings.engine.kind != "auto":
+        settings = self._settings.engine
+        if settings.kind != "auto":
             return self._build_fixed()
-        folder = plans.choose_folder(self._settings.engine.cache_folder)
-        circumstances = self.circumstances()
-        plan = plans.find(folder, self._spec.name, circumstances)
-        if plan is not None:
+        plan = plans.find(self._plan_folder, self._spec.name, self.circumstances())
+        race = tune and settings.tune == "first-start"
+        if plan is not None and (plan.tuned or not race):
             try:
-                return replace(self.build(plan.choice, *_failures(plan)), plan=plan, cached=True)
-            except autotune.ENGINE_FAILURES as error:
+                return replace(self.build(plan.choice, *_failures(plan.trials)), plan=plan, cached=True)
+            except backends.ENGINE_FAILURES as error:
                 reason = backends.first_line(error)
-                log.warning("%s: what an earlier start chose fails, trying again: %s", self._spec.identifier, reason)
-        if not tune:
-            return self._build_quick()
-        ready = self._tune(circumstances)
-        if ready.plan is not None:
-            try:
-                plans.save(folder, ready.plan)
-            except OSError as error:
-                name = self._spec.name
-                log.warning("The plan for %s cannot be kept, every start tries anew: %s", name, error)
-        return ready
+                log.warning("%s: what an earlier plan says fails, choosing again: %s", self._spec.identifier, reason)
+        return self.tune(settings.tune_seconds) if race else self._build_known()
+
+    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> ReadyEngine:
+        """Race all configurations that the settings leave open, within a time limit, and keep the plan.
+
+        announce  called with each configuration before it is tried, and with the number of all
+        """
+        configs = list(dict.fromkeys([*self._known_order(), *self._candidates()]))
+        sizes, streams = self._batch_sizes, self._stream_counts
+        total = len(configs) + len({*sizes} - {self._batch_size}) + len({*streams} - {self._streams})
+        tuner = self._make_tuner(seconds, lambda config: announce(config, total))
+        log.info("%s: trying all ways to run it, for at most %g s", self._spec.identifier, seconds)
+        with step("racing engines"):
+            return self._choose(tuner, lambda: tuner.race(configs, sw_batch_size=sizes, streams=streams), tuned=True)
+
+    def _build_known(self) -> ReadyEngine:
+        """Build the first configuration of the known order that runs and gives the labels of the network as loaded."""
+        tuner = self._make_tuner(math.inf)
+        return self._choose(tuner, lambda: tuner.take_first(self._known_order()), tuned=False)
+
+    def _choose(
+        self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
+    ) -> ReadyEngine:
+        try:
+            ready, trials = choose()
+        except NothingRuns as nothing:
+            log.warning("%s: %s", self._spec.identifier, nothing)
+            ready, trials = self.build(self._eager("fp32"), f"{nothing} It runs eagerly in fp32."), nothing.trials
+        plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
+        failures = _failures(trials)
+        # What failed for want of a compiler or of memory may run at the next start.
+        if tuned or not failures:
+            self._keep(plan)
+        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*ready.warnings, *failures))
+
+    def _keep(self, plan: EnginePlan) -> None:
+        try:
+            plans.save(self._plan_folder, plan)
+        except OSError as error:
+            log.warning("The plan for %s cannot be kept, every start makes one: %s", plan.model, error)
+
+    @property
+    def _plan_folder(self) -> Path:
+        return plans.choose_folder(self._settings.engine.cache_folder)
 
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
         """Build a configuration, with these warnings after its own.
 
         Raises RuntimeError, OSError or ImportError where it does not run.
         """
-        module = self.module(config)
-        window = self.sliding_window(module, config, config.sw_batch_size)
-        built = backends.build(module, window.batch, config, self._settings.engine)
-        if caution := backends.BACKENDS[config.engine].caution:
-            warnings = (caution, *warnings)
+        with step(f"building {config}"):
+            module = self.module(config)
+            window = self.sliding_window(module, config, config.sw_batch_size)
+            built = backends.build(module, window.batch, config, self._settings.engine)
         window = window.with_network(built.network, any_batch_size=built.any_batch_size, owns_scores=built.owns_scores)
         ready = ReadyEngine(window, module, config, built.seconds, warnings)
         return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
@@ -184,8 +209,8 @@ class EngineSelector:
             "decoding": spec.decoding.model_dump_json(),
             "device": hardware.device_name(self._device),
             "python": platform.python_version(),
-            "engine": settings.engine.model_dump_json(exclude={"cache_folder"}),
-            "engines": plans.digest_sources(MEASURED_WITH),
+            "engine": settings.engine.model_dump_json(exclude={"cache_folder", "tune", "tune_seconds"}),
+            "engines": plans.digest_sources(Path(__file__).parent),
             "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
         }
         facts |= {name: _version(name) for name in LIBRARIES}
@@ -203,7 +228,7 @@ class EngineSelector:
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
         # The first configuration of a precision is the most promising one.
-        by_precision = {config.precision: config for config in reversed(self._candidates(self._streams))}
+        by_precision = {config.precision: config for config in reversed(self._candidates())}
         configs = [by_precision[name] for name in names if unfit[name] is None]
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
@@ -215,7 +240,7 @@ class EngineSelector:
         for config in configs:
             try:
                 return self.build(config, *warnings)
-            except autotune.ENGINE_FAILURES as error:
+            except backends.ENGINE_FAILURES as error:
                 if config == self._eager(self._safe_precision):
                     raise
                 log.warning("%s does not run in %s: %s", self._spec.identifier, config, error)
@@ -230,85 +255,43 @@ class EngineSelector:
         wanted = self._settings.engine.precision
         return "fp32" if wanted == "auto" else wanted
 
-    def _build_quick(self) -> ReadyEngine:
-        """Build the first engine that is made quickly and gives the labels of the network as loaded, else eager."""
-        agreement = self._agreement()
-        for config in self._candidates(self._streams):
-            is_quick = config.engine != "eager" and backends.slow_build_seconds(config) <= QUICK_BUILD
-            if not is_quick or self._explain_skip(config) is not None:
-                continue
-            try:
-                ready = self.build(config, UNTUNED)
-                agrees = agreement.difference(ready.window) <= self._tolerance
-            except autotune.ENGINE_FAILURES as error:
-                log.warning("%s does not run in %s: %s", self._spec.identifier, config, backends.first_line(error))
-                continue
-            if agrees:
-                return ready
-        return self.build(self._eager(self._safe_precision), UNTUNED)
-
-    def _agreement(self) -> LabelAgreement:
-        return LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
-
     @property
     def _tolerance(self) -> float:
         """Largest share of changed labels that passes: a precision that the operator chose is not judged by it."""
         settings = self._settings.engine
         return settings.tolerance if settings.precision == "auto" else 1.0
 
-    def _candidates(self, streams: int) -> list[EngineConfig]:
-        """List the configurations that the settings leave open, in this number of streams where that is possible."""
+    def _candidates(self) -> list[EngineConfig]:
+        """List the engines, precisions, memory formats and modes that the settings leave open."""
         settings = self._settings.engine
         names = precision.list_precisions(settings.precision, self._native)
         return [
-            replace(config, streams=1 if backends.needs_single_stream(config, settings) else streams)
+            replace(config, streams=1 if backends.needs_single_stream(config, settings) else self._streams)
             for config in backends.list_configs(settings, self._device, names, self._batch_size)
         ]
 
-    def _tune(self, circumstances: dict[str, str]) -> ReadyEngine:
-        settings = self._settings.engine
-        agreement = self._agreement()
-        rules = autotune.Rules(settings.tune_seconds, self._tolerance)
+    def _known_order(self) -> list[EngineConfig]:
+        features = hardware.cpu().features if self._device.type == "cpu" else ()
+        known = backends.list_known_order(self._candidates(), features)
+        return [*known, self._eager(self._safe_precision)]
 
-        # The tuner holds candidates that are still compared; the others give their memory back.
-        built: WeakValueDictionary[EngineConfig, ReadyEngine] = WeakValueDictionary()
-        threads = StreamThreads()
+    def _make_tuner(
+        self, seconds: float, announce: Callable[[EngineConfig], object] = lambda _config: None
+    ) -> Tuner[ReadyEngine]:
+        agreement = LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
 
-        def make_candidate(config: EngineConfig) -> autotune.Candidate[ReadyEngine]:
-            first = built.get(replace(config, streams=1))
-            if first is None or backends.BACKENDS[config.engine].divides_cores:
-                ready = built[config] = self.build(config)
-            else:
-                window = first.window.with_streams(config.streams)
-                # With fewer cores for each call other algorithms may be chosen.
-                any_batch_size = window.any_batch_size and backends.takes_any_batch_size(
-                    window.network, window.batch, config.streams
-                )
-                window = window.with_network(
-                    window.network, any_batch_size=any_batch_size, owns_scores=window.owns_scores
-                )
-                ready = replace(first, config=config, window=window)
-            throughput = Throughput(ready.window, agreement.row, OVERLAP, agreement.decoder, threads)
-            return autotune.Candidate(throughput, throughput.windows, lambda: agreement.difference(ready.window), ready)
+        def build(config: EngineConfig) -> Candidate[ReadyEngine]:
+            ready = self.build(config)
+            windows = max(RACE_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
+            call = _segment_in_all_streams(ready.window, agreement, agreement.row(windows))
+            return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
 
-        tuner = autotune.Tuner(make_candidate, rules, explain_skip=self._explain_skip)
-        log.info("%s: trying ways to run it, for at most %g s", self._spec.identifier, settings.tune_seconds)
-        try:
-            candidates = self._candidates(1 if self._more_streams else self._streams)
-            winner = tuner.run(candidates, self._batch_sizes, self._more_streams)
-        except autotune.NothingRuns as nothing:
-            log.warning("%s: %s", self._spec.identifier, nothing)
-            return self.build(self._eager("fp32"), f"{nothing} It runs eagerly in fp32.")
-        finally:
-            threads.close()
-        ready = winner.result
-        plan = EnginePlan(self._spec.name, ready.config, winner.trials, tuner.seconds, circumstances)
-        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*ready.warnings, *_failures(plan)))
+        return Tuner(build, self._tolerance, seconds, explain_skip=self._explain_skip, announce=announce)
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""
         backend = backends.BACKENDS[config.engine]
-        if (missing := backend.explain_missing()) is not None:
+        if (missing := backends.explain_missing(config, self._device)) is not None:
             return missing
         if (unfit := backend.explain_unfit(config.precision, self._device, self._network)) is not None:
             return f"it {unfit}"
@@ -323,17 +306,18 @@ class EngineSelector:
 
     @property
     def _batch_sizes(self) -> tuple[int, ...]:
+        """Windows per call to try: powers of two, no more than 4 on a CPU; one number where it is fixed."""
         if self._settings.windows.sw_batch_size != "auto":
             return (self._batch_size,)
         most = self._settings.limits.sw_batch_size
-        return autotune.list_batch_sizes(self._batch_size, most, on_cpu=self._device.type == "cpu")
+        return powers_of_two(min(most, 4) if self._device.type == "cpu" else most)
 
     @property
-    def _more_streams(self) -> tuple[int, ...]:
-        """Numbers of streams to try besides one; none where the number is fixed."""
+    def _stream_counts(self) -> tuple[int, ...]:
+        """Numbers of streams to try: powers of two up to that of the cores; one number where it is fixed."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
-            return ()
-        return autotune.list_stream_counts(torch.get_num_threads(), MAX_STREAMS)
+            return (self._streams,)
+        return powers_of_two(min(torch.get_num_threads(), MAX_STREAMS))
 
     def _eager(self, name: str) -> EngineConfig:
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
@@ -355,15 +339,27 @@ def streams(settings: Settings, device: torch.device) -> int:
     return min(CPU_STREAMS, settings.device.threads or hardware.usable_cores()) if wanted == "auto" else wanted
 
 
-def _failures(plan: EnginePlan) -> tuple[str, ...]:
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """Return the powers of two up to `most`, ascending."""
+    return tuple(2**power for power in range(most.bit_length()))
+
+
+def _segment_in_all_streams(window: SlidingWindow, agreement: LabelAgreement, image: Tensor) -> Callable[[], object]:
+    """Return a function that segments `image` in every stream at the same time, as requests do that share a device."""
+    segment = partial(agreement.segment, window, image)
+    if window.streams == 1:
+        # Here: graphs that were recorded on CUDA belong to the thread that recorded them.
+        return segment
+    cores = max(torch.get_num_threads() // window.streams, 1)
+    # Its threads end with the candidate that holds this function.
+    threads = ThreadPoolExecutor(window.streams, "stream", partial(hardware.use_threads, cores))
+    return lambda: list(threads.map(segment, range(window.streams)))
+
+
+def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Return warnings about trials that failed, which an operator may want to repair."""
-    failed = [trial for trial in plan.trials if trial.verdict.startswith("failed")]
-    warnings = [f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed]
-    if any(trial.verdict.startswith(autotune.OUT_OF_TIME) for trial in plan.trials):
-        warnings.append(
-            "Time ran out before every way to run the model was tried; a larger engine.tune_seconds tries them again."
-        )
-    return tuple(warnings)
+    failed = [trial for trial in trials if trial.verdict.startswith("failed")]
+    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
 
 
 def _version(library: str) -> str:

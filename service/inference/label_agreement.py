@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
+from service.core.progress import step
 from service.core.volume import Array, OutputKind, Segmentation, Selection
 from service.formats import tiff_reader
-from service.inference.decoding.decoders import Decoder, make_decoder
+from service.inference.decoding.decoders import make_decoder
 from service.inference.resample import prepare_tensor
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SlidingWindow
@@ -51,25 +52,24 @@ class LabelAgreement:
             row = row.index_select(axis, places)
         return row
 
-    def decoder(self, image: Tensor) -> Decoder:
-        """Make a decoder to labels for an image [1, C, Z, Y, X], or to classes where the model has no objects."""
-        kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
-        return make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
-
     def difference(self, window: SlidingWindow) -> float:
         """Return the share of the image's voxels with another label than the reference's; NaN for non-finite scores."""
         if self._expected is None:
-            self._expected = self._segment(self._reference())
+            with step("computing the labels of the FP32 network"):
+                self._expected = self.segment(self._reference(), self._image)
         try:
-            found = self._segment(window)
+            with step("checking labels"):
+                found = self.segment(window, self._image)
         except NonFiniteScores:
             return math.nan
         return share_differing(self._expected, found)
 
     @torch.inference_mode()
-    def _segment(self, window: SlidingWindow) -> Segmentation:
-        decoder = self.decoder(self._image)
-        for slab in window.run(self._image, OVERLAP):
+    def segment(self, window: SlidingWindow, image: Tensor, stream: int = 0) -> Segmentation:
+        """Segment an image [1, C, Z, Y, X] to labels, or to classes where the model has no objects."""
+        kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
+        decoder = make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
+        for slab in window.run(image, OVERLAP, stream=stream):
             decoder.add(slab.z0, slab.y0, slab.scores)
         return decoder.finish()
 

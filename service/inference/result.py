@@ -43,8 +43,10 @@ class EngineReport:
     """Report on an engine. `compile_mode` is None unless compiled; `roi_size` and `sw_batch_size` make the shape.
 
     streams  batches that are computed at the same time
-    planned  fixed by the configuration, tuned at this start, or cached by an earlier one
-    trials   what was considered where it was tuned, and why it was not taken
+    planned  how it was chosen: fixed by the configuration, known-order for the first of the known best ones that gives
+             the right labels, tuned for the winner of a race
+    cached   whether that was found out before this start
+    trials   what was considered, and why it was not taken
     """
 
     device: str
@@ -61,4 +63,5 @@ class EngineReport:
     warnings: tuple[str, ...]
     streams: int = 1
     planned: str = "fixed"
+    cached: bool = False
     trials: tuple[Trial, ...] = ()

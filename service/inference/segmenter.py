@@ -15,9 +15,11 @@ from service.core import hardware
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, TooLarge
+from service.core.progress import step
 from service.core.timing import Stages
 from service.core.volume import Diameter, Options, Volume
 from service.engine import backends, torch_compile
+from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.decoding.decoders import make_decoder
 from service.inference.diameter import DiameterCache, DiameterEstimator, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
@@ -63,7 +65,8 @@ class Segmenter:
             hardware.use_threads(settings.device.threads)
         if settings.engine.cache_folder is not None:
             torch_compile.set_cache_folder(settings.engine.cache_folder)
-        network = load_network(spec, self._run_first)
+        with step("reading weights"):
+            network = load_network(spec, self._run_first)
         # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
         self._loaded_bytes = weight_bytes(network) if self._device.type == "cpu" else 0
         self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes)
@@ -75,14 +78,21 @@ class Segmenter:
         scores, self._window_bytes = measure_activations(network, window)
         return scores
 
-    def warm_up(self, *, tune: bool = True) -> None:
+    def warm_up(self, *, tune: bool = False) -> None:
         """Settle how the network runs, and run it with its one batch shape, until it runs as it always will.
 
-        Without `tune` that takes seconds rather than minutes: what is not known yet is not found out.
+        With `tune`, and where the operator wants it (`engine.tune`), ways to run it race first, which takes minutes.
         """
         self._use(self._selector.run(tune=tune))
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
+
+    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> EnginePlan:
+        """Race all ways to run the network, as `EngineSelector.tune` does, and keep and return the plan."""
+        ready = self._selector.tune(seconds, announce)
+        self._use(ready)
+        assert ready.plan is not None  # noqa: S101 - a race makes one
+        return ready.plan
 
     def _use(self, ready: ReadyEngine | None) -> None:
         """Compute scores with a network that is ready; None: eagerly until there is one."""
@@ -229,6 +239,7 @@ class Segmenter:
             warnings=(*self._kernel_warnings, *(ready.warnings if ready else ())),
             streams=config.streams,
             planned=self._planned,
+            cached=ready is not None and ready.cached,
             trials=ready.plan.trials if ready and ready.plan else (),
         )
 
@@ -240,10 +251,8 @@ class Segmenter:
 
     @property
     def _planned(self) -> str:
-        """How the engine was chosen. Untuned: nobody tried yet what is fastest; the warnings say how to change that."""
-        ready = self._ready
-        if ready is None or self._settings.engine.kind != "auto":
+        """How the engine was chosen, as in the `EngineReport`."""
+        plan = None if self._ready is None else self._ready.plan
+        if plan is None:
             return "fixed"
-        if ready.plan is None:
-            return "untuned"
-        return "cached" if ready.cached else "tuned"
+        return "tuned" if plan.tuned else "known-order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import logging
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
+from service.core.progress import Progress
 from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
@@ -50,6 +52,7 @@ class DeviceWorker:
     load          makes a segmenter of a model
     loading_lock  held while a model is loaded; all devices share one
     engines       how each model runs here that was loaded at some time, by its name
+    loading       progress of each model that is being loaded here, by its name
     Raises ConfigError for a device that does not exist.
     """
 
@@ -73,6 +76,7 @@ class DeviceWorker:
         self._specs: Mapping[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         self.engines: dict[str, str] = {}
+        self.loading: dict[str, Progress] = {}
         self._estimators: dict[str, Estimator] = {}
         self.queue = JobQueue(limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS)
         self.model_cache: ModelCache[Segmenter] = ModelCache(
@@ -137,7 +141,7 @@ class DeviceWorker:
         return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected_seconds + loading
 
     def estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model as it runs here or last did, or else as an untuned one does."""
+        """Return the estimator of a model as it runs here or last did, or else as most do."""
         if spec.name in self._estimators:
             return self._estimators[spec.name]
         device = self.settings, self._torch_device
@@ -199,25 +203,23 @@ class DeviceWorker:
             return 0
 
     def _load(self, name: str) -> Segmenter:
-        """Load a model and make it ready to run.
-
-        At start engines are timed, which needs the device alone. On demand a model is made ready beside the batches of
-        others, but on CUDA between them: recorded graphs belong to the thread that recorded them.
-        """
-        spec, starting = self._specs[name], name in self.model_cache.starting
+        """Load a model and make it ready to run."""
+        spec = self._specs[name]
         weights, limit = self._weights_size(name), self.settings.models.memory_bytes
         if weights > limit:
             raise BrokenModel(too_large_message(name, weights, limit))
         began = time.monotonic()
+        progress = self.loading[name] = Progress(f"loading {spec.identifier}")
         try:
-            segmenter = (
-                self._device.call(partial(self._load_at_start, spec)) if starting else self._load_on_demand(spec)
-            )
+            with progress.follow():
+                segmenter = self._make_ready(spec)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             needed = self._guess_bytes(name)
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
+        finally:
+            del self.loading[name]
         self._load_seconds[name] = time.monotonic() - began
         self._estimators[name] = segmenter.estimator
         report = segmenter.report()
@@ -228,18 +230,15 @@ class DeviceWorker:
         self._metrics.loads(name).inc()
         return segmenter
 
-    def _load_at_start(self, spec: ModelSpec) -> Segmenter:
+    def _make_ready(self, spec: ModelSpec) -> Segmenter:
         segmenter = self._load_segmenter(spec, self.settings)
-        segmenter.warm_up()
-        return segmenter
-
-    def _load_on_demand(self, spec: ModelSpec) -> Segmenter:
-        segmenter = self._load_segmenter(spec, self.settings)
-        warm_up = partial(segmenter.warm_up, tune=False)
+        # A race needs the device alone, as it is until the models of the start are loaded.
+        warm_up = partial(segmenter.warm_up, tune=spec.name in self.model_cache.starting)
         if self._on_host:
             warm_up()
         else:
-            self._device.call(warm_up)
+            # Recorded graphs belong to the thread that recorded them.
+            self._device.call(partial(contextvars.copy_context().run, warm_up))
         return segmenter
 
     def _unloaded(self, name: str) -> None:

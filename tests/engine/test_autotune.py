@@ -1,8 +1,12 @@
 import math
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from service.engine.autotune import Candidate, NothingRuns, Rules, Tuner, list_batch_sizes, list_stream_counts
+from service.core.errors import NonFiniteScores
+from service.engine.autotune import MARGIN, ROUNDS, Candidate, NothingRuns, Tuner
 from service.engine.plans import EngineConfig
 
 EAGER = EngineConfig("eager", "fp32", "contiguous", 2)
@@ -11,244 +15,182 @@ NARROW = EngineConfig("eager", "bf16", "contiguous", 2)
 
 
 class World:
-    """A clock that only networks move. `seconds`: of one window by choice without its batch size, then of that."""
+    """A clock that only networks move. `seconds` of a window by engine and precision; `last` call before it fails."""
 
-    def __init__(
-        self, seconds, *, differences=None, builds=None, errors=None, per_call=0.0, cores=1, waste=0.0, disturbed=0
-    ):
-        self.now = 0.0
-        self.seconds, self.differences, self.builds = seconds, differences or {}, builds or {}
-        self.errors, self.per_call = errors or {}, per_call
-        self.calls, self.cores, self.waste, self.disturbed = [], cores, waste, disturbed
+    def __init__(self, seconds=None, *, differences=None, builds=1.0, errors=None, per_call=0.0, cores=1, last=None):
+        self.now, self.calls, self.alive, self.most_alive = 0.0, [], set(), 0
+        self.seconds, self.differences, self.builds = seconds or {}, differences or {}, builds
+        self.errors, self.per_call, self.cores, self.last = errors or {}, per_call, cores, last or {}
 
-    def enter(self, choice):
-        self.now += self.builds.get(choice.engine, 1.0)
-        if choice.engine in self.errors:
-            raise self.errors[choice.engine]
+    def enter(self, config):
+        self.now += self.builds
+        if config.engine in self.errors:
+            raise self.errors[config.engine]
+        windows = config.streams * config.sw_batch_size
+        return Candidate(self.Call(self, config), windows, lambda: self.differences.get(config, 0.0), config)
 
-        def call():
-            self.calls.append(choice)
-            seconds = self.seconds[choice.engine, choice.precision] * choice.sw_batch_size + self.per_call
-            if choice.streams > 1 and self.disturbed:
-                self.disturbed -= 1
-                seconds *= 3
-            self.now += seconds * max(choice.streams / self.cores, 1) * (1 + self.waste * (choice.streams - 1))
+    class Call:
+        def __init__(self, world, config):
+            self.world, self.config = world, config
+            world.alive.add(id(self))
+            world.most_alive = max(world.most_alive, len(world.alive))
 
-        windows = choice.streams * choice.sw_batch_size
-        return Candidate(call, windows, lambda: self.differences.get((choice.engine, choice.precision), 0.0), choice)
+        def __del__(self):
+            self.world.alive.discard(id(self))
 
-    def tune(self, *candidates, sizes=(2,), streams=(), seconds=180.0, **options):
-        tuner = Tuner(self.enter, Rules(seconds, 0.001), clock=lambda: self.now, **options)
-        result, trials = tuner.run(candidates, sizes, streams)
+        def __call__(self):
+            world, config = self.world, self.config
+            if world.calls.count(config) >= world.last.get(config.engine, math.inf):
+                raise RuntimeError("out of memory")
+            world.calls.append(config)
+            # The first call is slow, and does not count.
+            first = 5 if world.calls.count(config) == 1 else 1
+            seconds = world.seconds[config.engine, config.precision] * config.sw_batch_size + world.per_call
+            world.now += first * seconds * max(config.streams / world.cores, 1)
+
+    def make_tuner(self, seconds=180.0, **options):
+        return Tuner(self.enter, 0.001, seconds, clock=lambda: self.now, **options)
+
+    def race(self, *configs, seconds=180.0, changes=None, **options):
+        result, trials = self.make_tuner(seconds, **options).race(configs, **(changes or {}))
         return result, {trial.choice: trial for trial in trials}
 
 
 def test_the_fastest_wins_and_the_others_say_why_not():
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08})
-    made, trials = world.tune(EAGER, COMPILED)
+    made, trials = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}).race(EAGER, COMPILED)
     assert made == COMPILED
     assert trials[COMPILED].verdict == "chosen"
     assert trials[COMPILED].windows_per_second == pytest.approx(12.5)
-    assert trials[EAGER].verdict == "slower: 80% of the best"
+    assert trials[EAGER].verdict == f"80% of the speed of {COMPILED}"
+    assert trials[EAGER].windows_per_second == pytest.approx(10)
     assert trials[EAGER].difference == 0
     assert trials[EAGER].build_seconds == pytest.approx(1)
 
 
-def test_what_is_far_behind_costs_three_calls_and_no_comparison():
-    world = World({("eager", "fp32"): 1.0, ("compiled", "fp32"): 0.1})
-    _, trials = world.tune(COMPILED, EAGER)
-    assert trials[EAGER].verdict.startswith("dropped")
-    assert trials[EAGER].difference is None
-    assert world.calls.count(EAGER) == 3
+ENGINES = [EngineConfig(f"engine {number}", "fp32", "contiguous", 2) for number in range(6)]
 
 
-def test_compiling_must_bring_more_than_each_start_pays_for_it():
-    made, trials = World({("eager", "fp32"): 0.102, ("compiled", "fp32"): 0.1}).tune(EAGER, COMPILED, sizes=(2, 4))
-    assert made == EAGER
-    assert trials[COMPILED].verdict == "hardly faster: 102% of the chosen is not worth compiling"
-    assert {choice.engine for choice in trials if choice.sw_batch_size != 2} == {"eager"}
-    made, _ = World({("eager", "fp32"): 0.105, ("compiled", "fp32"): 0.1}).tune(EAGER, COMPILED)
-    assert made == COMPILED
+@given(st.lists(st.floats(0.05, 0.2), min_size=1, max_size=6))
+def test_the_winner_is_within_the_margin_of_the_fastest_and_the_first_within_it_wins(seconds):
+    world = World({(config.engine, "fp32"): each for config, each in zip(ENGINES, seconds, strict=False)})
+    made, trials = world.race(*ENGINES[: len(seconds)])
+    taken = seconds[ENGINES.index(made)]
+    assert taken <= min(seconds) * (1 + MARGIN) * 1.0001
+    assert all(taken * (1 + MARGIN) < earlier * 1.0001 for earlier in seconds[: ENGINES.index(made)])
+    assert [trial.choice for trial in trials.values() if trial.verdict == "chosen"] == [made]
+    assert world.most_alive <= 2
 
 
-def test_more_windows_at_once_must_bring_more_than_memory_is_worth():
-    made, trials = World({("eager", "fp32"): 1.0}, per_call=0.03).tune(EAGER, sizes=(2, 4))
-    assert made == EAGER
-    more = trials[EngineConfig("eager", "fp32", "contiguous", 4)]
-    assert more.verdict == "hardly faster: 101% of the chosen is not worth more windows at once"
+def test_one_that_is_alone_is_timed_too():
+    _, trials = World({("eager", "fp32"): 0.1}).race(EAGER)
+    assert trials[EAGER].windows_per_second == pytest.approx(10)
 
 
-def test_newcomers_run_in_turn_with_the_fastest_so_far():
+def test_challengers_run_in_turn_with_the_champion():
     world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.1})
-    world.tune(EAGER, COMPILED)
-    turns = world.calls[world.calls.index(COMPILED) :]
-    assert turns[:6] == [COMPILED, EAGER] * 3
-    assert turns.count(COMPILED) == turns.count(EAGER)
+    world.race(EAGER, COMPILED)
+    assert world.calls == [EAGER, COMPILED] * (1 + ROUNDS)
 
 
 @pytest.mark.parametrize(("difference", "word"), [(0.0011, "0.11% of the labels differ"), (math.nan, "not finite")])
 def test_what_gives_other_labels_is_out_however_fast(difference, word):
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01}, differences={("compiled", "fp32"): difference})
-    made, trials = world.tune(COMPILED, EAGER)
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01}, differences={COMPILED: difference})
+    made, trials = world.race(COMPILED, EAGER)
     assert made == EAGER
     assert word in trials[COMPILED].verdict
+    assert COMPILED not in world.calls
 
 
 def test_a_wider_precision_is_tried_only_where_the_narrow_one_is_wrong():
     fast = {("eager", "bf16"): 0.05, ("eager", "fp32"): 0.1}
-    made, trials = World(fast).tune(NARROW, EAGER)
+    made, trials = World(fast).race(NARROW, EAGER)
     assert made == NARROW
     assert trials[EAGER].verdict == "skipped: bf16 is as good"
-    made, _ = World(fast, differences={("eager", "bf16"): 0.01}).tune(NARROW, EAGER)
+    made, _ = World(fast, differences={NARROW: 0.01}).race(NARROW, EAGER)
     assert made == EAGER
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no\ncompiler"), OSError("no"), ImportError("no"), MemoryError("no")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no\ncompiler"), OSError("no"), ImportError("no"), MemoryError("no"), NonFiniteScores("no")],
+)
 def test_what_does_not_run_is_reported_in_one_line(error):
-    world = World({("eager", "fp32"): 0.1}, errors={"compiled": error})
-    made, trials = world.tune(COMPILED, EAGER)
+    made, trials = World({("eager", "fp32"): 0.1}, errors={"compiled": error}).race(COMPILED, EAGER)
     assert made == EAGER
     assert trials[COMPILED].verdict == "failed: no"
 
 
-def test_where_nothing_runs_the_reasons_are_told():
-    world = World({}, errors={"compiled": RuntimeError("no compiler"), "eager": RuntimeError("broken")})
-    with pytest.raises(NothingRuns, match=r"no compiler; .*broken"):
-        world.tune(COMPILED, EAGER)
+@pytest.mark.parametrize("choose", ["race", "take_first"])
+def test_where_nothing_runs_the_reasons_are_told(choose):
+    world = World(errors={"compiled": RuntimeError("no compiler"), "eager": RuntimeError("broken")})
+    with pytest.raises(NothingRuns, match=r"no compiler; .*broken") as caught:
+        getattr(world.make_tuner(), choose)([COMPILED, EAGER])
+    assert [trial.choice for trial in caught.value.trials] == [COMPILED, EAGER]
 
 
-def test_nothing_slow_is_begun_without_the_time_for_it():
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.01})
-    made, trials = world.tune(EAGER, COMPILED, seconds=20)
-    assert made == EAGER
-    assert "it may take 30 s" in trials[COMPILED].verdict
-    assert COMPILED not in world.calls
+@given(st.floats(0.5, 60), st.floats(0.01, 3), st.floats(1, 300))
+def test_nothing_is_begun_when_the_time_is_up(builds, seconds, limit):
+    world = World({(config.engine, "fp32"): seconds for config in ENGINES}, builds=builds)
+    _, trials = world.race(*ENGINES, seconds=limit)
+    longest = builds + 2 * 3 * 5 * 2 * seconds
+    assert world.now <= limit + longest
+    skipped = [trial for trial in trials.values() if trial.verdict == "skipped: the time was up"]
+    assert len(skipped) == len(ENGINES) or world.calls
+    assert bool(skipped) == (len(set(world.calls)) < len(ENGINES))
 
 
-def test_the_last_resort_is_tried_whatever_the_time():
-    world = World({("eager", "fp32"): 0.1}, errors={"compiled": RuntimeError("no")}, builds={"compiled": 500.0})
-    made, _ = world.tune(COMPILED, EAGER)
-    assert made == EAGER
-
-
-def test_a_tune_ends_in_time_whatever_is_open():
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, builds={"compiled": 40.0})
-    many = [EngineConfig("compiled", "fp32", "contiguous", 2, mode) for mode in "abcdefgh"]
-    world.tune(EAGER, *many, sizes=(1, 2, 4, 8))
-    assert world.now < 180 + 40
-
-
-def test_what_does_not_fit_is_not_run():
-    world = World({("eager", "fp32"): 0.1})
-    made, trials = world.tune(
-        EAGER, COMPILED, explain_skip=lambda choice: "too large" if choice.engine == "compiled" else None
+def test_what_must_not_be_tried_is_not_built():
+    made, trials = World({("eager", "fp32"): 0.1}).race(
+        COMPILED, EAGER, explain_skip=lambda config: "too large" if config.engine == "compiled" else None
     )
     assert made == EAGER
     assert trials[COMPILED].verdict == "skipped: too large"
 
 
-def test_batch_sizes_grow_while_it_pays():
-    world = World({("eager", "fp32"): 0.01}, per_call=0.1)
-    made, trials = world.tune(EAGER, sizes=(1, 2, 4, 8))
-    assert made.sw_batch_size == 8
-    assert sorted(choice.sw_batch_size for choice in trials) == [2, 4, 8]
+@pytest.mark.parametrize(("per_call", "best"), [(0.1, 8), (0.001, 2)])
+def test_other_batch_sizes_of_the_fastest_are_tried(per_call, best):
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.3}, per_call=per_call)
+    made, trials = world.race(EAGER, COMPILED, changes={"sw_batch_size": (1, 2, 4, 8)})
+    assert made == replace(EAGER, sw_batch_size=best), "a larger batch must bring more than the margin"
+    assert sorted(config.sw_batch_size for config in trials if config.engine == "eager") == [1, 2, 4, 8]
+    assert {config.sw_batch_size for config in trials if config.engine == "compiled"} == {2}
 
 
-def test_batch_sizes_shrink_where_growing_does_not_pay():
+def test_streams_are_tried_with_the_best_batch_size():
+    world = World({("eager", "fp32"): 0.1}, per_call=0.1, cores=4)
+    made, trials = world.race(EAGER, changes={"sw_batch_size": (2, 4), "streams": (1, 2, 4, 8)})
+    assert (made.sw_batch_size, made.streams) == (4, 4)
+    assert {config.sw_batch_size for config in trials if config.streams > 1} == {4}
+
+
+def test_every_configuration_is_announced_before_it_is_tried():
+    announced = []
     world = World({("eager", "fp32"): 0.1})
-    made, trials = world.tune(EAGER, sizes=(1, 2, 4, 8))
-    assert made.sw_batch_size == 1, "equally fast, and takes half of the memory"
-    assert sorted(choice.sw_batch_size for choice in trials) == [1, 2, 4]
+    world.race(EAGER, changes={"streams": (1, 2)}, announce=lambda config: announced.append((config, world.now)))
+    assert announced[0] == (EAGER, 0)
+    assert [config.streams for config, _ in announced] == [1, 2]
 
 
-def test_streams_grow_while_it_pays():
-    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.2}, cores=4)
-    made, trials = world.tune(EAGER, COMPILED, sizes=(1, 2), streams=(2, 4, 8, 16))
-    assert (made.engine, made.streams) == ("eager", 4)
-    assert trials[made].windows_per_second == pytest.approx(40)
-    assert {choice.streams for choice in trials} == {1, 2, 4, 8}
-    assert {choice.streams for choice in trials if choice.engine == "compiled"} == {1}
-
-
-def test_streams_that_cost_more_than_company_does_are_not_taken():
-    made, trials = World({("eager", "fp32"): 0.1}, waste=0.06).tune(EAGER, streams=(2, 4))
-    assert made.streams == 1
-    assert {choice.streams for choice in trials} == {1, 2}
-
-
-def test_all_cores_at_once_must_bring_more_than_company_costs():
-    made, trials = World({("eager", "fp32"): 0.1}, waste=0.02).tune(EAGER, streams=(2, 4))
-    assert made.streams == 2
-    assert trials[EAGER].verdict == "hardly faster: 102% of the chosen is not worth all cores at once"
-
-
-@pytest.mark.parametrize(("disturbed", "streams"), [(5, 2), (100, 1)])
-def test_several_streams_may_be_disturbed_in_their_first_calls(disturbed, streams):
-    world = World({("eager", "fp32"): 0.01}, cores=2, disturbed=disturbed)
-    made, trials = world.tune(EAGER, streams=(2,))
-    assert made.streams == streams
-    assert any(trial.verdict.startswith("dropped") for trial in trials.values()) == (streams == 1)
-
-
-def test_a_rate_counts_the_windows_of_a_call():
-    calls = []
-    tuner = Tuner(
-        lambda choice: Candidate(lambda: calls.append(choice), 6, lambda: 0.0, choice),
-        Rules(180, 0.001),
-        clock=lambda: float(len(calls)),
-    )
-    (trial,) = tuner.run([EAGER], (2,)).trials
-    assert trial.windows_per_second == pytest.approx(6)
-
-
-def test_streams_of_a_machine():
-    assert list_stream_counts(1, 8) == ()
-    assert list_stream_counts(6, 8) == (2, 4)
-    assert list_stream_counts(64, 8) == (2, 4, 8)
-
-
-def test_batch_sizes_of_a_device():
-    assert list_batch_sizes(2, 32, on_cpu=True) == (1, 2, 4)
-    assert list_batch_sizes(8, 32, on_cpu=False) == (1, 2, 4, 8, 16, 32)
-    assert list_batch_sizes(2, 1, on_cpu=True) == (1,)
-    assert list_batch_sizes(6, 6, on_cpu=False) == (1, 2, 4, 6)
-
-
-class Failing(World):
-    """`last`: how often a network runs before it fails, by its engine."""
-
-    def __init__(self, seconds, last):
-        super().__init__(seconds)
-        self.last = last
-
-    def enter(self, choice):
-        candidate = super().enter(choice)
-
-        def call():
-            if self.calls.count(choice) >= self.last.get(choice.engine, math.inf):
-                raise RuntimeError("out of memory")
-            candidate.call()
-
-        return candidate._replace(call=call)
-
-
-@pytest.mark.parametrize("last", [0, 1, 5, 10, 15])
-@pytest.mark.parametrize("candidates", [(EAGER, COMPILED), (COMPILED, EAGER)])
-def test_what_fails_at_any_time_is_out_and_nobody_else(last, candidates):
-    world = Failing({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, {"compiled": last})
-    made, trials = world.tune(*candidates)
+@pytest.mark.parametrize("last", [0, 1, 5, ROUNDS])
+@pytest.mark.parametrize("configs", [(EAGER, COMPILED), (COMPILED, EAGER)])
+def test_what_fails_at_any_time_is_out_and_nobody_else(last, configs):
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": last})
+    made, trials = world.race(*configs)
     assert made == EAGER
     assert trials[COMPILED].verdict == "failed: out of memory"
     assert trials[EAGER].verdict == "chosen"
 
 
-def test_where_all_fail_in_the_final_nothing_runs():
-    world = Failing({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, {"compiled": 15, "eager": 25})
-    with pytest.raises(NothingRuns, match=r"out of memory; .*out of memory"):
-        world.tune(EAGER, COMPILED)
+@pytest.mark.parametrize("configs", [(EAGER,), (EAGER, COMPILED)])
+def test_where_all_fail_while_they_are_timed_nothing_runs(configs):
+    world = World({("eager", "fp32"): 0.1, ("compiled", "fp32"): 0.08}, last={"compiled": 3, "eager": 3})
+    with pytest.raises(NothingRuns, match="out of memory"):
+        world.race(*configs)
 
 
-def test_a_round_has_one_round_where_no_time_is_left():
-    world = World({("eager", "fp32"): 30.0, ("compiled", "fp32"): 25.0})
-    world.tune(COMPILED, EAGER, seconds=100.0)
-    assert world.calls.count(EAGER) == 3, "once each in its first turns, in those after them, and in the final"
+def test_the_first_that_is_right_is_taken_and_nothing_is_timed():
+    world = World(differences={NARROW: 0.01}, errors={"compiled": OSError("no compiler")})
+    made, trials = world.make_tuner().take_first([COMPILED, NARROW, EAGER, ENGINES[0]])
+    assert made == EAGER
+    assert [trial.verdict[:6] for trial in trials] == ["failed", "wrong:", "chosen"]
+    assert not world.calls

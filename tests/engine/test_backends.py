@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,42 @@ def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch):
         build(Counting(), EXAMPLE, make_config("other"), config.Engine())
 
 
+@pytest.mark.parametrize(
+    ("device", "precisions", "features", "expected"),
+    [
+        (CPU, ("fp32",), (), ["winograd fp32", "openvino fp32"]),
+        (CPU, ("bf16", "fp32"), (), ["winograd bf16", "winograd fp32", "openvino bf16", "openvino fp32"]),
+        (
+            CPU,
+            ("bf16", "fp32"),
+            ("amx_bf16",),
+            ["openvino bf16", "winograd bf16", "winograd fp32", "openvino fp32"],
+        ),
+        (CUDA, ("bf16", "fp16", "fp32"), (), ["cudagraph bf16", "cudagraph fp16", "cudagraph fp32"]),
+    ],
+    ids=["CPU", "CPU with BF16", "CPU with AMX", "GPU"],
+)
+def test_the_known_order_is_that_of_the_hardware_without_what_compiles(device, precisions, features, expected):
+    configs = backends.list_known_order(list_configs(config.Engine(), device, precisions, 2), features)
+    assert [f"{each.engine} {each.precision}" for each in configs] == expected
+    assert {each.compile_mode for each in configs} == {None}
+
+
+@pytest.mark.parametrize("lacking", ["compiler", "headers"])
+def test_what_compiles_on_a_cpu_says_what_it_lacks(monkeypatch, tmp_path, lacking):
+    if lacking == "compiler":
+        monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
+    else:
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    for engine in ("compiled", "winograd"):
+        compiling = make_config(engine, mode="default")
+        assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiling, CPU) or "")
+        assert backends.explain_missing(compiling, CUDA) is None
+        with pytest.raises(ImportError, match="needs"):
+            build(Counting(), EXAMPLE, compiling, config.Engine())
+    assert backends.explain_missing(make_config("eager"), CPU) is None
+
+
 def test_every_engine_that_can_be_configured_is_known():
     literal = config.Engine.model_fields["kind"].annotation
     assert set(literal.__args__) == {"auto", *BACKENDS}
@@ -157,7 +194,7 @@ def test_a_cpu_tries_its_own_engines_in_every_open_format():
 
 def test_a_gpu_tries_graphs_and_modes_but_no_engine_of_a_cpu():
     configs = list_configs(config.Engine(), CUDA, ("bf16", "fp32"), 8)
-    assert {engine_config.engine for engine_config in configs} == {"cudagraph", "compiled", "tensorrt", "eager"}
+    assert {engine_config.engine for engine_config in configs} == {"cudagraph", "compiled", "eager"}
     assert {engine_config.compile_mode for engine_config in configs} == {None, "reduce-overhead", "max-autotune"}
     assert {engine_config.sw_batch_size for engine_config in configs} == {8}
     precisions = [engine_config.precision for engine_config in configs if engine_config.engine == "eager"]

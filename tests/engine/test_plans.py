@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ PLAN = EnginePlan(
     ),
     31.5,
     {"device": "a processor", "torch": "2.13", "weights": "abc", "threads": "2"},
+    tuned=True,
 )
 
 
@@ -56,9 +58,11 @@ def test_every_plan_of_a_model_is_listed_the_newest_first(tmp_path):
 def test_a_plan_is_told_as_a_table():
     first, chosen, skipped = PLAN.lines()
     assert first == "tuned in 32 s on a processor, 2 threads:"
+    assert next(replace(PLAN, tuned=False).lines()).startswith("checked in 32 s")
     assert "compiled (default) bf16 channels_last_3d x4" in chosen
     assert "12.5 windows/s" in chosen
     assert "0.050% differ" in chosen
+    assert "built in 9.0 s" in chosen
     assert skipped.endswith("skipped: no time")
 
 
@@ -70,12 +74,14 @@ def test_plans_live_in_the_configured_folder_or_in_the_users_cache(tmp_path, mon
     assert plans.choose_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
 
 
-def test_plans_depend_on_whatever_engines_are_made_of():
-    names = {path.name for path in plans.engine_sources()}
-    assert names >= {"autotune.py", "winograd.cpp", "winograd.py", "simd.hpp"}
-
-
-def test_plans_depend_on_what_else_is_handed_in(tmp_path: Path) -> None:
-    file = tmp_path / "blending.py"
-    file.write_text("A = 1\n")
-    assert plans.digest_sources((file,)) != plans.digest_sources(())
+def test_plans_depend_on_the_sources_of_engines_and_of_what_else_is_handed_in(tmp_path):
+    (tmp_path / "windows").mkdir()
+    digests = {plans.digest_sources(), plans.digest_sources(tmp_path)}
+    for name in ("blending.py", "windows/kernels.cpp"):
+        (tmp_path / name).write_text("A = 1\n")
+        plans.digest_sources.cache_clear()
+        digests.add(plans.digest_sources(tmp_path))
+    (tmp_path / "notes.txt").write_text("nothing")
+    plans.digest_sources.cache_clear()
+    digests.add(plans.digest_sources(tmp_path))
+    assert len(digests) == 3, "no file, one, and two"

@@ -29,7 +29,7 @@ def test_models_become_ready_while_the_runtime_runs(bands_repository: Path, tmp_
     fakes: list[FakeSegmenter] = []
     with running(settings(bands_repository, tmp_path), closed(fakes)) as runtime:
         assert [model.state for model in runtime.models.states()] == ["loading"]
-        assert runtime.unready_reasons() == ("bands is being loaded and warmed up.",)
+        until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
         with pytest.raises(NotReady):
             loaded_segmenter(runtime.models, None)
         until(lambda: fakes)

@@ -17,7 +17,6 @@ from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time
 from service.core import hardware
 from service.core.config import Settings
 from service.engine import backends, base, cuda_graph, precision, torch_compile
-from service.engine.autotune import ENGINE_FAILURES
 from service.engine.cpu import winograd
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
@@ -123,7 +122,7 @@ def build_and_compare(
         log.info("building %s x%d", builder.name, builder.windows)
         try:
             runners.append(builder.build())
-        except ENGINE_FAILURES as error:
+        except backends.ENGINE_FAILURES as error:
             yield Row(group, builder.name, builder.windows, backends.first_line(error))
     yield from compare_runners(group, runners, peak)
 

@@ -140,12 +140,6 @@ class SlidingWindow:
         other.network, other.any_batch_size, other.owns_scores = network, any_batch_size, owns_scores
         return other
 
-    def with_streams(self, streams: int) -> SlidingWindow:
-        """Return a copy with this number of streams and new batch buffers."""
-        other = copy.copy(self)
-        other._streams = tuple(_Stream(torch.zeros_like(self.batch)) for _ in range(streams))
-        return other
-
     def slots(self, windows: int) -> int:
         """Return the size of the batch that this number of windows is computed in."""
         return windows if self.any_batch_size else self.capacity
