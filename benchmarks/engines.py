@@ -1,11 +1,11 @@
-"""`engine: auto` beside every fixed choice, and beside bare loops over the same network in other runtimes.
+"""What `stackseg tune` finds beside every fixed choice, and beside bare loops over the same network in other runtimes.
 
 python benchmarks/engines.py [--networks nuclei UNet BasicUNet DynUNet SegResNet] [--roi 64] [--batch-sizes 2]
     [--threads 1] [--tune-seconds 120] [--json FILE]
 
 MONAI's networks are trained here for some seconds to tell bright blocks from dark ones: with random weights both
-scores of a voxel would be nearly equal, and no narrow precision could give the same labels. Each network is tuned as at
-a first start, then all other engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain
+scores of a voxel would be nearly equal, and no narrow precision could give the same labels. Each network is tuned, then
+all other engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain
 torch.compile; in BF16, too, where the processor has it) run in turn with what was tuned, on batches of one shape; what
 was tuned is itself one of the fixed choices, and not built a second time. A fixed choice that tuning found to change
 the labels is none. Speeds are medians of the ratios of single rounds; those that come near the best run in turn for
@@ -184,21 +184,19 @@ def bare_loops(
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
     """Tune one network, then compare; return a summary and the rows, the first of which that ran is what was tuned."""
     device = hardware.choose_device(options.device)
-    engine = {
-        "cache_folder": str(folder / "cache"),
-        "tune_seconds": options.tune_seconds,
-        "precision": options.precision,
-    }
+    engine = {"cache_folder": str(folder / "cache"), "precision": options.precision}
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
     spec = make_spec(name, options.roi, folder)
     network = load_network(spec)
     shape = (spec.input.channels, *spec.input.roi_size)
-    selected = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).run()
-    window, size = selected.window, selected.choice.sw_batch_size
+    selected = EngineSelector(spec, settings, device, network, activation_bytes(network, (1, *shape))).tune(
+        options.tune_seconds
+    )
+    window, size = selected.window, selected.config.sw_batch_size
     auto = Runner(
-        f"auto: {format_config(selected.choice)}",
+        f"auto: {format_config(selected.config)}",
         size,
-        selected.choice.precision,
+        selected.config.precision,
         make_call(window.network, window.batch, device),
     )
     sizes = sorted({*options.batch_sizes, size})
@@ -210,7 +208,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
     loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
     left_out = {
-        (format_config(selected.choice), size),
+        (format_config(selected.config), size),
         *((format_config(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
     }
     others = (

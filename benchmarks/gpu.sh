@@ -69,7 +69,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 if [[ -n $wheels ]]; then install_missing; fi
 export PYTHONPATH=$PWD:$out/site XDG_CACHE_HOME=$out/cache
-export STACKSEG_ENGINE__TUNE_SECONDS=60
+export STACKSEG_ENGINE__TUNE=first-start STACKSEG_ENGINE__TUNE_SECONDS=60
 
 sizes=(1 2 4 8 16) shape=(64 512 512) repeats=3 building=70 small=()
 if [[ -n $tiny ]]; then
