@@ -6,7 +6,7 @@ Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activati
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from service.models.torchscript import load_torchscript
 Network = Callable[[Tensor], Tensor]
 """A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
 
-# Weights that bring their own network, by `weights.kind`.
-_LOADERS: dict[str, Callable[[Path], nn.Module]] = {
-    "torchscript": load_torchscript,
+# Weights that bring their own network, by `weights.kind`; each for windows [C, z, y, x].
+_LOADERS: dict[str, Callable[[Path, Sequence[int]], nn.Module]] = {
+    "torchscript": lambda path, _window: load_torchscript(path),
     "exported": load_torch_export,
     "onnx": load_onnx,
 }
@@ -49,7 +49,7 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     if spec.architecture is not None:
         network = _build_with_weights(spec.architecture, spec)
     else:
-        network = _LOADERS[spec.weights.kind](spec.weights_path)
+        network = _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
     network = network.eval().requires_grad_(requires_grad=False).float()
     _check_shapes(network, spec, forward)
     return network

@@ -23,6 +23,18 @@ from torch.fx import Graph, GraphModule, Node
 from service.core.errors import BrokenModel
 from service.models.allowed_operators import ATEN
 from service.models.convolution import make_convolution
+from service.models.graph_layers import (
+    FindLayer,
+    Layer,
+    Shapes,
+    add_layers,
+    find_shuffle,
+    first_input,
+    is_volume,
+    make_norm,
+    make_prelu,
+    read_constant,
+)
 
 SCHEMA_VERSION = 8
 MAX_GRAPH_BYTES = 2**26
@@ -50,14 +62,15 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 _DAMAGE = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError, zipfile.BadZipFile)
 
 
-def load_torch_export(path: Path) -> nn.Module:
+def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Convolutions become modules, which engines can replace. Raise BrokenModel, naming what is refused.
+    Layers become modules, which engines can replace: those that windows [C, z, y, x] show to be some. Raise
+    BrokenModel, naming what is refused.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            network = _GraphReader(_Archive(archive)).read()
+            network = add_layers(_GraphReader(_Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
@@ -119,11 +132,6 @@ class _GraphReader:
         for call in self._description["nodes"]:
             self._read_call(call)
         self._graph.output(self._values[self._find_output()])
-        for node in self._tensors:
-            # Modules of convolutions hold their weights; a second copy would take memory.
-            if not node.users:
-                self._graph.erase_node(node)
-        self._graph.lint()
         return GraphModule(self._root, self._graph)
 
     def _read_inputs(self) -> None:
@@ -172,8 +180,8 @@ class _GraphReader:
         keywords = {entry["name"]: self._read_argument(entry["arg"], target) for entry in call["inputs"]}
         if keywords.get("training") is True or keywords.get("train") is True:
             raise BrokenModel(f"{target} is called as in training; export the network in eval mode.")
-        if target == "torch.ops.aten.conv3d.default" and (node := self._add_convolution(keywords)) is not None:
-            result = node
+        if target == "torch.ops.aten.dropout.default":
+            result = keywords["input"]
         elif target in ARITHMETIC:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
                 raise BrokenModel(f"{target} is called with something else than sizes.")
@@ -187,23 +195,6 @@ class _GraphReader:
         several = len(names) > 1 or any("as_tensors" in output for output in outputs)
         for index, name in enumerate(names):
             self._values[name] = self._graph.call_function(operator.getitem, (result, index)) if several else result
-
-    def _add_convolution(self, arguments: Mapping[str, Any]) -> Node | None:
-        """Add a convolution as a module; return None where its weights are computed."""
-        weight, bias = self._tensors.get(arguments["weight"]), self._tensors.get(arguments.get("bias"))  # type: ignore[arg-type]
-        if weight is None or (arguments.get("bias") is not None and bias is None):
-            return None
-        module = make_convolution(
-            weight,
-            bias,
-            groups=int(arguments.get("groups", 1)),
-            stride=_to_triple(arguments.get("stride", (1,))),
-            padding=_to_triple(arguments.get("padding", (0,))),
-            dilation=_to_triple(arguments.get("dilation", (1,))),
-        )
-        name = f"convolution_{sum(1 for _ in self._root.children())}"
-        self._root.add_module(name, module)
-        return self._graph.call_module(name, (arguments["input"],))
 
     def _read_argument(self, argument: Mapping[str, Any], target: str) -> Any:
         """Return the value of one argument of a call."""
@@ -231,6 +222,83 @@ class _GraphReader:
         if "as_int" in item:
             return int(item["as_int"])
         return self._read_argument(item, target)
+
+
+def _read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
+    """Return the arguments of a call by name, stored tensors as tensors, defaults included."""
+    assert isinstance(node.target, OpOverload)  # noqa: S101
+    defaults = {each.name: each.default_value for each in node.target._schema.arguments if each.has_default_value()}
+    stored = {name: read_constant(network, value) for name, value in node.kwargs.items()}
+    return defaults | {name: value if stored[name] is None else stored[name] for name, value in node.kwargs.items()}
+
+
+def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Layer | None:
+    settings = _read_arguments(network, node)
+    source, weight, bias = (settings.pop(name) for name in ("input", "weight", "bias"))
+    if not isinstance(weight, Tensor) or isinstance(bias, Node):
+        return None
+    groups = int(settings.pop("groups"))
+    shared = {name: _to_triple(value) for name, value in settings.items()}
+    transposed = "output_padding" in shared
+    return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **shared), source, node)
+
+
+def _find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    # Others read what a call in place leaves behind, in the source or in what it is a view of.
+    in_place = str(node.target).partition(".")[2].partition(".")[0].endswith("_")
+    alone = source.op == "call_module" and len(source.users) == 1
+    if not is_volume(source, shapes) or (in_place and not alone):
+        return None
+    if node.target is _ATEN.prelu.default:
+        slope = settings["weight"]
+        return Layer(make_prelu(slope), source, node) if isinstance(slope, Tensor) else None
+    slope = settings.get("negative_slope")
+    return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
+
+
+def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    weight, bias = settings["weight"], settings["bias"]
+    if not is_volume(source, shapes) or isinstance(weight, Node) or isinstance(bias, Node):
+        return None
+    channels = shapes[source][1]
+    if settings.get("running_mean") is not None:
+        return None
+    groups = settings.get("num_groups", channels)
+    return Layer(make_norm(groups, channels, weight, bias, eps=settings["eps"]), source, node)
+
+
+def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    settings, source = _read_arguments(network, node), first_input(node)
+    if not is_volume(source, shapes):
+        return None
+    tensors = {name: settings[name] for name in ("weight", "bias", "running_mean", "running_var")}
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return None
+    module = nn.BatchNorm3d(len(tensors["running_mean"]), settings["eps"])
+    module.load_state_dict(tensors, strict=False)
+    return Layer(module, source, node)
+
+
+def _find_shuffle(_network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
+    return find_shuffle(shapes, node, node.kwargs.get("dims", ()), {_ATEN.view.default, _ATEN.reshape.default})
+
+
+_ATEN = torch.ops.aten
+FINDERS: dict[Any, FindLayer] = {
+    _ATEN.conv3d.default: _find_convolution,
+    _ATEN.conv_transpose3d.input: _find_convolution,
+    _ATEN.relu.default: _find_activation,
+    _ATEN.relu_.default: _find_activation,
+    _ATEN.leaky_relu.default: _find_activation,
+    _ATEN.leaky_relu_.default: _find_activation,
+    _ATEN.prelu.default: _find_activation,
+    _ATEN.instance_norm.default: _find_norm,
+    _ATEN.group_norm.default: _find_norm,
+    _ATEN.batch_norm.default: _find_batch_norm,
+    _ATEN.permute.default: _find_shuffle,
+}
 
 
 def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:

@@ -82,7 +82,7 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_networks_of_monai_compute_what_they_did(name: str, tmp_path: Path, dynamic: bool) -> None:
     torch.manual_seed(0)
     network = NETWORKS[name]()
-    loaded = load_torch_export(exported(network, tmp_path / "network.pt2", dynamic=dynamic))
+    loaded = load_torch_export(exported(network, tmp_path / "network.pt2", dynamic=dynamic), SHAPE[1:])
     images = torch.rand(SHAPE)
     with torch.inference_mode():
         assert torch.allclose(loaded(images), network(images), atol=1e-5)
@@ -91,14 +91,14 @@ def test_networks_of_monai_compute_what_they_did(name: str, tmp_path: Path, dyna
 
 def test_computed_sizes_constants_and_several_results(tmp_path: Path) -> None:
     network = Folds()
-    loaded = load_torch_export(exported(network, tmp_path / "folds.pt2", dynamic=True))
+    loaded = load_torch_export(exported(network, tmp_path / "folds.pt2", dynamic=True), SHAPE[1:])
     images = torch.rand(3, *SHAPE[1:])
     assert torch.allclose(loaded(images), network(images)[0])
 
 
 def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
     network = SegResNet(3, 16, 1, 2)
-    loaded = load_torch_export(exported(network, tmp_path / "network.pt2"))
+    loaded = load_torch_export(exported(network, tmp_path / "network.pt2"), SHAPE[1:])
     assert winograd.count_replaceable(loaded) == winograd.count_replaceable(network) > 0
     assert sum(tensor.numel() for tensor in loaded.state_dict().values()) == sum(
         p.numel() for p in network.parameters()
@@ -107,7 +107,7 @@ def test_its_convolutions_can_be_replaced_and_watched(tmp_path: Path) -> None:
 
 
 def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
-    loaded, images = load_torch_export(unet), torch.rand(SHAPE)
+    loaded, images = load_torch_export(unet, SHAPE[1:]), torch.rand(SHAPE)
     prepared = prepare(loaded, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
     with torch.inference_mode():
         scores, expected = prepared(images.bfloat16()), loaded(images)
@@ -130,7 +130,7 @@ def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
 def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:
     other = with_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
     with pytest.raises(BrokenModel, match=r"calls|cannot be read"):
-        load_torch_export(other)
+        load_torch_export(other, SHAPE[1:])
 
 
 def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -> None:
@@ -142,23 +142,23 @@ def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -
         values = program["graph_module"]["graph"]["tensor_values"]
         next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": text, "hint": None}}
 
-    load_torch_export(with_graph(unet, plant))
+    load_torch_export(with_graph(unet, plant), SHAPE[1:])
     assert not witness.exists()
 
 
 def test_pickled_weights_are_refused_and_pickled_examples_not_read(unet: Path) -> None:
-    load_torch_export(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."))
+    load_torch_export(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."), SHAPE[1:])
     pickled = rewritten(
         unet, "weights_config.json", lambda text: text.replace(b'"use_pickle": false', b'"use_pickle": true')
     )
     with pytest.raises(BrokenModel, match="is pickled"):
-        load_torch_export(pickled)
+        load_torch_export(pickled, SHAPE[1:])
 
 
 @pytest.mark.parametrize("part", ["weight_0", "weights_config.json", "models/model.json"])
 def test_damage_is_named(unet: Path, part: str) -> None:
     with pytest.raises(BrokenModel, match=r"cannot be read|is said to lie"):
-        load_torch_export(rewritten(unet, part, lambda content: content[: len(content) // 2]))
+        load_torch_export(rewritten(unet, part, lambda content: content[: len(content) // 2]), SHAPE[1:])
 
 
 def test_a_tensor_cannot_be_larger_than_its_bytes(unet: Path) -> None:
@@ -166,20 +166,20 @@ def test_a_tensor_cannot_be_larger_than_its_bytes(unet: Path) -> None:
         unet, "weights_config.json", lambda text: text.replace(b'{"as_int": 8}', b'{"as_int": 800000000}')
     )
     with pytest.raises(BrokenModel, match="is said to lie in"):
-        load_torch_export(grown)
+        load_torch_export(grown, SHAPE[1:])
 
 
 def test_other_files_are_refused(bands_network: nn.Module, tmp_path: Path) -> None:
     torch.jit.script(bands_network).save(str(tmp_path / "bands.pt2"))
     with pytest.raises(BrokenModel, match="export the network again"):
-        load_torch_export(tmp_path / "bands.pt2")
+        load_torch_export(tmp_path / "bands.pt2", SHAPE[1:])
     (tmp_path / "text.pt2").write_text("no archive")
     with pytest.raises(BrokenModel, match="cannot be read"):
-        load_torch_export(tmp_path / "text.pt2")
+        load_torch_export(tmp_path / "text.pt2", SHAPE[1:])
 
 
 def test_a_network_that_is_still_trained_is_refused(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2)).train()
     torch.export.save(torch.export.export(network, (torch.rand(SHAPE),)), tmp_path / "trained.pt2")
     with pytest.raises(BrokenModel, match="in eval mode"):
-        load_torch_export(tmp_path / "trained.pt2")
+        load_torch_export(tmp_path / "trained.pt2", SHAPE[1:])

@@ -73,7 +73,11 @@ def _divide(a: Value, b: Value) -> Value:
 
 def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Return a function that applies `function` element by element to any number of values, one after the other."""
-    return lambda *values: reduce(partial(_apply_elementwise, function), values)
+
+    def call(*values: Value) -> Value:
+        return reduce(partial(_apply_elementwise, function), values)
+
+    return call
 
 
 def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Value, b: Value) -> Value:

@@ -6,27 +6,32 @@ No runtime of ONNX is involved. Only the operators listed here and in `service.m
 from __future__ import annotations
 
 import inspect
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
 from service.core.volume import Array
 from service.models.convolution import make_convolution
+from service.models.graph_layers import INPUT_RANK, add_layers
 from service.models.onnx import file
 from service.models.onnx.elementwise import UnsupportedCall, Value
 from service.models.onnx.file import Model, Node, TensorInfo
-from service.models.onnx.operators import OPERATORS, average_pool, flatten_padding, max_pool, resize, softmax_flattened
+from service.models.onnx.layers import ADDITIONS, FINDERS
+from service.models.onnx.operators import OPERATORS, flatten_padding, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
-INPUT_RANK = 5
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
 NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
+UNCHANGED = {"Identity", "Dropout"}
+# Whole numbers along one axis up to so many are sizes, axes or indices.
+MAX_NUMBERS = 64
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
 # Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
 TORCH_MODES = {
@@ -40,14 +45,17 @@ TORCH_MODES = {
 _DAMAGE = (ValueError, TypeError, IndexError, KeyError, RuntimeError)
 
 
-def load_onnx(path: Path) -> nn.Module:
-    """Load the network of an `.onnx` file, float32 on the CPU, in evaluation mode.
+def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
+    """Load the network of an `.onnx` file, float32 on the CPU, in evaluation mode, for windows [C, z, y, x].
 
+    It takes other windows, too, where the file does; layers are found by what they do to that one.
     A file whose batch axis is fixed to one is run window by window. Raise BrokenModel, naming what is refused.
     """
     model = file.read(path)
     try:
-        network = _NetworkBuilder(model).build(find_image(model))
+        image = find_image(model)
+        with torch.no_grad():
+            network = OnnxNetwork(image, add_layers(_NetworkBuilder(model).build(image), window, FINDERS, ADDITIONS))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _DAMAGE as error:
@@ -73,41 +81,16 @@ def find_image(model: Model) -> TensorInfo:
     return image
 
 
-class Argument(NamedTuple):
-    """An input of a step: the name of a "value", the attribute that holds a "tensor" of the file, or a "number"."""
-
-    kind: str
-    content: Any
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of a function, or of the layer with that number. `released` names values that no later step needs."""
-
-    operator: str
-    function: Callable[..., Value] | int
-    inputs: tuple[Argument, ...]
-    settings: Mapping[str, Any]
-    outputs: tuple[str, ...]
-    released: tuple[str, ...] = ()
-
-
 class OnnxNetwork(nn.Module):
-    """Network that runs the steps of a graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
+    """Network of a graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
 
-    image   input of the graph; sizes that it states are the only ones that the network takes
-    result  name of the output
+    image  input of the graph; sizes that it states are the only ones that the network takes
     """
 
-    def __init__(
-        self, image: TensorInfo, result: str, layers: Sequence[nn.Module], tensors: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, image: TensorInfo, network: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.steps: tuple[Step, ...] = ()
-        self._image, self._shape, self._result = image.name, image.shape, result
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+        self.network = network
+        self._shape = image.shape
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores of `x`. Raise ValueError for a shape or a step that the file does not allow for."""
@@ -116,119 +99,103 @@ class OnnxNetwork(nn.Module):
             if not all(fits):
                 raise ValueError(f"the file fixes its input to {self._shape}")
             if self._shape[0] == 1 and len(x) > 1:
-                return torch.cat([self._run(window[None]) for window in x.unbind(0)])
-        return self._run(x)
-
-    def _run(self, x: Tensor) -> Tensor:
-        values: dict[str, Value] = {self._image: x}
-        for step in self.steps:
-            inputs = [self._get_argument(argument, values) for argument in step.inputs]
-            function = self.layers[step.function] if isinstance(step.function, int) else step.function
-            result = function(*inputs, **step.settings)
-            results = result if step.operator == "Split" else (result,)
-            values.update(zip(step.outputs, results, strict=True))
-            for name in step.released:
-                del values[name]
-        scores: Tensor = values[self._result]
+                return torch.cat([self.network(window[None]) for window in x.unbind(0)])
+        scores: Tensor = self.network(x)
         return scores
-
-    def _get_argument(self, argument: Argument, values: Mapping[str, Value]) -> Value:
-        if argument.kind == "value":
-            return values[argument.content]
-        return getattr(self, argument.content) if argument.kind == "tensor" else argument.content
 
 
 class _NetworkBuilder:
-    """Builder of one network. `_computed` holds the names of values that an earlier step computes."""
+    """Builder of one network.
+
+    _values   results by their names in the file: nodes of what is computed from the image; else tensors, numbers or
+              tuples of numbers
+    _tensors  nodes that hold stored tensors, by these
+    """
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._constants = dict(model.tensors)
-        self._layers: list[nn.Module] = []
-        self._tensors: dict[str, Tensor] = {}
-        self._attributes: dict[str, str] = {}
-        self._computed: set[str] = set()
+        self._root, self._graph = nn.Module(), fx.Graph()
+        self._values: dict[str, Value] = {name: _to_value(array) for name, array in model.tensors.items()}
+        self._tensors: dict[Tensor, fx.Node] = {}
 
-    def build(self, image: TensorInfo) -> OnnxNetwork:
+    def build(self, image: TensorInfo) -> fx.GraphModule:
         """Build the network. Raise BrokenModel."""
         if not self._model.outputs:
             raise BrokenModel("graph.output: nothing comes out of it.")
-        result = self._model.outputs[0].name
-        self._computed.add(image.name)
-        steps = []
+        self._values[image.name] = self._graph.placeholder("image")
         for node in self._model.nodes:
             if node.domain not in STANDARD_DOMAINS:
                 raise BrokenModel(
                     f"{node.operator} of {node.domain} is not an operator of ONNX; no code of others is run."
                 )
             try:
-                step = self._make_step(node)
+                self._add_node(node)
             except UnsupportedCall as error:
                 raise BrokenModel(f"{node.operator}: {error}") from error
-            if step is not None:
-                steps.append(step)
-                self._computed |= set(step.outputs)
-        if result not in self._computed:
-            raise BrokenModel(f"graph.output {result}: nothing makes it.")
-        network = OnnxNetwork(image, result, self._layers, self._tensors)
-        network.steps = _release_values(steps, result)
-        return network
+        scores = self._values.get(self._model.outputs[0].name)
+        if not isinstance(scores, fx.Node):
+            raise BrokenModel(f"graph.output {self._model.outputs[0].name}: nothing makes it of the image.")
+        self._graph.output(scores)
+        return fx.GraphModule(self._root, self._graph)
 
-    def _make_step(self, node: Node) -> Step | None:
+    def _add_node(self, node: Node) -> None:
         if node.operator == "Constant":
-            self._constants[node.outputs[0]] = _read_constant(node.attributes)
-            return None
-        if node.operator == "Identity" and node.inputs[0] in self._constants:
-            # Exporters store equal weights once and give them further names by Identity.
-            self._constants[node.outputs[0]] = self._constants[node.inputs[0]]
-            return None
-        special = _BUILDERS.get(node.operator)
-        if special is not None:
-            return special(self, node)
-        function = (
-            softmax_flattened if node.operator == "Softmax" and self._model.opset < 13 else OPERATORS.get(node.operator)
-        )
-        if function is None:
+            self._values[node.outputs[0]] = _to_value(_read_constant(node.attributes))
+        elif node.operator in UNCHANGED:
+            self._values[node.outputs[0]] = self._get_value(node.inputs[0])
+        elif node.operator in _BUILDERS:
+            _BUILDERS[node.operator](self, node)
+        elif node.operator == "Softmax" and self._model.opset < 13:
+            self._add_call(node, softmax_flattened, node.attributes)
+        elif node.operator in OPERATORS:
+            self._add_call(node, OPERATORS[node.operator], node.attributes)
+        else:
             raise BrokenModel(f"{node.operator} is not on the list in service/models/onnx/operators.py.")
-        return self._make_call(node, function, node.attributes)
 
-    def _make_call(
-        self, node: Node, function: Callable[..., Value] | int, settings: Mapping[str, Any], inputs: int | None = None
-    ) -> Step:
-        """Return the call of a function with the node's inputs, or of a layer with the first of them."""
-        settings = {name: value for name, value in settings.items() if name not in IGNORED_ATTRIBUTES}
-        if not isinstance(function, int):
-            parameters = inspect.signature(function).parameters.values()
-            unknown = settings.keys() - {parameter.name for parameter in parameters}
-            if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
-        arguments = tuple(self._make_argument(node, name) for name in node.inputs[:inputs])
-        outputs = node.outputs if node.operator == "Split" else node.outputs[:1]
-        return Step(node.operator, function, arguments, settings, outputs)
+    def _add_call(self, node: Node, function: Callable[..., Value], attributes: Mapping[str, Any]) -> None:
+        """Add the call of a function with the node's inputs, or call it at once where no pixel is among them."""
+        settings = {name: _to_setting(each) for name, each in attributes.items() if name not in IGNORED_ATTRIBUTES}
+        # The graph becomes Python code: names of the file must not get into it.
+        parameters = inspect.signature(function).parameters
+        unknown = settings.keys() - {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+        if unknown:
+            raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
+        arguments = [self._get_value(name) for name in node.inputs]
+        if node.operator in NUMERIC_INPUTS:
+            arguments[1:] = [_to_numbers(argument) for argument in arguments[1:]]
+        if any(isinstance(argument, fx.Node) for argument in arguments):
+            call = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
+            results = (
+                [self._graph.call_function(operator.getitem, (call, index)) for index in range(len(node.outputs))]
+                if node.operator == "Split"
+                else [call]
+            )
+        else:
+            result = function(*arguments, **settings)
+            results = [_to_value(each) for each in (result if node.operator == "Split" else (result,))]
+        self._values.update(zip(node.outputs, results, strict=False))
 
-    def _make_argument(self, node: Node, name: str) -> Argument:
-        if not name:
-            return Argument("number", None)
-        if name in self._computed:
-            return Argument("value", name)
-        array = self._constants.get(name)
-        if array is None:
+    def _get_value(self, name: str) -> Value:
+        if name and name not in self._values:
             raise UnsupportedCall(f"{name}: nothing makes it.")
-        if array.ndim == 0 or (array.ndim == 1 and (array.dtype.kind != "f" or node.operator in NUMERIC_INPUTS)):
-            return Argument("number", tuple(array.tolist()) if array.ndim else array.item())
-        if name not in self._attributes:
-            self._attributes[name] = f"tensor_{len(self._tensors)}"
-            self._tensors[self._attributes[name]] = _to_tensor(array)
-        return Argument("tensor", self._attributes[name])
+        return self._values[name] if name else None
+
+    def _to_argument(self, value: Value) -> Any:
+        """Return a node that holds a stored tensor, and other values unchanged."""
+        if not isinstance(value, Tensor):
+            return value
+        if value not in self._tensors:
+            name = f"tensor_{len(self._tensors)}"
+            self._root.register_buffer(name, value)
+            self._tensors[value] = self._graph.get_attr(name)
+        return self._tensors[value]
 
     def _get_weights(self, node: Node, index: int) -> Tensor | None:
         """Return a stored tensor of a layer; None for an input that is left out."""
-        name = node.inputs[index] if index < len(node.inputs) else ""
-        if not name:
-            return None
-        if name not in self._constants:
+        weights = self._get_value(node.inputs[index]) if index < len(node.inputs) else None
+        if weights is not None and not isinstance(weights, Tensor):
             raise UnsupportedCall(f"input {index}: weights that are computed cannot be honoured.")
-        return _to_tensor(self._constants[name])
+        return weights
 
     def _require_weights(self, node: Node, index: int) -> Tensor:
         weights = self._get_weights(node, index)
@@ -236,11 +203,18 @@ class _NetworkBuilder:
             raise UnsupportedCall(f"input {index}: is left out.")
         return weights
 
-    def _add_layer(self, node: Node, module: nn.Module) -> Step:
-        self._layers.append(module)
-        return self._make_call(node, len(self._layers) - 1, {}, inputs=1)
+    def _add_layer(self, node: Node, module: nn.Module, padding: Sequence[int] = (), value: float = 0.0) -> None:
+        """Add a module, after padding in the order of `functional.pad`."""
+        source = self._get_value(node.inputs[0])
+        if not isinstance(source, fx.Node):
+            raise UnsupportedCall("input 0: is not computed from the image.")
+        if any(padding):
+            module = nn.Sequential(nn.ConstantPad3d(tuple(padding), value), module)  # type: ignore[arg-type]
+        name = f"layer_{len(self._graph.nodes)}"
+        self._root.add_module(name, module)
+        self._values[node.outputs[0]] = self._graph.call_module(name, (source,))
 
-    def _add_convolution(self, node: Node) -> Step:
+    def _add_convolution(self, node: Node) -> None:
         weight, bias = self._require_weights(node, 1), self._get_weights(node, 2)
         if weight.dim() != INPUT_RANK:
             raise UnsupportedCall(f"W: {weight.dim() - 2} axes in space; only networks of z, y and x can be honoured.")
@@ -256,12 +230,9 @@ class _NetworkBuilder:
             raise UnsupportedCall("pads: before and after an axis differ.")
         settings |= {"groups": int(node.attributes.get("group", 1)), "padding": before if symmetric else 0}
         module = make_convolution(weight, bias, transposed=transposed, **settings)
-        if symmetric:
-            return self._add_layer(node, module)
-        padding: Any = tuple(flatten_padding(zip(before, after, strict=True)))
-        return self._add_layer(node, nn.Sequential(nn.ConstantPad3d(padding, 0.0), module))
+        self._add_layer(node, module, () if symmetric else flatten_padding(zip(before, after, strict=True)))
 
-    def _add_batch_norm(self, node: Node) -> Step:
+    def _add_batch_norm(self, node: Node) -> None:
         if node.attributes.get("training_mode"):
             raise UnsupportedCall("training_mode: export the network in evaluation mode.")
         scale, bias, mean, variance = (self._require_weights(node, index) for index in range(1, 5))
@@ -269,25 +240,25 @@ class _NetworkBuilder:
         module.load_state_dict(
             {"weight": scale, "bias": bias, "running_mean": mean, "running_var": variance}, strict=False
         )
-        return self._add_layer(node, module)
+        self._add_layer(node, module)
 
-    def _make_pooling(self, node: Node) -> Step:
+    def _add_pooling(self, node: Node) -> None:
         attributes = dict(node.attributes)
         kernel = attributes.pop("kernel_shape")
-        count_include_pad = bool(attributes.pop("count_include_pad", 0))
+        include_padding = bool(attributes.pop("count_include_pad", 0))
         settings = _read_window(attributes, kernel)
         before, after = settings.pop("before"), settings.pop("after")
-        settings |= {"kernel_size": kernel, "ceil_mode": bool(attributes.get("ceil_mode", 0))}
-        if node.operator == "AveragePool":
-            if settings.pop("dilation") != (1, 1, 1) or before != after:
-                raise UnsupportedCall("dilations or pads: cannot be honoured.")
-            return self._make_call(
-                node, average_pool, settings | {"padding": before, "count_include_pad": count_include_pad}
-            )
-        padding = flatten_padding(zip(before, after, strict=True))
-        return self._make_call(node, max_pool, settings | {"padding": padding})
+        settings["ceil_mode"] = bool(attributes.get("ceil_mode", 0))
+        if node.operator == "MaxPool":
+            # Padded voxels are never a maximum.
+            padding = flatten_padding(zip(before, after, strict=True))
+            self._add_layer(node, nn.MaxPool3d(kernel, **settings), padding, -math.inf)
+            return
+        if settings.pop("dilation") != (1, 1, 1) or before != after:
+            raise UnsupportedCall("dilations or pads: cannot be honoured.")
+        self._add_layer(node, nn.AvgPool3d(kernel, padding=before, count_include_pad=include_padding, **settings))
 
-    def _make_resize(self, node: Node) -> Step:
+    def _add_resize(self, node: Node) -> None:
         attributes = dict(node.attributes)
         legacy = node.operator == "Upsample" or self._model.opset < 11
         coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
@@ -299,29 +270,18 @@ class _NetworkBuilder:
         if torch_mode is None:
             raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} cannot be honoured.")
         inputs = (node.inputs[0], "", *node.inputs[1:]) if legacy else node.inputs
-        return self._make_call(Node("Resize", "", inputs, node.outputs, {}), resize, {"torch_mode": torch_mode})
+        self._add_call(Node("Resize", "", inputs, node.outputs, {}), resize, {"torch_mode": torch_mode})
 
 
-_BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], Step]] = {
+_BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
     "Conv": _NetworkBuilder._add_convolution,
     "ConvTranspose": _NetworkBuilder._add_convolution,
     "BatchNormalization": _NetworkBuilder._add_batch_norm,
-    "MaxPool": _NetworkBuilder._make_pooling,
-    "AveragePool": _NetworkBuilder._make_pooling,
-    "Resize": _NetworkBuilder._make_resize,
-    "Upsample": _NetworkBuilder._make_resize,
+    "MaxPool": _NetworkBuilder._add_pooling,
+    "AveragePool": _NetworkBuilder._add_pooling,
+    "Resize": _NetworkBuilder._add_resize,
+    "Upsample": _NetworkBuilder._add_resize,
 }
-
-
-def _release_values(steps: Sequence[Step], result: str) -> tuple[Step, ...]:
-    """Return the steps, each releasing the values that no later one needs; all values take many times the memory."""
-    needed = {result}
-    releasing = []
-    for step in reversed(steps):
-        used = {argument.content for argument in step.inputs if argument.kind == "value"} | set(step.outputs)
-        releasing.append(replace(step, released=tuple(sorted(used - needed))))
-        needed |= used
-    return tuple(reversed(releasing))
 
 
 def _read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
@@ -352,7 +312,24 @@ def _read_constant(attributes: Mapping[str, Any]) -> Array:
     return array
 
 
-def _to_tensor(array: Array) -> Tensor:
-    """Return a copy as a tensor, floating point as float32."""
-    tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-    return tensor.float() if tensor.is_floating_point() else tensor
+def _to_value(value: Any) -> Value:
+    """Return an array or tensor as a number or a tuple where it is a size, floating point as float32."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        return value.item()
+    if value.is_floating_point():
+        return value.float()
+    return tuple(value.tolist()) if value.dim() == 1 and len(value) <= MAX_NUMBERS else value
+
+
+def _to_numbers(value: Value) -> Value:
+    """Return a stored tensor with one axis as a tuple, and other values unchanged."""
+    return tuple(value.tolist()) if isinstance(value, Tensor) and value.dim() == 1 else value
+
+
+def _to_setting(value: Any) -> Any:
+    """Return an attribute of one number as that number, and other values unchanged."""
+    return value.item() if isinstance(value, np.ndarray) else value

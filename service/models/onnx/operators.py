@@ -185,16 +185,6 @@ def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = N
     return functional.interpolate(x, edges, factors, "trilinear", align_corners=torch_mode == "corners")
 
 
-def max_pool(x: Tensor, *, padding: Ints, **settings: Any) -> Tensor:
-    """Pool maxima of windows; `padding` is in the order of `functional.pad`, and padded voxels are never a maximum."""
-    pooled: Tensor = functional.max_pool3d(functional.pad(x, list(padding), value=-math.inf), **settings)
-    return pooled
-
-
-def average_pool(x: Tensor, **settings: Any) -> Tensor:
-    return functional.avg_pool3d(x, **settings)
-
-
 def pool_globally(function: Callable[..., Tensor], x: Tensor) -> Tensor:
     pooled: Tensor = function(x, dim=list(range(2, x.dim())), keepdim=True)
     return pooled
@@ -223,11 +213,19 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return functional.gelu(x, approximate=approximate)
 
 
-def gemm(a: Tensor, b: Tensor, c: Value = None, **settings: Any) -> Tensor:
-    """Return alpha * a @ b + beta * c; `settings` are `alpha`, `beta`, `transA` and `transB`."""
-    left, right = (x.T if settings.get(f"trans{name}") else x for x, name in ((a, "A"), (b, "B")))
-    product: Tensor = settings.get("alpha", 1.0) * (left @ right)
-    return product if c is None else product + settings.get("beta", 1.0) * c
+def gemm(  # noqa: PLR0913
+    a: Tensor,
+    b: Tensor,
+    c: Value = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,  # noqa: N803
+    transB: int = 0,  # noqa: N803
+) -> Tensor:
+    """Return alpha * a @ b + beta * c, of which `a` and `b` may be transposed first."""
+    product = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    return product if c is None else product + beta * c
 
 
 def leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
@@ -250,13 +248,7 @@ def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), -1)
 
 
-def keep_input(x: Value, *_others: Value) -> Value:
-    return x
-
-
 OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
-    "Identity": keep_input,
-    "Dropout": keep_input,
     "LeakyRelu": leaky_relu,
     "Elu": elu,
     "HardSigmoid": hard_sigmoid,
@@ -281,7 +273,6 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "Range": make_range,
     "Pad": pad,
     "Resize": resize,
-    "MaxPool": max_pool,
     "GlobalAveragePool": partial(pool_globally, torch.mean),
     "GlobalMaxPool": partial(pool_globally, torch.amax),
     "ReduceMean": partial(reduce_axes, torch.mean),
@@ -293,4 +284,8 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "GroupNormalization": group_norm,
     "LayerNormalization": layer_norm,
 }
+for _name, _function in OPERATORS.items():
+    if isinstance(_function, partial):
+        # The code of a graph names its functions.
+        setattr(_function, "__name__", _name)  # noqa: B010
 """Supported operators by name, besides those that `service.models.onnx.network` makes into modules or constants."""

@@ -32,7 +32,7 @@ def agrees(path: Path) -> None:
     image = np.random.default_rng(0).normal(size=SHAPE).astype(FLOATS)
     (expected,) = ReferenceEvaluator(onnx.load(path)).run(None, {"x": image})
     with torch.inference_mode():
-        found = load_onnx(path)(torch.from_numpy(image))
+        found = load_onnx(path, SHAPE[1:])(torch.from_numpy(image))
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -148,7 +148,9 @@ def test_operators_with_settings(case: str, tmp_path: Path) -> None:
 
 
 def test_softmax_went_over_all_further_axes_before_opset_13(tmp_path: Path) -> None:
-    loaded = load_onnx(model(tmp_path / "m.onnx", [helper.make_node("Softmax", ["x"], ["y"], axis=2)], {}, 11))
+    loaded = load_onnx(
+        model(tmp_path / "m.onnx", [helper.make_node("Softmax", ["x"], ["y"], axis=2)], {}, 11), SHAPE[1:]
+    )
     assert torch.allclose(loaded(torch.rand(SHAPE)).sum((2, 3, 4)), torch.ones(SHAPE[:2]))
 
 

@@ -1,0 +1,214 @@
+"""Layers of a network that was read as a graph of functions, as modules: engines replace and fuse these.
+
+Layers whose values only the next one reads become an `nn.Sequential`, which tells engines the order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from service.models.architectures import DepthToSpace, SpaceToDepth
+
+Shape = tuple[int, ...]
+Shapes = Mapping[Node, Shape]
+
+INPUT_RANK = 5
+# Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
+INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
+# What a graph may raise that does not fit its image; running it tells the reason.
+_MISFIT = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
+
+
+class Layer(NamedTuple):
+    """A module that computes the value of the node `result` of that of `source`."""
+
+    module: nn.Module
+    source: Node
+    result: Node
+
+
+FindLayer = Callable[[GraphModule, Node, Shapes], Layer | None]
+"""Network, a call in it, and shapes of values as far as they are known -> the layer that the call is a part of."""
+
+
+def add_layers(
+    network: GraphModule, window: Sequence[int], finders: Mapping[Any, FindLayer], additions: Set[Any]
+) -> GraphModule:
+    """Return the network with modules for its layers, in sequences where they follow each other.
+
+    window     [C, z, y, x] that the network is for
+    finders    how to find layers, by the function of one of their calls
+    additions  functions that add two values
+    """
+    graph = network.graph
+    graph.eliminate_dead_code()
+    shapes = infer_shapes(network, (1, *window))
+    for node in list(graph.nodes):
+        find = finders.get(node.target) if node.op == "call_function" else None
+        layer = find(network, node, shapes) if find is not None else None
+        if layer is not None:
+            shapes[_put_layer(network, layer)] = shapes.get(layer.result, ())
+    graph.eliminate_dead_code()
+    _join_layers(network)
+    _add_in_place(graph, additions)
+    graph.lint()
+    # A new module has no attributes but those that nodes name.
+    return GraphModule(network, graph)
+
+
+def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
+    """Return the shapes of all tensors of a forward of an image of `shape`, none where that does not run."""
+    interpreter = _ShapeInterpreter(network)
+    try:
+        with torch.no_grad():
+            interpreter.run(torch.empty(shape, device="meta"))
+    except _MISFIT:
+        return {}
+    return interpreter.shapes
+
+
+def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
+    """Return the stored tensor that an argument names, None for anything else."""
+    if isinstance(argument, Node) and argument.op == "get_attr":
+        tensor: Tensor = getattr(network, str(argument.target))
+        return tensor
+    return None
+
+
+def first_input(node: Node) -> Any:
+    """Return the first argument of a call."""
+    return next(iter((*node.args, *node.kwargs.values())), None)
+
+
+def is_volume(node: Any, shapes: Shapes) -> bool:
+    """Return whether a value is known to have the axes batch, channel, z, y and x."""
+    return len(shapes.get(node, ())) == INPUT_RANK
+
+
+def follow(node: Node, functions: Set[Any]) -> Node | None:
+    """Return the only call that reads a value, None where there are several, or where it is of no such function."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target in functions else None
+
+
+def make_prelu(slope: Tensor) -> nn.PReLU:
+    """Return a PReLU with one slope, or one for each channel."""
+    module = nn.PReLU(slope.numel())
+    module.weight = nn.Parameter(slope.flatten(), requires_grad=False)
+    return module
+
+
+def make_norm(
+    groups: int, channels: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
+) -> nn.Module:
+    """Return a group norm, with as many groups as channels an instance norm; `weight` and `bias` have C numbers."""
+    norm: nn.Module = nn.GroupNorm(groups, channels, eps, affine=False)
+    if groups == channels:
+        norm = nn.InstanceNorm3d(channels, eps, affine=False)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            norm.register_parameter(name, nn.Parameter(tensor.flatten(), requires_grad=False))
+    return norm
+
+
+def find_shuffle(shapes: Shapes, permute: Node, order: Any, reshapes: Set[Any]) -> Layer | None:
+    """Return the pixel shuffle that a reshape, a permute with `order` and a reshape are, None if they are none."""
+    before, after = first_input(permute), follow(permute, reshapes)
+    if after is None or before.target not in reshapes or len(before.users) > 1:
+        return None
+    source = first_input(before)
+    module = _make_shuffle(shapes.get(source, ()), shapes.get(before, ()), tuple(order))
+    if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(after):
+        return None
+    return Layer(module, source, after)
+
+
+class _ShapeInterpreter(Interpreter):
+    """Runs a graph without numbers, and keeps the shapes of its values."""
+
+    def __init__(self, network: GraphModule) -> None:
+        super().__init__(network)
+        self.shapes: dict[Node, Shape] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.shapes[n] = tuple(result.shape)
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _without_numbers(super().get_attr(target, args, kwargs))
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        state = {name: _without_numbers(tensor) for name, tensor in module.state_dict().items()}
+        return functional_call(module, state, args, kwargs)
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    return tensor.to("meta", torch.float32 if tensor.is_floating_point() else None)
+
+
+def _put_layer(network: GraphModule, layer: Layer) -> Node:
+    """Call the module of a layer instead of what computes its result, and return that call."""
+    name = f"layer_{layer.result.name}"
+    network.add_module(name, layer.module)
+    with network.graph.inserting_before(layer.result):
+        call = network.graph.call_module(name, (layer.source,))
+    layer.result.replace_all_uses_with(call)
+    network.graph.erase_node(layer.result)
+    return call
+
+
+def _make_shuffle(shape: Shape, split: Shape, axes: tuple[Any, ...]) -> SpaceToDepth | DepthToSpace | None:
+    """Return the shuffle of an image of `shape` that reshapes it to `split` and permutes `axes`, None if none does."""
+    if len(shape) != INPUT_RANK or len(split) != 8:
+        return None
+    edges = shape[2:]
+    if axes == INTO_CHANNELS:
+        block = split[3::2]
+        voxels = tuple(size for edge, step in zip(edges, block, strict=True) for size in (edge // step, step))
+        return SpaceToDepth(block) if split == (*shape[:2], *voxels) else None
+    if axes == OUT_OF_CHANNELS:
+        return DepthToSpace(split[2:5]) if (split[0], *split[5:]) == (shape[0], *edges) else None
+    return None
+
+
+def _join_layers(network: GraphModule) -> None:
+    """Make an `nn.Sequential` of every two layers of which the second alone reads what the first one gives."""
+    for node in list(network.graph.nodes):
+        before = node.args[0] if node.op == "call_module" else None
+        if not isinstance(before, Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        first, second = (network.get_submodule(str(each.target)) for each in (before, node))
+        if isinstance(first, nn.Sequential):
+            first.append(second)
+        else:
+            setattr(network, str(before.target), nn.Sequential(first, second))
+        node.replace_all_uses_with(before)
+        network.graph.erase_node(node)
+
+
+def _add_in_place(graph: Graph, additions: Set[Any]) -> None:
+    """Add into the later of two terms that a layer makes for the sum alone: memory for the sum takes time."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        terms = node.all_input_nodes
+        if node.target not in additions or len(terms) != 2 or len({*node.args, *node.kwargs.values()}) != 2:
+            continue
+        last = max(terms, key=order.__getitem__)
+        if last.op == "call_module" and len(last.users) == 1:
+            (other,) = (term for term in terms if term is not last)
+            node.target, node.args, node.kwargs = add_into, (last, other), {}
+
+
+def add_into(x: Tensor, other: Tensor) -> Tensor:
+    """Return `x + other`, in the memory of `x` where the sum has its shape and dtype."""
+    alike = isinstance(other, Tensor) and (x.shape, x.dtype) == (other.shape, other.dtype)
+    return x.add_(other) if alike else x + other

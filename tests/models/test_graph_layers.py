@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.dynunet import DynUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unet import UNet
+from onnx import TensorProto, helper
+from onnx_export import export_onnx
+from torch import Tensor, nn
+
+from service.engine.fusion import adjacent_modules
+from service.models.architectures import DepthToSpace, ShuffleUNet, SpaceToDepth
+from service.models.module_tree import observe_calls
+from service.models.onnx.network import load_onnx
+from service.models.torch_export import load_torch_export
+
+WINDOW = (1, 32, 32, 64)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "UNet": lambda: UNet(3, 1, 2, (4, 8), (2,), num_res_units=1),
+    "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
+    "DynUNet": lambda: DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8]),
+    "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+    "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
+}
+OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU)
+KINDS = {
+    "convolution": (nn.Conv3d, nn.ConvTranspose3d),
+    "norm": (nn.InstanceNorm3d, nn.GroupNorm),
+    "shuffle": (SpaceToDepth, DepthToSpace),
+}
+
+
+def as_onnx(network: nn.Module, path: Path) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW)), WINDOW)
+
+
+def as_open_onnx(network: nn.Module, path: Path) -> nn.Module:
+    return load_onnx(export_onnx(network, path, (1, *WINDOW), OPEN), WINDOW)
+
+
+def as_torch_export(network: nn.Module, path: Path) -> nn.Module:
+    torch.export.save(torch.export.export(network.eval(), (torch.rand(1, *WINDOW),)), path.with_suffix(".pt2"))
+    return load_torch_export(path.with_suffix(".pt2"), WINDOW)
+
+
+def count_layers(network: nn.Module) -> dict[str, int]:
+    return {name: sum(isinstance(each, kinds) for each in network.modules()) for name, kinds in KINDS.items()}
+
+
+def count_fusable_activations(network: nn.Module) -> int:
+    pairs = adjacent_modules(network)
+    return len({second.module for _, second in pairs if isinstance(second.module, ACTIVATIONS)})
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("reload", [as_onnx, as_open_onnx, as_torch_export])
+def test_the_layers_of_the_module_are_found(
+    name: str, reload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network, image = NETWORKS[name]().eval(), torch.rand(1, *WINDOW)
+    with torch.inference_mode():
+        loaded = reload(network, tmp_path / "n.onnx")
+        with observe_calls(network):
+            expected = network(image)
+        with observe_calls(loaded):
+            torch.testing.assert_close(loaded(image), expected, rtol=1e-4, atol=1e-4)
+    assert count_layers(loaded) == count_layers(network)
+    assert count_fusable_activations(loaded) >= max(count_fusable_activations(network), 1)
+
+
+def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.first(x)
+            total = features + self.second(features)
+            return torch.relu(total) + total
+
+    network, image = Twice().eval(), torch.rand(1, *WINDOW)
+    for reload in (as_onnx, as_torch_export):
+        with torch.inference_mode():
+            torch.testing.assert_close(reload(network, tmp_path / "n.onnx")(image), network(image))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 3, 5, 7, 2, 6, 4], [0, 1, 7, 5, 3, 2, 4, 6]])
+def test_another_order_of_voxels_is_no_shuffle(order: list[int], tmp_path: Path) -> None:
+    split = helper.make_tensor("s", TensorProto.INT64, [8], [1, 1, 16, 2, 16, 2, 32, 2])
+    whole = helper.make_tensor("t", TensorProto.INT64, [5], [1, 8, 16, 16, 32])
+    nodes = [
+        helper.make_node("Reshape", ["x", "s"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=order),
+        helper.make_node("Reshape", ["b", "t"], ["y"]),
+    ]
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, *WINDOW])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [image], [result], [split, whole])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    loaded, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
+    expected = x.reshape(1, 1, 16, 2, 16, 2, 32, 2).permute(order).reshape(1, 8, 16, 16, 32)
+    assert torch.equal(loaded(x), expected)
