@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from service.core.errors import BrokenModel
 from service.models.architectures import DepthToSpace, SpaceToDepth
 
 Shape = tuple[int, ...]
 Shapes = Mapping[Node, Shape]
 
 INPUT_RANK = 5
+# Most elements of a value: as float32 they take 8 GiB, and a file asks for any number in a few bytes.
+MAX_ELEMENTS = 2**31
 # Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
 INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
 # What a graph may raise that does not fit its image; running it tells the reason.
@@ -63,7 +66,10 @@ def add_layers(
 
 
 def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
-    """Return the shapes of all tensors of a forward of an image of `shape`, none where that does not run."""
+    """Return the shapes of all tensors of a forward of an image of `shape`, none where that does not run.
+
+    Raise BrokenModel where a value has more than `MAX_ELEMENTS`.
+    """
     interpreter = _ShapeInterpreter(network)
     try:
         with torch.no_grad():
@@ -140,6 +146,8 @@ class _ShapeInterpreter(Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor):
             self.shapes[n] = tuple(result.shape)
+            if result.numel() > MAX_ELEMENTS:
+                raise BrokenModel(f"{n.name}: makes a value of {self.shapes[n]}, too large for a part of a network.")
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -71,6 +71,11 @@ def _divide(a: Value, b: Value) -> Value:
     return a / b
 
 
+def _modulo(a: Value, b: Value, *, fmod: int = 0) -> Value:
+    """Return the remainder with the sign of `b`, or with `fmod` that of `a`."""
+    return torch.fmod(*map(torch.as_tensor, (a, b))) if fmod else _apply_elementwise(operator.mod, a, b)
+
+
 def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Return a function that applies `function` element by element to any number of values, one after the other."""
 
@@ -145,6 +150,7 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "Mul": partial(_apply_elementwise, operator.mul),
     "Div": partial(_apply_elementwise, _divide),
     "Pow": partial(_apply_elementwise, operator.pow),
+    "Mod": _modulo,
     "Max": _fold(partial(_extremum, torch.maximum, max)),
     "Min": _fold(partial(_extremum, torch.minimum, min)),
     "Sum": _fold(operator.add),

@@ -24,14 +24,14 @@ from service.models.onnx import file
 from service.models.onnx.elementwise import UnsupportedCall, Value
 from service.models.onnx.file import Model, Node, TensorInfo
 from service.models.onnx.layers import ADDITIONS, FINDERS
-from service.models.onnx.operators import OPERATORS, flatten_padding, resize, softmax_flattened
+from service.models.onnx.operators import OPERATORS, check_size, flatten_padding, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
 NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
 UNCHANGED = {"Identity", "Dropout"}
-# Whole numbers along one axis up to so many are sizes, axes or indices.
-MAX_NUMBERS = 64
+# Stored whole numbers along one axis up to so many are numbers in the code of the graph.
+INLINED_NUMBERS = 64
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
 # Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
 TORCH_MODES = {
@@ -171,6 +171,7 @@ class _NetworkBuilder:
                 else [call]
             )
         else:
+            _check_result(function, arguments, settings)
             result = function(*arguments, **settings)
             results = [_to_value(each) for each in (result if node.operator == "Split" else (result,))]
         self._values.update(zip(node.outputs, results, strict=False))
@@ -312,6 +313,16 @@ def _read_constant(attributes: Mapping[str, Any]) -> Array:
     return array
 
 
+def _check_result(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> None:
+    """Raise UnsupportedCall where a result is too large. Operators that need the numbers check that themselves."""
+    try:
+        result = function(*(each.to("meta") if isinstance(each, Tensor) else each for each in arguments), **settings)
+    except (RuntimeError, TypeError):
+        return
+    if isinstance(result, Tensor):
+        check_size(result.shape, "inputs")
+
+
 def _to_value(value: Any) -> Value:
     """Return an array or tensor as a number or a tuple where it is a size, floating point as float32."""
     if isinstance(value, np.ndarray):
@@ -322,7 +333,7 @@ def _to_value(value: Any) -> Value:
         return value.item()
     if value.is_floating_point():
         return value.float()
-    return tuple(value.tolist()) if value.dim() == 1 and len(value) <= MAX_NUMBERS else value
+    return tuple(value.tolist()) if value.dim() == 1 and len(value) <= INLINED_NUMBERS else value
 
 
 def _to_numbers(value: Value) -> Value:

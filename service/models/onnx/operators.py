@@ -16,9 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from service.models.graph_layers import MAX_ELEMENTS
 from service.models.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
 
 Ints = Sequence[int]
+
+# Most numbers in a tuple: sizes, axes and indices are few.
+MAX_NUMBERS = 2**16
+
+
+def check_size(sizes: Iterable[int], name: str, most: int = MAX_ELEMENTS) -> None:
+    """Raise UnsupportedCall, naming the input, where a value of such sizes cannot be a part of a network."""
+    if math.prod(sizes) > most:
+        raise UnsupportedCall(f"{name}: asks for more than {most} elements.")
+
+
+def to_tensor(value: Value) -> Tensor:
+    """Return numbers as a tensor, and a tensor unchanged."""
+    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
@@ -26,18 +41,21 @@ def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
 
 
 def gather(x: Value, indices: Value, axis: int = 0) -> Value:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) and not isinstance(indices, Tensor):
         return tuple(x[int(i)] for i in indices) if isinstance(indices, tuple) else x[int(indices)]
-    if isinstance(indices, Tensor):
+    x = to_tensor(x)
+    if isinstance(indices, Tensor) and indices.is_floating_point():
         raise UnsupportedCall("indices: computed from pixels.")
-    if isinstance(indices, tuple):
-        return x.index_select(axis, torch.tensor(indices, device=x.device) % x.shape[axis])
-    return x.select(axis, int(indices))
+    if not isinstance(indices, Tensor | tuple):
+        return x.select(axis, int(indices))
+    places = torch.as_tensor(indices, device=x.device) % x.shape[axis]
+    axis %= x.dim()
+    return x.index_select(axis, places.flatten()).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
 
 
 def concat(*values: Value, axis: int) -> Value:
     if any(isinstance(value, Tensor) for value in values):
-        return torch.cat(values, axis)
+        return torch.cat([to_tensor(value) for value in values], axis)
     return tuple(item for value in values for item in (value if isinstance(value, tuple) else (value,)))
 
 
@@ -52,9 +70,10 @@ def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
 
 
 def unsqueeze(x: Value, axes: Value) -> Value:
-    if not isinstance(x, Tensor):
-        return (x,)
     new_axes = to_ints(axes, "axes")
+    if not isinstance(x, Tensor) and not isinstance(x, tuple) and len(new_axes) == 1:
+        return (x,)
+    x = to_tensor(x)
     rank = x.dim() + len(new_axes)
     for axis in sorted(axis % rank for axis in new_axes):
         x = x.unsqueeze(axis)
@@ -94,19 +113,47 @@ def split(x: Tensor, split: Value = None, *, axis: int = 0, num_outputs: int = 0
 
 def expand(x: Value, shape: Value) -> Value:
     sizes = to_ints(shape, "shape")
-    if not isinstance(x, Tensor):
-        return tuple(to_number(x) for _ in range(sizes[0])) if sizes else x
+    numbers = not isinstance(x, Tensor) and len(sizes) < 2
+    check_size(sizes, "shape", MAX_NUMBERS if numbers else MAX_ELEMENTS)
+    if numbers:
+        return x if not sizes or (isinstance(x, tuple) and len(x) > 1) else (to_number(x),) * sizes[0]
+    x = to_tensor(x)
     return x.expand(torch.broadcast_shapes(x.shape, sizes))  # type: ignore[no-untyped-call]
+
+
+def tile(x: Value, repeats: Value) -> Value:
+    counts = to_ints(repeats, "repeats")
+    x = to_tensor(x)
+    check_size((x.numel(), *counts), "repeats")
+    return x.repeat(counts)
+
+
+def einsum(*operands: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation, *operands)
+
+
+def scatter_nd(x: Value, indices: Value, updates: Value, *, reduction: str = "none") -> Tensor:
+    """Return a copy of `x` with `updates` at the places that the last axis of `indices` tells."""
+    if reduction not in {"none", "add"}:
+        raise UnsupportedCall(f"reduction: {reduction} cannot be honoured.")
+    data, places = to_tensor(x), to_tensor(indices)
+    if places.is_floating_point():
+        raise UnsupportedCall("indices: computed from pixels.")
+    values = to_tensor(updates).to(data)
+    return data.index_put(tuple(places.to(data.device).unbind(-1)), values, accumulate=reduction == "add")
 
 
 def constant_of_shape(shape: Value, value: Any = 0.0) -> Value:
     sizes = to_ints(shape, "input")
+    check_size(sizes, "input", MAX_NUMBERS if len(sizes) == 1 else MAX_ELEMENTS)
     number = value.item() if isinstance(value, np.ndarray) else value
     return (number,) * sizes[0] if len(sizes) == 1 else torch.full(sizes, number)
 
 
 def make_range(start: Value, limit: Value, delta: Value) -> Value:
-    return tuple(range(*(int(to_number(value)) for value in (start, limit, delta))))
+    numbers = range(*(int(to_number(value)) for value in (start, limit, delta)))
+    check_size((len(numbers),), "limit", MAX_NUMBERS)
+    return tuple(numbers)
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -269,6 +316,9 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "Slice": slice_axes,
     "Split": split,
     "Expand": expand,
+    "Tile": tile,
+    "Einsum": einsum,
+    "ScatterND": scatter_nd,
     "ConstantOfShape": constant_of_shape,
     "Range": make_range,
     "Pad": pad,

@@ -12,7 +12,10 @@ import pytest
 import torch
 from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.swin_unetr import SwinUNETR
 from monai.networks.nets.unet import UNet
+from monai.networks.nets.unetr import UNETR
+from monai.networks.nets.vnet import VNet
 from onnx import TensorProto, helper, numpy_helper
 from onnx_export import export_onnx
 from torch import nn
@@ -32,6 +35,14 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "BasicUNet": lambda: BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)),
     "SegResNet": lambda: SegResNet(3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
     "ShuffleUNet": lambda: ShuffleUNet(1, 2, (4, 8)),
+}
+OF_ONE_WINDOW: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "VNet": (lambda: VNet(3, 1, 2), (16, 16, 16)),
+    "UNETR": (lambda: UNETR(1, 2, (32, 16, 16), 4, 24, 32, 2), (32, 16, 16)),
+    "SwinUNETR": (
+        lambda: SwinUNETR(1, 2, depths=(2, 1, 1, 1), num_heads=(1, 1, 2, 2), feature_size=12),
+        (64, 32, 32),
+    ),
 }
 OPEN = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
 
@@ -55,6 +66,16 @@ def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> Non
         image = torch.rand(shape)
         with torch.inference_mode():
             torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OF_ONE_WINDOW)
+def test_a_network_of_one_window_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, size = OF_ONE_WINDOW[name]
+    network, image = make(), torch.rand(1, 1, *size)
+    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", image.shape, {"x": {0: "b"}}), (1, *size))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
 
 
 def test_engines_run_it_like_any_other(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from service.core.errors import BrokenModel
+from service.models.onnx.elementwise import UnsupportedCall
 from service.models.onnx.network import load_onnx
 
 SHAPE = (2, 4, 6, 6, 8)
@@ -77,6 +80,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "gathered": ("Gather", {"i": np.array([3, -4, 1], INTS)}, {"axis": 1}, 18),
     "one gathered": ("Gather", {"i": np.array(-1, INTS)}, {"axis": 2}, 18),
     "expanded": ("Expand", {"s": np.array([3, 1, 1, 1, 1, 1], INTS)}, {}, 18),
+    "tiled": ("Tile", {"r": np.array([1, 2, 1, 1, 3], INTS)}, {}, 18),
+    "products summed": (
+        "Einsum",
+        {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)},
+        {"equation": "bczyx,xk->bkczy"},
+        18,
+    ),
+    "places overwritten": (
+        "ScatterND",
+        {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)},
+        {},
+        18,
+    ),
+    "remainder": ("Mod", {"b": FLOATS(0.3)}, {"fmod": 1}, 18),
+    "gathered in two axes": ("Gather", {"i": np.array([[3, -4], [1, 0]], INTS)}, {"axis": -1}, 18),
     "padded": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 1, 0, 3, 0], INTS), "v": FLOATS(0.5)}, {}, 18),
     "mirrored": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "reflect"}, 18),
     "edges": ("Pad", {"p": np.array([0, 0, 1, 0, 2, 0, 0, 0, 3, 0], INTS)}, {"mode": "edge"}, 18),
@@ -177,6 +195,51 @@ def test_sizes_are_computed(tmp_path: Path) -> None:
         "rest": np.array([-1]),
     }
     agrees(model(tmp_path / "m.onnx", nodes, stored))
+
+
+VAST = np.array([2**12] * 3, INTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "attributes"),
+    [
+        ("Tile", ["x", "t"], {}),
+        ("Expand", ["x", "s"], {}),
+        ("ConstantOfShape", ["s"], {}),
+        ("ConstantOfShape", ["l"], {}),
+        ("Range", ["0", "last", "1"], {}),
+        ("Einsum", ["w", "w", "w"], {"equation": "i,j,k->ijk"}),
+        ("Einsum", ["x", "w", "w", "w"], {"equation": "...,i,j,k->...ijk"}),
+    ],
+)
+def test_what_would_fill_the_memory_is_refused(
+    name: str, inputs: list[str], attributes: dict[str, Any], tmp_path: Path
+) -> None:
+    stored = {
+        "s": VAST,
+        "t": np.array([2**9, 2**9, 2**9, 1, 1], INTS),
+        "l": np.array([2**40], INTS),
+        "w": np.ones(2**12, FLOATS),
+        "0": np.array(0),
+        "last": np.array(2**40),
+        "1": np.array(1),
+    }
+    nodes = [helper.make_node(name, inputs, ["v"], **attributes), helper.make_node("Add", ["x", "v"], ["y"])]
+    with pytest.raises((BrokenModel, UnsupportedCall), match=r"more than \d+ elements|too large"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])(torch.rand(SHAPE))
+
+
+def test_no_text_of_a_file_becomes_code(tmp_path: Path) -> None:
+    code = "__import__('os').abort()"
+    nodes = [helper.make_node("Relu", ["x"], [code]), helper.make_node("Elu", [code], ["y"], alpha=-math.inf)]
+    image = torch.rand(SHAPE)
+    assert torch.equal(load_onnx(model(tmp_path / "m.onnx", nodes, {}), SHAPE[1:])(image), image)
+    for node in (
+        helper.make_node("Gemm", ["x", "x"], ["y"], **{f"alpha={code}, beta": 1.0}),
+        helper.make_node("Pad", ["x", "p"], ["y"], mode=f"'+{code}+'"),
+    ):
+        with pytest.raises((BrokenModel, ValueError)):
+            load_onnx(model(tmp_path / "m.onnx", [node], {"p": np.zeros(10, INTS)}), SHAPE[1:])(image)
 
 
 def test_one_tensor_becomes_several(tmp_path: Path) -> None:
