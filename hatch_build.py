@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 VARIANTS = runpy.run_path(str(ROOT / "service/core/kernel_variants.py"))
 
 COMPILE = ("-c", "-O3", "-std=c++17", "-fPIC", "-fopenmp")

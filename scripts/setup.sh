@@ -72,4 +72,6 @@ install() {
 
 .venv/bin/python -c "$supported" 2>/dev/null || create
 install
+# pip and uv do not show what the build says; this says it again where there are no kernels.
+.venv/bin/python hatch_build.py
 for name in "${covered[@]}"; do touch ".venv/stamp-$name"; done
