@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the CPU image and run it twice, locked down: first without any network until HEALTHCHECK passes, then published on
-# a port of this machine to segment the bundled sample, with the kernels that the first run compiled. With Docker where
+# a port of this machine to segment the bundled sample, with the plan that the first run made. With Docker where
 # its daemon answers, else with podman. The image, localhost/stackseg:cpu, stays.
 # Environment: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS and PIP_CERT reach pip in the build.
 set -euo pipefail
@@ -107,7 +107,7 @@ check_lock() {
   local uid
   uid=$(in_container python -c 'import os; print(os.getuid())')
   [ "$uid" -ne 0 ] || fail "The service runs as root."
-  if in_container python -c 'open("/app/written", "w")' 2>/dev/null; then fail "/app can be written to."; fi
+  if in_container python -c 'open("/opt/written", "w")' 2>/dev/null; then fail "/opt can be written to."; fi
   say locked "uid $uid, nothing but /tmp and the volume can be written to"
 }
 
@@ -117,8 +117,9 @@ check_segmentation() {
   grep -q '^HTTP/1.1 200' "$work/headers" || fail "$(cat "$work/headers" "$work/labels.tif")"
   in_container python -c '
 import io, sys, tifffile
+from service.core.bundled import bundled_folder
 labels = tifffile.imread(io.BytesIO(sys.stdin.buffer.read()))
-expected = tifffile.imread("/app/models/nuclei/expected.tif")
+expected = tifffile.imread(bundled_folder("models") / "nuclei" / "expected.tif")
 agreement = ((labels > 0) == (expected > 0)).mean()
 print(f"{labels.shape}, {labels.dtype}, {labels.max()} objects, foreground as expected in {agreement:.2%} of the voxels")
 sys.exit(int(labels.max() == 0 or agreement < 0.99))

@@ -204,7 +204,6 @@ def test_configuration_that_is_not_understood_is_status_two(
         "models",
         "evaluate --images {stack} --labels {stack}",
         "train --images {stack} --labels {stack} --from bands --out mine",
-        "tune",
         "bench --repeats 1",
     ],
 )
@@ -212,7 +211,6 @@ def test_every_command_takes_a_folder_of_models_and_ends_with_status_two_where_t
     config: Path, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STACKSEG_ENGINE__KIND", "auto")  # without which `tune` has nothing to do
     arguments = command.format(stack=stack).split()
     assert run(*arguments, "--config", config, "--models", "nowhere") == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -21,14 +21,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, NamedTuple, Self, cast
 
 import numpy as np
 
 import service
 from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
-from service.core.volume import Description, Selection, Volume
+from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
 from service.formats.pixels import Placement, map_file
 
@@ -45,6 +45,15 @@ _log = logging.getLogger(__name__)
 
 Source = Path | bytearray
 """A file, or its whole content."""
+
+
+class _Extract(NamedTuple):
+    """Location of pixels: in the file itself (None), or decoded in another file, by its name in `scratch`."""
+
+    file: str | None
+    placement: Placement
+    voxel_size: VoxelSize | None
+    channels: tuple[str, ...]
 
 
 class Reader:
@@ -96,17 +105,9 @@ class Reader:
         """
         limit = self._limit(shared=shared)
         with _path_for_child(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
-            reply = self._call("extract", path, selection, limit, scratch)
-        placement = _parse_placement(reply, limit)
-        file = source if reply["file"] is None else scratch / Path(reply["file"]).name
-        facts = sandbox_child.parse_voxel_size(reply["voxel_size"]), tuple(reply["channels"])
+            located = _parse_extract(self._call("extract", path, selection, limit, scratch), limit)
         try:
-            if isinstance(file, bytearray):
-                return placement.map_volume(file, *facts)
-            # A large mapped file would fill memory with its pages, which count as used.
-            if placement.nbytes >= LARGE_BYTES or (shared and file == source):
-                return placement.stream_volume(file, *facts)
-            return placement.map_volume(map_file(file), *facts)
+            return _volume(located, source, scratch, shared=shared)
         except ValueError as error:
             raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
@@ -301,12 +302,28 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _parse_placement(reply: dict[str, Any], limit_bytes: int) -> Placement:
-    """Parse where a child found pixels. Raises BadFile where it makes no sense, as a child may be compromised."""
+def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
+    """Parse a child's reply. Raises BadFile where it makes no sense, as a child may be compromised."""
     placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
     if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
         raise BadFile("The file is damaged: what was read of it makes no sense.")
-    return placement
+    file = None if reply["file"] is None else Path(reply["file"]).name
+    return _Extract(file, placement, sandbox_child.parse_voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+
+
+def _volume(located: _Extract, source: Source, scratch: Path, *, shared: bool) -> Volume:
+    """Return the volume in the decoded file, or in the source, which others may change where it is `shared`.
+
+    Raises ValueError where the file ends before the pixels.
+    """
+    placement, facts = located.placement, (located.voxel_size, located.channels)
+    file = source if located.file is None else scratch / located.file
+    if isinstance(file, bytearray):
+        return placement.map_volume(file, *facts)
+    # A large mapped file would fill memory with its pages, which count as used.
+    if placement.nbytes >= LARGE_BYTES or (shared and located.file is None):
+        return placement.stream_volume(file, *facts)
+    return placement.map_volume(map_file(file), *facts)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:
