@@ -132,15 +132,27 @@ def einsum(*operands: Tensor, equation: str) -> Tensor:
     return torch.einsum(equation, *operands)
 
 
+def gather_nd(x: Value, indices: Value, *, batch_dims: int = 0) -> Tensor:
+    """Return the parts of `x` at the places that the last axis of `indices` tells."""
+    if batch_dims:
+        raise UnsupportedCall(f"batch_dims: {batch_dims} cannot be honoured.")
+    return to_tensor(x)[_read_places(indices)]
+
+
 def scatter_nd(x: Value, indices: Value, updates: Value, *, reduction: str = "none") -> Tensor:
     """Return a copy of `x` with `updates` at the places that the last axis of `indices` tells."""
     if reduction not in {"none", "add"}:
         raise UnsupportedCall(f"reduction: {reduction} cannot be honoured.")
-    data, places = to_tensor(x), to_tensor(indices)
+    data = to_tensor(x)
+    return data.index_put(_read_places(indices), to_tensor(updates).to(data), accumulate=reduction == "add")
+
+
+def _read_places(indices: Value) -> tuple[Tensor, ...]:
+    """Return the indices of each axis. Raise UnsupportedCall for floating point ones."""
+    places = to_tensor(indices)
     if places.is_floating_point():
         raise UnsupportedCall("indices: computed from pixels.")
-    values = to_tensor(updates).to(data)
-    return data.index_put(tuple(places.to(data.device).unbind(-1)), values, accumulate=reduction == "add")
+    return places.unbind(-1)
 
 
 def constant_of_shape(shape: Value, value: Any = 0.0) -> Value:
@@ -318,6 +330,7 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "Expand": expand,
     "Tile": tile,
     "Einsum": einsum,
+    "GatherND": gather_nd,
     "ScatterND": scatter_nd,
     "ConstantOfShape": constant_of_shape,
     "Range": make_range,

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         {"equation": "bczyx,xk->bkczy"},
         18,
     ),
+    "places": ("GatherND", {"i": np.array([[1, 3], [0, -1]], INTS)}, {}, 18),
     "places overwritten": (
         "ScatterND",
         {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)},
