@@ -25,6 +25,7 @@ from service.engine.plans import EngineConfig, EnginePlan, Trial
 from service.engine.prepare import prepare
 from service.inference.label_agreement import LabelAgreement
 from service.inference.windows.blending import Blending
+from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.loader import Network
 from service.models.spec import ModelSpec
@@ -216,6 +217,7 @@ class EngineSelector:
         facts |= {name: _version(name) for name in LIBRARIES}
         if self._device.type == "cpu":
             facts |= {"threads": torch.get_num_threads(), "features": " ".join(hardware.cpu().features)}
+            facts["kernels"] = window_kernels.ready
         else:
             facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         return {name: str(fact) for name, fact in facts.items()}

@@ -247,7 +247,7 @@ class Segmenter:
     def _kernel_warnings(self) -> tuple[str, ...]:
         if self._device.type != "cpu" or window_kernels.ready:
             return ()
-        return (f"Segmenting takes several times as long as with the C++ kernels: {window_kernels.problem}.",)
+        return (f"Segmenting takes at least twice as long as with the C++ kernels: {window_kernels.problem}.",)
 
     @property
     def _planned(self) -> str:

@@ -27,6 +27,9 @@ class WinogradBackend(Backend):
     precisions = ("bf16", "fp32")
     varying_batch = True
 
+    def explain_missing(self) -> str | None:
+        return winograd.KERNELS.problem
+
     def suits(self, module: nn.Module) -> bool:
         return winograd.count_replaceable(module) > 0
 
