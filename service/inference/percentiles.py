@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.volume import Array
-from service.inference.windows.kernels import window_kernels
 
 # Wider pixels than 16 bits are partially sorted up to this many voxels, and counted beyond.
 SORTED_VOXELS = 2**22
@@ -93,19 +92,11 @@ def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
 
 def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the histogram of `values` plus `counts`, which may be modified, as long as the highest value needs."""
-    for more in _count_portions(values):
+    for start in range(0, values.size, COUNTED_VOXELS):
+        more = np.bincount(values[start : start + COUNTED_VOXELS], minlength=1)
         counts, shorter = (more, counts) if len(more) > len(counts) else (counts, more)
         counts[: len(shorter)] += shorter
     return counts
-
-
-def _count_portions(values: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """Yield histograms of consecutive portions of the values."""
-    if values.size and window_kernels.can_count(values):
-        yield window_kernels.count_values(values)
-        return
-    for start in range(0, values.size, COUNTED_VOXELS):
-        yield np.bincount(values[start : start + COUNTED_VOXELS], minlength=1)
 
 
 def _keys_of_pixels(pixels: Array) -> NDArray[np.unsignedinteger]:

@@ -1,5 +1,5 @@
-// Histograms, normalisation of pixels into a batch, and blending of scores, one pass each. They compute what
-// `service/inference/percentiles.py`, `service/inference/normalize.py` and `blending.py` compute with NumPy and torch.
+// Normalisation of pixels into a batch, and blending of scores, one pass each. They compute what
+// `service/inference/normalize.py` and `blending.py` compute with NumPy and torch.
 //
 // Pixels and scores may have any strides, counted in elements; buffers of sums are dense.
 
@@ -21,10 +21,6 @@ template <typename Work> void in_parts(int parts, Work work) {
   for (int part = 0; part < parts; ++part)
     work(part);
 }
-
-// Counted apart, and then together before a count could need more than 32 bits.
-constexpr int64_t APART = 4;
-constexpr int64_t COUNTED = int64_t(1) << 30;
 
 struct Scaling {
   float offset, scale, lowest, highest;
@@ -89,33 +85,6 @@ void stackseg_scale(const void *pixels, int32_t kind, void *out, int32_t narrow,
   constexpr decltype(&cut_into<float>) BY_KIND[] = {cut_into<uint8_t>, cut_into<int8_t>, cut_into<uint16_t>,
                                                     cut_into<int16_t>, cut_into<float>};
   BY_KIND[kind](pixels, out, narrow, *box, s, threads);
-}
-
-// Counts how often each value occurs; gives the highest value and one more, so many counts being written.
-//
-// scratch  [4, 65536]
-// counts   [65536]
-int64_t stackseg_count(const uint16_t *values, int64_t size, uint32_t *scratch, int64_t *counts) {
-  uint16_t highest = 0;
-  for (int64_t i = 0; i < size; ++i)
-    highest = std::max(highest, values[i]);
-  const int64_t length = highest + int64_t(1);
-  std::fill(counts, counts + length, 0);
-  for (int64_t begin = 0; begin < size; begin += COUNTED) {
-    const int64_t end = std::min(begin + COUNTED, size);
-    std::fill(scratch, scratch + APART * length, 0);
-    // Neighbours are often alike, and a count that was just written would be waited for.
-    int64_t i = begin;
-    for (; i + APART <= end; i += APART)
-      for (int64_t k = 0; k < APART; ++k)
-        ++scratch[k * length + values[i + k]];
-    for (; i < end; ++i)
-      ++scratch[values[i]];
-    for (int64_t k = 0; k < APART; ++k)
-      for (int64_t value = 0; value < length; ++value)
-        counts[value] += scratch[k * length + value];
-  }
-  return length;
 }
 
 // Takes in the scores of one window; what no later one reaches leaves.

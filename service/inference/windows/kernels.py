@@ -1,4 +1,4 @@
-"""C++ kernels for windows in the memory of a CPU: histograms, normalisation into a batch, and blending of scores.
+"""C++ kernels for windows in the memory of a CPU: normalisation into a batch, and blending of scores.
 
 They compute what torch computes in several passes over the same memory. Normalised pixels are equal to the bit.
 """
@@ -22,7 +22,6 @@ from service.core.volume import Size
 
 # Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (
-    ("stackseg_count", "pqpp", "q"),
     ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
 )
@@ -40,9 +39,6 @@ BUFFERS = BufferCache(2**26)
 
 # Zero weights behind the edge of a window, because vectors of the kernel may read past it.
 WEIGHT_PADDING = 16
-
-# Number of values that 16 bits can hold.
-UINT16_VALUES = 2**16
 
 
 class OverlapSums:
@@ -103,24 +99,6 @@ class WindowKernels(CppFunctions):
     def supports(self, device: torch.device) -> bool:
         """Whether the kernels are there and can blend on this device."""
         return self.ready and device.type == "cpu"
-
-    def can_count(self, values: NDArray[Any]) -> bool:
-        """Whether `count_values` takes an array of this dtype."""
-        return self.ready and values.dtype == np.uint16
-
-    def count_values(self, values: NDArray[np.uint16]) -> NDArray[np.int64]:
-        """Return the histogram of values [N], N > 0, like `numpy.bincount`: int64 [highest + 1].
-
-        `numpy.bincount` widens the values to 64 bits first and takes four times as long.
-        """
-        if not self.can_count(values) or not values.size or values.ndim != 1:
-            raise ValueError(f"{values.dtype} {values.shape} cannot be counted")
-        values = np.require(values, requirements=("C", "A"))
-        scratch, counts = np.empty(4 * UINT16_VALUES, np.uint32), np.empty(UINT16_VALUES, np.int64)
-        length = self._functions.stackseg_count(
-            values.ctypes.data, values.size, scratch.ctypes.data, counts.ctypes.data
-        )
-        return counts[:length]
 
     def can_scale(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Whether `scale` takes arrays of these dtypes in this memory."""

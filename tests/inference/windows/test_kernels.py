@@ -151,27 +151,6 @@ def test_pixels_are_cut_as_numpy_does(kernel, seed, dtype, size, steps, narrow, 
     assert torch.equal(out[0, 1], torch.from_numpy(scaling.apply(pixels)).to(out.dtype))
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    size=st.integers(1, 99),
-    most=st.sampled_from([0, 1, 7, 65535]),
-    step=st.sampled_from([1, 2, -1]),
-)
-def test_values_are_counted_as_numpy_does(kernel, seed, size, most, step):
-    values = np.random.default_rng(seed).integers(0, most, size, np.uint16, endpoint=True)[::step]
-    counts = kernel.count_values(values)
-    assert counts.dtype == np.int64
-    np.testing.assert_array_equal(counts, np.bincount(values))
-
-
-def test_only_16_bits_are_counted(kernel):
-    assert not kernel.can_count(np.zeros(3, np.uint8))
-    for values in (np.zeros(3, np.uint8), np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)):
-        with pytest.raises(ValueError, match="cannot be counted"):
-            kernel.count_values(values)
-
-
 def test_other_types_and_devices_are_left_to_others(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
     assert kernel.can_scale(pixels, torch.empty(1, 2, 3))
