@@ -23,8 +23,10 @@ class Progress:
         self._steps: list[tuple[str, float]] = []
 
     def __str__(self) -> str:
-        """Return the innermost step and its seconds, such as `reading weights (for 12 s)`; "" between steps."""
-        return "".join(f"{name} (for {time.monotonic() - began:.0f} s)" for name, began in self._steps[-1:])
+        """Return the steps and the seconds of the innermost: `way 2 of 9: building (for 12 s)`; "" between steps."""
+        steps = list(self._steps)
+        names = ": ".join(name for name, _began in steps)
+        return f"{names} (for {time.monotonic() - steps[-1][1]:.0f} s)" if steps else ""
 
     @contextmanager
     def follow(self) -> Iterator[None]:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from service.core.errors import NonFiniteScores
+from service.core.progress import step
 from service.engine.backends import ENGINE_FAILURES, first_line
 from service.engine.plans import EngineConfig, Trial
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 7
+# Calls of each candidate that count, after one that does not; fewer, if that tells enough.
+ROUNDS, FIRST_ROUNDS = 7, 3
 # A challenger must be faster by more than this share, which is what noise may do to medians.
 MARGIN = 0.03
 RUNS = "runs"
@@ -54,7 +56,7 @@ class Winner(NamedTuple, Generic[Result]):
 
 @dataclass
 class _Entrant(Generic[Result]):
-    """A candidate with the right labels; `seconds` are those of its calls in the latest rounds."""
+    """A candidate with the right labels; `seconds` for a window are those of its calls in the latest rounds."""
 
     candidate: Candidate[Result]
     trial: Trial
@@ -67,7 +69,7 @@ class _Entrant(Generic[Result]):
     @property
     def rate(self) -> float | None:
         """Windows per second; None where it did not run. The first call, which finds memory, does not count."""
-        return self.candidate.windows / statistics.median(self.seconds[1:]) if self.seconds else None
+        return 1 / statistics.median(self.seconds[1:]) if self.seconds else None
 
 
 class NothingRuns(RuntimeError):
@@ -86,7 +88,7 @@ class Tuner(Generic[Result]):
     difference    largest share of changed labels that passes
     seconds       after which no other configuration is tried, and no further round begun
     explain_skip  returns why a configuration must not be tried, None if it may
-    announce      called with each configuration before it is tried
+    announce      called with each configuration before it is tried, and with the number of all
     """
 
     def __init__(  # noqa: PLR0913
@@ -96,7 +98,7 @@ class Tuner(Generic[Result]):
         seconds: float = math.inf,
         *,
         explain_skip: Callable[[EngineConfig], str | None] = lambda _config: None,
-        announce: Callable[[EngineConfig], object] = lambda _config: None,
+        announce: Callable[[EngineConfig, int], object] = lambda _config, _total: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._build, self._difference, self._limit = build, difference, seconds
@@ -104,6 +106,7 @@ class Tuner(Generic[Result]):
         self._start = clock()
         self._trials: dict[EngineConfig, Trial] = {}
         self._champion: _Entrant[Result] | None = None
+        self._total = 0
 
     @property
     def seconds(self) -> float:
@@ -112,6 +115,7 @@ class Tuner(Generic[Result]):
 
     def take_first(self, configs: Sequence[EngineConfig]) -> Winner[Result]:
         """Return the first of `configs` that runs and gives the right labels. Raises NothingRuns."""
+        self._total = len(configs)
         for config in configs:
             self._champion = self._enter(config)
             if self._champion is not None:
@@ -125,6 +129,9 @@ class Tuner(Generic[Result]):
 
         Raises NothingRuns.
         """
+        self._total = len(configs) + sum(
+            len({*values} - {getattr(configs[0], name)}) for name, values in changes.items()
+        )
         for config in configs:
             self._challenge(config)
         for name, values in changes.items():
@@ -143,11 +150,12 @@ class Tuner(Generic[Result]):
 
     def _challenge(self, config: EngineConfig) -> None:
         """Let a configuration run in turn with the champion, and replace that where it is faster."""
-        if config in self._trials or (challenger := self._enter(config)) is None:
+        if config in self._trials:
             return
-        entrants = [challenger] if self._champion is None else [self._champion, challenger]
-        if len(entrants) == 2:
-            entrants = self._take_turns(*entrants)
+        with step(f"way {len(self._trials) + 1} of {self._total}"):
+            if (challenger := self._enter(config)) is None:
+                return
+            entrants = [challenger] if self._champion is None else self._take_turns(self._champion, challenger)
         self._champion = entrants[0] if entrants else None
         if len(entrants) == 2:
             self._compare(*entrants)
@@ -162,7 +170,7 @@ class Tuner(Generic[Result]):
 
     def _enter(self, config: EngineConfig) -> _Entrant[Result] | None:
         """Build a configuration and check its labels; None where it is out, and its trial says why."""
-        self._announce(config)
+        self._announce(config, self._total)
         if (reason := self._explain_skipping(config)) is not None:
             self._note(Trial(config, f"skipped: {reason}"))
             return None
@@ -198,14 +206,15 @@ class Tuner(Generic[Result]):
         return self._explain_skip(config)
 
     def _take_turns(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
-        """Time entrants in turn, at least twice; return those that did not fail."""
+        """Time entrants in turn, until the time is up or one is clearly slower; return those that did not fail."""
         running = list(entrants)
         for entrant in entrants:
             entrant.seconds.clear()
-        for done in range(1 + ROUNDS):
-            if done > 2 and self.seconds > self._limit:
-                break
-            running = [entrant for entrant in running if self._time(entrant)]
+        with step("timing"):
+            for done in range(1 + ROUNDS):
+                if done > FIRST_ROUNDS and (self.seconds > self._limit or _is_decided(running)):
+                    break
+                running = [entrant for entrant in running if self._time(entrant)]
         return running
 
     def _time(self, entrant: _Entrant[Result]) -> bool:
@@ -217,7 +226,7 @@ class Tuner(Generic[Result]):
             log.debug("%s runs no more", entrant.config, exc_info=True)
             self._note(_make_failed_trial(entrant.config, error))
             return False
-        entrant.seconds.append(self._clock() - start)
+        entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
         return True
 
     def _judge(self, entrant: _Entrant[Result], verdict: str) -> None:
@@ -228,6 +237,11 @@ class Tuner(Generic[Result]):
         self._trials[trial.choice] = trial
         if trial.verdict != RUNS:
             log.info("%s: %s", trial.choice, trial.verdict)
+
+
+def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:
+    """Return whether every call of the last one took longer than all calls of the first."""
+    return min(entrants[-1].seconds[1:]) > max(entrants[0].seconds[1:]) if len(entrants) > 1 else False
 
 
 def _make_failed_trial(config: EngineConfig, error: BaseException) -> Trial:

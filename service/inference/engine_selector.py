@@ -123,17 +123,16 @@ class EngineSelector:
         announce  called with each configuration before it is tried, and with the number of all
         """
         configs = list(dict.fromkeys([*self._known_order(), *self._candidates()]))
-        sizes, streams = self._batch_sizes, self._stream_counts
-        total = len(configs) + len({*sizes} - {self._batch_size}) + len({*streams} - {self._streams})
-        tuner = self._make_tuner(seconds, lambda config: announce(config, total))
+        changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
+        tuner = self._make_tuner(seconds, announce)
         log.info("%s: trying all ways to run it, for at most %g s", self._spec.identifier, seconds)
-        with step("racing engines"):
-            return self._choose(tuner, lambda: tuner.race(configs, sw_batch_size=sizes, streams=streams), tuned=True)
+        return self._choose(tuner, lambda: tuner.race(configs, **changes), tuned=True)
 
     def _build_known(self) -> ReadyEngine:
         """Build the first configuration of the known order that runs and gives the labels of the network as loaded."""
-        tuner = self._make_tuner(math.inf)
-        return self._choose(tuner, lambda: tuner.take_first(self._known_order()), tuned=False)
+        tuner = self._make_tuner()
+        configs = [*self._known_order(), self._eager(self._safe_precision)]
+        return self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
 
     def _choose(
         self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
@@ -274,11 +273,10 @@ class EngineSelector:
 
     def _known_order(self) -> list[EngineConfig]:
         features = hardware.cpu().features if self._device.type == "cpu" else ()
-        known = backends.list_known_order(self._candidates(), features)
-        return [*known, self._eager(self._safe_precision)]
+        return backends.list_known_order(self._candidates(), features)
 
     def _make_tuner(
-        self, seconds: float, announce: Callable[[EngineConfig], object] = lambda _config: None
+        self, seconds: float = math.inf, announce: Callable[[EngineConfig, int], object] = lambda *_: None
     ) -> Tuner[ReadyEngine]:
         agreement = LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
 

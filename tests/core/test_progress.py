@@ -11,14 +11,14 @@ import pytest
 from service.core.progress import Progress, step
 
 
-def test_whoever_asks_is_told_the_innermost_step_and_its_seconds():
+def test_whoever_asks_is_told_the_steps_and_the_seconds_of_the_innermost():
     progress = Progress()
     assert not str(progress)
     with progress.follow():
         with step("racing"):
             assert str(progress) == "racing (for 0 s)"
             with suppress(OSError), step("building"):
-                assert str(progress) == "building (for 0 s)"
+                assert str(progress) == "racing: building (for 0 s)"
                 raise OSError
             assert str(progress) == "racing (for 0 s)"
         assert not str(progress)
@@ -57,8 +57,8 @@ def lines():
 def test_a_long_step_is_logged_while_it_is_the_innermost(lines):
     progress = Progress("loading nuclei")
     with progress.step("outer", 0.01), progress.step("inner", 0.01):
-        assert lines.get(timeout=20).getMessage() == "loading nuclei: inner (for 0 s)"
-        assert lines.get(timeout=20).getMessage() == "loading nuclei: inner (for 0 s)", "and again later"
+        assert lines.get(timeout=20).getMessage() == "loading nuclei: outer: inner (for 0 s)"
+        assert lines.get(timeout=20).getMessage() == "loading nuclei: outer: inner (for 0 s)", "and again later"
 
 
 def test_a_short_step_is_not_logged(lines):
