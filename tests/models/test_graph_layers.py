@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -10,7 +11,7 @@ from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.dynunet import DynUNet
 from monai.networks.nets.segresnet import SegResNet
 from monai.networks.nets.unet import UNet
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_export import export_onnx
 from torch import Tensor, nn
 
@@ -48,6 +49,16 @@ def as_open_onnx(network: nn.Module, path: Path) -> nn.Module:
 def as_torch_export(network: nn.Module, path: Path) -> nn.Module:
     torch.export.save(torch.export.export(network.eval(), (torch.rand(1, *WINDOW),)), path.with_suffix(".pt2"))
     return load_torch_export(path.with_suffix(".pt2"), WINDOW)
+
+
+def write_graph(path: Path, nodes: list[onnx.NodeProto], shape: list[int], stored: dict[str, np.ndarray]) -> Path:
+    """A graph from `x` to `y`, with stored tensors."""
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    graph = helper.make_graph(nodes, "g", [image], [result], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
 
 
 def count_layers(network: nn.Module) -> dict[str, int]:
@@ -93,19 +104,38 @@ def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
             torch.testing.assert_close(reload(network, tmp_path / "n.onnx")(image), network(image))
 
 
+def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> None:
+    """An instance norm between reshapes, with a product that belongs to no channel behind it."""
+    numbers = {
+        "one": np.ones(2, np.float32),
+        "zero": np.zeros(2, np.float32),
+        "s": np.array([0, 2, -1]),
+        "t": np.array([1, 4, 8, 8, 8]),
+        "w": np.arange(8, dtype=np.float32).reshape(8, 1, 1),
+    }
+    nodes = [
+        helper.make_node("Concat", ["x"] * 4, ["c"], axis=1),
+        helper.make_node("Reshape", ["c", "s"], ["a"]),
+        helper.make_node("InstanceNormalization", ["a", "one", "zero"], ["b"]),
+        helper.make_node("Reshape", ["b", "t"], ["d"]),
+        helper.make_node("Add", ["d", "w"], ["y"]),
+    ]
+    path = write_graph(tmp_path / "m.onnx", nodes, [1, 1, 8, 8, 8], numbers)
+    loaded, x = load_onnx(path, (1, 8, 8, 8)), torch.rand(1, 1, 8, 8, 8)
+    expected = nn.functional.group_norm(x.expand(1, 4, 8, 8, 8), 2) + torch.arange(8.0).reshape(8, 1, 1)
+    torch.testing.assert_close(loaded(x), expected)
+    assert count_layers(loaded)["norm"] == 1
+
+
 @pytest.mark.parametrize("order", [[0, 1, 3, 5, 7, 2, 6, 4], [0, 1, 7, 5, 3, 2, 4, 6]])
 def test_another_order_of_voxels_is_no_shuffle(order: list[int], tmp_path: Path) -> None:
-    split = helper.make_tensor("s", TensorProto.INT64, [8], [1, 1, 16, 2, 16, 2, 32, 2])
-    whole = helper.make_tensor("t", TensorProto.INT64, [5], [1, 8, 16, 16, 32])
     nodes = [
         helper.make_node("Reshape", ["x", "s"], ["a"]),
         helper.make_node("Transpose", ["a"], ["b"], perm=order),
         helper.make_node("Reshape", ["b", "t"], ["y"]),
     ]
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, *WINDOW])
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "g", [image], [result], [split, whole])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    sizes = {"s": np.array([1, 1, 16, 2, 16, 2, 32, 2]), "t": np.array([1, 8, 16, 16, 32])}
+    write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes)
     loaded, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
     expected = x.reshape(1, 1, 16, 2, 16, 2, 32, 2).permute(order).reshape(1, 8, 16, 16, 32)
     assert torch.equal(loaded(x), expected)

@@ -45,9 +45,13 @@ def _find_prelu(network: GraphModule, node: Node, shapes: Shapes) -> Layer | Non
     source, slope = first_input(node), read_constant(network, node.args[1])
     if slope is None or not is_volume(source, shapes):
         return None
-    channels = shapes[source][1]
-    fits = slope.numel() == 1 or tuple(slope.shape[-4:]) == (channels, 1, 1, 1)
+    fits = slope.numel() == 1 or _is_per_channel(slope, shapes[source][1])
     return Layer(make_prelu(slope), source, node) if fits else None
+
+
+def _is_per_channel(tensor: Tensor, channels: int) -> bool:
+    """Return whether a tensor has one number for each channel of a volume."""
+    return tensor.numel() == channels and tuple(tensor.shape[-4:]) == (channels, 1, 1, 1)
 
 
 def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
@@ -78,7 +82,7 @@ def _find_grouped_norm(network: GraphModule, node: Node, shapes: Shapes, scale: 
     for functions in (PRODUCTS, ADDITIONS):
         call = follow(result, functions)
         weight = read_constant(network, call.args[1]) if call is not None else None
-        if call is None or weight is None or tuple(weight.shape[-4:]) != (channels, 1, 1, 1):
+        if call is None or weight is None or not _is_per_channel(weight, channels):
             break
         result = call
         weights.append(weight)
