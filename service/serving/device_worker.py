@@ -119,8 +119,8 @@ class DeviceWorker:
 
     @property
     def ended(self) -> bool:
-        """Whether no request runs, and none ever will."""
-        return not self._job_threads.alive
+        """Whether nothing is computed or loaded, and nothing ever will be."""
+        return not self._job_threads.alive and self._device.join(0) and self.model_cache.join(0)
 
     @property
     def problem(self) -> str | None:

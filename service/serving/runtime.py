@@ -110,7 +110,7 @@ class Runtime:
 
     @property
     def ended(self) -> bool:
-        """Whether no request runs, and none ever will."""
+        """Whether nothing is computed or loaded, and nothing ever will be."""
         return all(worker.ended for worker in self.device_workers)
 
     @property

@@ -123,7 +123,22 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
         with pytest.raises(Cancelled):
             first.future.result(10)
         until(lambda: second.state == "cancelled")
-        until(lambda: runtime.ended)
+    assert runtime.ended
+
+
+def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+        fake = FakeSegmenter(spec, chosen)
+        fake.gate = gate
+        return fake
+
+    with running(settings(bands_repository, tmp_path), load) as runtime:
+        pass
+    assert not runtime.ended
+    gate.set()
+    until(lambda: runtime.ended)
 
 
 def test_work_that_was_begun_may_finish_while_draining(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:
