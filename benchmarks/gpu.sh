@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in less than nine minutes and without a network: its tests, the bundled model by every
-# engine and optimisation beside the plain script, and the workload of MLPerf's 3D-UNet.
+# engine beside the plain script, and the workload of MLPerf's 3D-UNet.
 #
 #   benchmarks/gpu.sh --collect WHEELS [3.12]     where there is a network: wheels of all pins but torch, for a Python
 #   benchmarks/gpu.sh [--wheels WHEELS] [--out FOLDER] [--device cuda] [--tiny]
@@ -88,10 +88,10 @@ if [[ $device != cpu ]]; then
     step tests 100 "$python" -m pytest -q -m gpu -p no:cacheprovider tests
 fi
 step nuclei 260 "$python" -m service bench --device "$device" --shape "${shape[@]}" --repeats "$repeats" --baseline \
-    --compare-engines --batch-sizes "${sizes[@]}" --compare-optimizations --build-seconds "$building" \
+    --compare-engines --batch-sizes "${sizes[@]}" --build-seconds "$building" \
     --json "$out/nuclei.json" --plot "$out/nuclei.png"
 step kits19 170 "$python" benchmarks/kits19.py "${small[@]}" --device "$device" --repeats "$repeats" --baseline \
-    --compare-optimizations --build-seconds "$building" --json "$out/kits19.json"
+    --json "$out/kits19.json"
 
 "$python" - "$out" "$SECONDS" <<'PYTHON'
 import json

@@ -22,7 +22,6 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--baseline", action="store_true", help="the plain MONAI script in turn with it (from a clone)")
     bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by every engine in turn")
     bench.add_argument("--batch-sizes", type=int, nargs="+", default=(), metavar="N", help="for that comparison")
-    bench.add_argument("--compare-optimizations", action="store_true", help="each one alone, and each one removed")
     bench.add_argument("--build-seconds", type=float, default=math.inf, help="of a comparison; then nothing is built")
     bench.add_argument("--profile", type=Path, metavar="JSON", help="write a torch profiler's trace of one request")
     bench.add_argument("--json", type=Path, metavar="JSON", help="write every number")
@@ -44,7 +43,6 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         cold=options.cold,
         baseline=options.baseline,
         compare_engines=options.compare_engines,
-        compare_optimisations=options.compare_optimizations,
         batch_sizes=tuple(options.batch_sizes),
         build_seconds=options.build_seconds,
         profile=options.profile,

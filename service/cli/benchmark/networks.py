@@ -1,4 +1,4 @@
-"""Comparison of ways to run one network: every engine, and every optimisation alone and removed."""
+"""Comparison of the engines that run one network."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from service.cli.benchmark.timing import Spread, matrix_peak, synchronised, time_in_turn
 from service.core import hardware
 from service.core.config import Settings
-from service.engine import backends, base, cuda_graph, precision, torch_compile
-from service.engine.cpu import winograd
+from service.engine import backends, precision
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
-from service.engine.prepare import prepare
 from service.inference.engine_selector import EngineSelector
 from service.inference.estimate import activation_bytes
 from service.models.loader import Network, load_network
@@ -160,80 +158,3 @@ def format_config(choice: EngineConfig) -> str:
 def make_call(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:
     """Return a function that runs the network on the batch and waits for the device."""
     return synchronised(lambda: network(batch), device)
-
-
-@dataclass(frozen=True)
-class Optimisations:
-    """Optimisations that a network runs with; the defaults are none."""
-
-    windows: int = 1
-    precision: str = "fp32"
-    folded: bool = False
-    channels_last: bool = False
-    winograd: bool = False
-    compiled: bool = False
-    frozen: bool = False
-    cudagraph: bool = False
-
-    def build(self, name: str, network: nn.Module, window: tuple[int, ...], device: torch.device) -> Runner:
-        """Make a runner on one batch of noise, windows of shape (C, z, y, x). Raises what engines raise."""
-        memory_format = torch.channels_last_3d if self.channels_last else torch.contiguous_format
-        dtype = DTYPES[self.precision]
-        module = prepare(network, device, dtype, memory_format, fold=self.folded)
-        batch = torch.rand(self.windows, *window, device=device).to(dtype).to(memory_format=memory_format)
-        run: Network = winograd.replace_convolutions(module) if self.winograd else module
-        with torch.inference_mode():
-            if self.compiled and isinstance(run, nn.Module):
-                run = torch_compile.compile_module(run, "default", freeze=self.frozen)
-            if self.cudagraph:
-                run = cuda_graph.GraphedNetwork(run, batch)
-            for _ in range(base.WARM_UP_CALLS):
-                run(batch)
-        return Runner(name, self.windows, self.precision, make_call(run, batch, device))
-
-
-def compare_optimisations(spec: ModelSpec, peak: DevicePeak, windows: int, seconds: float = math.inf) -> Iterator[Row]:
-    """Compare each optimisation alone with none, and all of them with all but one."""
-    network, device = load_network(spec), peak.device
-    changes = list_optimisations(network, device, windows)
-    everything = Optimisations()
-    for change in changes.values():
-        everything = replace(everything, **change)
-    alone = {"none": Optimisations()} | {
-        f"{name} alone": replace(Optimisations(), **change) for name, change in changes.items()
-    }
-    removed = {"all": everything} | {f"without {name}": remove(everything, change) for name, change in changes.items()}
-    window = (spec.input.channels, *spec.input.roi_size)
-    for group, variants in (("alone", alone), ("removed", removed)):
-        builders = [
-            RunnerBuilder(name, variant.windows, partial(variant.build, name, network, window, device))
-            for name, variant in variants.items()
-        ]
-        yield from build_and_compare(group, (), builders, peak, seconds / 2)
-
-
-def list_optimisations(network: nn.Module, device: torch.device, windows: int) -> dict[str, dict[str, Any]]:
-    """Return the fields of `Optimisations` that each optimisation changes, for this network on this device."""
-    native = hardware.native_precisions(device)
-    narrow = [name for name, dtype in DTYPES.items() if dtype in native and name != "fp32"]
-    changes: dict[str, dict[str, Any]] = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
-    if windows > 1:
-        changes[f"{windows} windows at once"] = {"windows": windows}
-    if narrow:
-        changes[narrow[0]] = {"precision": narrow[0]}
-    elif device.type == "cpu" and winograd.count_replaceable(network):
-        changes["winograd"] = {"winograd": True}
-    changes["compiling"] = {"compiled": True}
-    if device.type == "cpu":
-        # Only a compiled network can be frozen, so freezing alone means both.
-        changes["freezing"] = {"compiled": True, "frozen": True}
-    else:
-        changes["CUDA graph"] = {"cudagraph": True}
-    return changes
-
-
-def remove(optimisations: Optimisations, change: dict[str, Any]) -> Optimisations:
-    """Reset the last field that `change` sets to its default, and what needs it."""
-    field = list(change)[-1]
-    less = replace(optimisations, **{field: getattr(Optimisations(), field)})
-    return less if less.compiled else replace(less, frozen=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from service.cli.benchmark.timing import Spread
 
 DERIVED = ("voxels_per_second", "gflop_per_second", "peak_share")
 HEAD = "| {} | windows at once | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
-TITLES = {"engines": "engine", "alone": "optimisation alone", "removed": "all optimisations but one"}
 
 
 def format_lines(report: Report) -> Iterator[str]:
@@ -28,9 +26,9 @@ def format_lines(report: Report) -> Iterator[str]:
     yield "ready after " + ", ".join(f"{seconds:.1f} s ({planned})" for planned, seconds in report.starts.items())
     yield ""
     yield from _format_requests(report)
-    for group, rows in itertools.groupby(report.rows, lambda row: row.group):
+    if report.rows:
         yield ""
-        yield from format_table(TITLES[group], rows)
+        yield from format_table("engine", report.rows)
 
 
 def _format_requests(report: Report) -> Iterator[str]:
@@ -92,23 +90,17 @@ def plot(report: Report, path: Path) -> bool:
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     rows = [row for row in report.rows if row.windows_per_second]
-    groups = {group: list(of_group) for group, of_group in itertools.groupby(rows, lambda row: row.group)}
-    figure = Figure(figsize=(6 * (1 + len(groups)), 4 + 0.15 * len(rows)), layout="constrained")
-    first, *others = figure.subplots(1, 1 + len(groups), squeeze=False)[0]
+    figure = Figure(figsize=(12 if rows else 6, 4 + 0.15 * len(rows)), layout="constrained")
+    first, *others = figure.subplots(1, 2 if rows else 1, squeeze=False)[0]
     stages = {stage: spread.median for stage, spread in report.answered.stages.items() if stage != "total"}
     _draw_bars(first, list(stages), list(stages.values()))
     first.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
-    for axes, (group, of_group) in zip(others, groups.items(), strict=True):
-        _draw_rates(axes, of_group)
-        axes.set(title=TITLES[group], xlabel="windows per second, median")
+    for axes in others:
+        _draw_bars(axes, [f"{row.name} x{row.windows}" for row in rows], [row.windows_per_second or 0 for row in rows])
+        axes.set(title="engine", xlabel="windows per second, median")
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)
     return True
-
-
-def _draw_rates(axes: Any, rows: Sequence[Row]) -> None:
-    names = [f"{row.name} x{row.windows}" for row in rows]
-    _draw_bars(axes, names, [row.windows_per_second or 0 for row in rows])
 
 
 def _draw_bars(axes: Any, names: list[str], values: list[float]) -> None:

@@ -17,7 +17,6 @@ from service.cli.benchmark.networks import (
     Row,
     Runner,
     build_and_compare,
-    compare_optimisations,
     format_config,
     list_engines,
 )
@@ -53,7 +52,6 @@ class BenchPlan:
     cold: bool = False
     baseline: bool = False
     compare_engines: bool = False
-    compare_optimisations: bool = False
     batch_sizes: tuple[int, ...] = ()
     build_seconds: float = math.inf
     profile: Path | None = None
@@ -166,8 +164,6 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
             builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (windows,))
             in_use = [_make_runner_in_use(runner, report.engine)]
             report.rows += build_and_compare("engines", in_use, builders, peak, plan.build_seconds)
-        if plan.compare_optimisations:
-            report.rows += compare_optimisations(spec, peak, windows, plan.build_seconds)
         return report
 
 

@@ -1,17 +1,13 @@
 import pytest
 import torch
 from fake_backends import change
-from torch import nn
 
 from service.cli.benchmark import networks, timing
 from service.cli.benchmark.networks import (
     DevicePeak,
-    Optimisations,
-    Row,
     Runner,
     RunnerBuilder,
     build_and_compare,
-    compare_optimisations,
 )
 from service.core.config import Settings
 from service.engine import backends
@@ -75,49 +71,3 @@ def test_nothing_is_built_once_time_is_up(peak):
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
     assert other.name == "in use"
-
-
-class Grey(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1), nn.BatchNorm3d(16), nn.ReLU())
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def test_optimisations_are_those_that_the_device_has():
-    assert list(networks.list_optimisations(Grey(), CPU, 2))[:3] == ["folding", "channels-last", "2 windows at once"]
-    known = networks.list_optimisations(Grey(), CPU, 1)
-    assert ("winograd" in known) != ("bf16" in known)
-    assert "1 windows at once" not in known
-
-
-def test_what_needs_a_removed_optimisation_goes_with_it():
-    everything = Optimisations(folded=True, compiled=True, frozen=True)
-    assert networks.remove(everything, {"compiled": True}) == Optimisations(folded=True)
-    assert networks.remove(everything, {"compiled": True, "frozen": True}) == Optimisations(folded=True, compiled=True)
-    assert networks.remove(everything, {"folded": True}) == Optimisations(compiled=True, frozen=True)
-
-
-@pytest.mark.parametrize(
-    "recipe", [Optimisations(), Optimisations(windows=2, folded=True, channels_last=True, winograd=True)]
-)
-def test_a_recipe_computes_what_the_network_does(recipe, monkeypatch):
-    network, seen = Grey().eval(), []
-    monkeypatch.setattr(networks, "make_call", lambda run, batch, _device: lambda: seen.append((run(batch), batch)))
-    runner = recipe.build("it", network, (8, 8, 8, 8), CPU)
-    with torch.inference_mode():
-        runner.call()
-        (scores, batch) = seen[0]
-        assert runner.windows == len(batch)
-        assert torch.allclose(scores, network(batch), atol=1e-4)
-
-
-def test_every_optimisation_has_its_two_rows(bands, peak, monkeypatch):
-    changes = {"folding": {"folded": True}, "channels-last": {"channels_last": True}}
-    monkeypatch.setattr(networks, "list_optimisations", lambda *_arguments: changes)
-    rows = list(compare_optimisations(bands, peak, 1))
-    assert [row.name for row in rows if row.group == "alone"] == ["none", "folding alone", "channels-last alone"]
-    assert [row.name for row in rows if row.group == "removed"] == ["all", "without folding", "without channels-last"]
-    assert all(isinstance(row, Row) and row.problem is None for row in rows)
