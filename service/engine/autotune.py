@@ -86,7 +86,7 @@ class Tuner(Generic[Result]):
 
     build         makes a candidate; one of `FAILURES` means that this configuration does not run here
     difference    largest share of changed labels that passes
-    seconds       after which no other configuration is tried, and no further round begun
+    seconds       after which, once one has run, no other configuration is tried, and no further round begun
     explain_skip  returns why a configuration must not be tried, None if it may
     announce      called with each configuration before it is tried, and with the number of all
     """
@@ -197,7 +197,7 @@ class Tuner(Generic[Result]):
         return RUNS
 
     def _explain_skipping(self, config: EngineConfig) -> str | None:
-        if self.seconds > self._limit:
+        if self._champion is not None and self.seconds > self._limit:
             return "the time was up"
         for other, trial in self._trials.items():
             agrees = trial.difference is not None and trial.difference <= self._difference

@@ -137,17 +137,19 @@ class EngineSelector:
     def _choose(
         self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
     ) -> ReadyEngine:
+        """Return what is chosen, or else the eager network, with the plan, which is kept if it may hold."""
         try:
             ready, trials = choose()
+            failures = _failures(trials)
+            # What failed for want of a compiler may run at the next start, and what lacked memory where nothing ran.
+            holds = tuned or not failures
         except NothingRuns as nothing:
-            log.warning("%s: %s", self._spec.identifier, nothing)
-            ready, trials = self.build(self._eager("fp32"), f"{nothing} It runs eagerly in fp32."), nothing.trials
+            ready, trials, holds = self.build(self._eager("fp32")), nothing.trials, False
+            failures = (f"{nothing} It runs eagerly in fp32.",)
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
-        failures = _failures(trials)
-        # What failed for want of a compiler or of memory may run at the next start.
-        if tuned or not failures:
+        if holds:
             self._keep(plan)
-        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*ready.warnings, *failures))
+        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=failures)
 
     def _keep(self, plan: EnginePlan) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`stackseg evaluate` and `stackseg train`, with files."""
+"""`stackseg evaluate`, `stackseg train` and `stackseg tune`, with files."""
 
 from __future__ import annotations
 
@@ -159,3 +159,42 @@ def test_the_benchmark_trains_with_and_without_mixed_precision_and_writes_nothin
     for _, rate, milliseconds, memory in cells:
         assert float(rate) == pytest.approx(3000 / float(milliseconds), rel=0.2)
         assert memory.endswith("MiB") or memory == "not known"
+
+
+@pytest.mark.parametrize("which", [[], ["--all"], ["--model", "random-nuclei"]])
+def test_tuning_keeps_what_won_for_the_next_start(
+    base: ModelSpec, which: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    engine = f"{{precision: fp32, streams: 1, cache_folder: {tmp_path / 'cache'}}}"
+    path.write_text(
+        f"models: {{folder: {base.folder.parent}}}\nengine: {engine}\nwindows: {{sw_batch_size: 1}}\n"
+        "device: {name: cpu, threads: 1}\n"
+    )
+    # Whatever is tried first is all that there is time for.
+    assert main(["tune", *which, "--minutes", "0.0001", "--config", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "random-nuclei/1" in table
+    assert "chosen" in table
+    assert "the time was up" in table
+    assert main(["models", "--config", str(path)]) == 0
+    assert "chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "status", "words"),
+    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "set it to auto")],
+)
+def test_what_cannot_be_tuned_is_refused(
+    base: ModelSpec,
+    options: list[str],
+    engine: str,
+    status: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"models: {{folder: {base.folder.parent}}}\nengine: {{kind: {engine}}}\n")
+    assert main(["tune", *options, "--config", str(path)]) == status
+    assert words in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_nothing_is_begun_when_the_time_is_up(builds, seconds, limit):
     longest = builds + 2 * (5 + FIRST_ROUNDS) * 2 * seconds
     assert world.now <= 1.0001 * (limit + longest)
     skipped = [trial for trial in trials.values() if trial.verdict == "skipped: the time was up"]
-    assert len(skipped) == len(ENGINES) or world.calls
+    assert world.calls, "something has to run"
     assert bool(skipped) == (len(set(world.calls)) < len(ENGINES))
 
 

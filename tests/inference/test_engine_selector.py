@@ -262,8 +262,10 @@ def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings,
 
 def test_what_does_not_fit_into_memory_is_skipped_by_its_size(bands, settings, only):
     only("eager")
-    trials = warm_up(bands, settings(), window_bytes=2**50).run()
-    assert "GiB" in trials.warnings[0]
+    for _ in range(2):
+        ready = warm_up(bands, settings(), window_bytes=2**50).run()
+        assert "GiB" in ready.warnings[0]
+        assert not ready.cached, "the next start may have more memory"
 
 
 def test_batch_sizes_are_tried_only_where_they_are_open(bands, settings, only):
