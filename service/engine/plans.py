@@ -75,13 +75,15 @@ class EnginePlan:
     tuned: bool = False
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of a table, the fastest trial first."""
+        """Yield the lines of a table: what was chosen, then the others, the fastest first."""
         where = self.circumstances.get("device", "another device")
         if "threads" in self.circumstances:
             where += f", {self.circumstances['threads']} threads"
         yield f"{'tuned' if self.tuned else 'checked'} in {self.seconds:.0f} s on {where}:"
         width = max((len(str(trial.choice)) for trial in self.trials), default=0)
-        for trial in sorted(self.trials, key=lambda trial: -(trial.windows_per_second or 0)):
+        for trial in sorted(
+            self.trials, key=lambda trial: (trial.choice != self.choice, -(trial.windows_per_second or 0))
+        ):
             rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s"
             share = "" if trial.difference is None else f"{trial.difference:.3%} differ"
             built = "" if trial.build_seconds is None else f"built in {trial.build_seconds:.1f} s"
