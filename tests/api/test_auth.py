@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +34,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-class Noting(Runtime):
-    """Notes whose files are looked at and read."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.owners: list[str | None] = []
-
-    def start(self) -> None:
-        super().start()
-        for name in ("inspect", "read"):
-            setattr(self.reader, name, partial(self._note, getattr(self.reader, name)))
-
-    def _note(self, call: Any, *arguments: Any, owner: str | None = None, **options: Any) -> Any:
-        self.owners.append(owner)
-        return call(*arguments, owner=owner, **options)
-
-
 @contextmanager
 def service(repository: Path, scratch: Path, **access: Any) -> Iterator[TestClient]:
     settings = Settings.model_validate(
@@ -63,7 +45,7 @@ def service(repository: Path, scratch: Path, **access: Any) -> Iterator[TestClie
         }
     )
     app = create_app(settings)
-    app.state.runtime = Noting(settings, FakeSegmenter)
+    app.state.runtime = Runtime(settings, FakeSegmenter)
     with TestClient(app, raise_server_exceptions=False) as client:
         until(lambda: app.state.runtime.unready_reasons() == ())
         yield client
@@ -160,18 +142,6 @@ def test_job_is_there_for_the_key_that_sent_it_alone(locked: TestClient) -> None
     assert problem_of(locked.get(place)) == (401, "unauthorized")
     assert [job["id"] for job in locked.get("/jobs", headers=bearer(ADA)).json()["jobs"]] == [sent.json()["id"]]
     assert locked.get("/jobs", headers=bearer(BOB)).json()["jobs"] == []
-
-
-def test_files_are_read_as_those_of_the_key_that_sent_them(bands_repository: Path, tmp_path: Path) -> None:
-    with service(bands_repository, tmp_path, keys=KEYS) as client:
-        runtime: Any = client.app.state.runtime  # type: ignore[attr-defined]
-        for key, name in ((ADA, "ada"), (BOB, "bob")):
-            assert client.post("/segment", content=STACK, headers=TIFF | bearer(key)).status_code == 200
-            assert client.post("/inspect", content=STACK, headers=TIFF | bearer(key)).status_code == 200
-            job = client.post("/jobs", content=STACK, headers=TIFF | bearer(key)).json()["id"]
-            until(lambda: client.get(f"/jobs/{job}", headers=bearer(key)).json()["state"] == "done")  # noqa: B023
-            assert runtime.owners == [name] * 4
-            runtime.owners.clear()
 
 
 def test_rate_is_that_of_a_key(bands_repository: Path, tmp_path: Path) -> None:
