@@ -79,6 +79,14 @@ def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
     return interpreter.shapes
 
 
+def multiply(a: Any, b: Any) -> Any:
+    """Return `a * b`. Raise OverflowError for a whole number that no size can be: a few products make it endless."""
+    product = a * b
+    if isinstance(product, int) and product.bit_length() > 64:
+        raise OverflowError("a size of more than 64 bits")
+    return product
+
+
 def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
     """Return the stored tensor that an argument names, None for anything else."""
     if isinstance(argument, Node) and argument.op == "get_attr":

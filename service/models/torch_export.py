@@ -33,6 +33,7 @@ from service.models.graph_layers import (
     is_volume,
     make_norm,
     make_prelu,
+    multiply,
     read_constant,
 )
 
@@ -56,10 +57,19 @@ DTYPES = {
 SIZES_AND_COPIES = frozenset(["sym_size", "lift_fresh_copy", "detach_"])
 PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
 ARITHMETIC: dict[str, Callable[..., Any]] = {
-    f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "getitem")
-}
+    f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
+} | {"_operator.mul": multiply}
 # Errors that a damaged or foreign file causes below.
-_DAMAGE = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError, zipfile.BadZipFile)
+_DAMAGE = (
+    AttributeError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+    zipfile.BadZipFile,
+)
 
 
 def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
@@ -187,7 +197,11 @@ class _GraphReader:
                 raise BrokenModel(f"{target} is called with something else than sizes.")
             result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
         else:
-            result = self._graph.call_function(_find_operator(target), (), keywords)
+            function = _find_operator(target)
+            # The graph becomes Python code: names of the file must not get into it.
+            if unknown := keywords.keys() - {parameter.name for parameter in function._schema.arguments}:
+                raise BrokenModel(f"{target} has no argument {min(unknown)!r}.")
+            result = self._graph.call_function(function, (), keywords)
         self._name_outputs(result, call["outputs"])
 
     def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:

@@ -146,6 +146,18 @@ def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -
     assert not witness.exists()
 
 
+def test_names_of_arguments_do_not_become_code(unet: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+
+    def plant(program: dict[str, Any]) -> None:
+        first = program["graph_module"]["graph"]["nodes"][0]["inputs"][0]
+        first["name"] = f"out=__import__('pathlib').Path({str(witness)!r}).touch(), {first['name']}"
+
+    with pytest.raises(BrokenModel, match="has no argument"):
+        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+    assert not witness.exists()
+
+
 def test_pickled_weights_are_refused_and_pickled_examples_not_read(unet: Path) -> None:
     load_torch_export(rewritten(unet, "sample_inputs/model.pt", lambda _: b"cos\nsystem\n(S'false'\ntR."), SHAPE[1:])
     pickled = rewritten(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from service.models.graph_layers import multiply
+
 Value = Any
 """A tensor, a number or a tuple of numbers; None for an input that is left out."""
 
@@ -69,6 +71,13 @@ def _divide(a: Value, b: Value) -> Value:
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
         return torch.div(a, b, rounding_mode="trunc")
     return a / b
+
+
+def _power(a: Value, b: Value) -> Value:
+    """Raise to a power. Raise OverflowError for whole numbers that take long to compute."""
+    if isinstance(a, int) and isinstance(b, int) and a.bit_length() * b > 2**10:
+        raise OverflowError("a power of more than 1024 bits")
+    return a**b
 
 
 def _modulo(a: Value, b: Value, *, fmod: int = 0) -> Value:
@@ -147,9 +156,9 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "Not": _unary(torch.logical_not, operator.not_),
     "Add": partial(_apply_elementwise, operator.add),
     "Sub": partial(_apply_elementwise, operator.sub),
-    "Mul": partial(_apply_elementwise, operator.mul),
+    "Mul": partial(_apply_elementwise, multiply),
     "Div": partial(_apply_elementwise, _divide),
-    "Pow": partial(_apply_elementwise, operator.pow),
+    "Pow": partial(_apply_elementwise, _power),
     "Mod": _modulo,
     "Max": _fold(partial(_extremum, torch.maximum, max)),
     "Min": _fold(partial(_extremum, torch.minimum, min)),

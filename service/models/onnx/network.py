@@ -42,7 +42,7 @@ TORCH_MODES = {
     ("linear", "pytorch_half_pixel"): "trilinear",
     ("linear", "align_corners"): "corners",
 }
-_DAMAGE = (ValueError, TypeError, IndexError, KeyError, RuntimeError)
+_DAMAGE = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
 def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:

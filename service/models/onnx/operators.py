@@ -5,10 +5,11 @@ Values are tensors of any shape, or numbers and tuples of numbers where a graph 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graph_layers import MAX_ELEMENTS
+from service.models.graph_layers import MAX_ELEMENTS, multiply
 from service.models.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
 
 Ints = Sequence[int]
@@ -56,7 +57,9 @@ def gather(x: Value, indices: Value, axis: int = 0) -> Value:
 def concat(*values: Value, axis: int) -> Value:
     if any(isinstance(value, Tensor) for value in values):
         return torch.cat([to_tensor(value) for value in values], axis)
-    return tuple(item for value in values for item in (value if isinstance(value, tuple) else (value,)))
+    numbers = [value if isinstance(value, tuple) else (value,) for value in values]
+    check_size((sum(map(len, numbers)),), "inputs", MAX_NUMBERS)
+    return tuple(itertools.chain.from_iterable(numbers))
 
 
 def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
@@ -205,7 +208,7 @@ def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value
     """Multiply sizes along their only axis."""
     if isinstance(x, Tensor):
         raise UnsupportedCall("data: pixels.")
-    product = math.prod(x)
+    product = reduce(multiply, x, 1)
     return (product,) if keepdims else product
 
 

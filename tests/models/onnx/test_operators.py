@@ -230,6 +230,34 @@ def test_what_would_fill_the_memory_is_refused(
         load_onnx(model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])(torch.rand(SHAPE))
 
 
+@pytest.mark.parametrize("name", ["Pow", "Mul", "Concat"])
+def test_numbers_that_grow_without_end_are_refused(name: str, tmp_path: Path) -> None:
+    attributes = {"axis": 0} if name == "Concat" else {}
+    nodes = [helper.make_node(name, [f"s{i}", f"s{i}"], [f"s{i + 1}"], **attributes) for i in range(64)]
+    nodes += [helper.make_node("ReduceProd", ["s64"], ["p"]), helper.make_node("Add", ["x", "p"], ["y"])]
+    with pytest.raises((BrokenModel, UnsupportedCall), match=r"bits|elements"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, {"s0": np.array([9, 9], INTS)}), SHAPE[1:])
+    nodes.insert(0, helper.make_node("Shape", ["x"], ["s0"]))
+    with pytest.raises((BrokenModel, UnsupportedCall, OverflowError), match=r"bits|elements"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, {}), SHAPE[1:])(torch.rand(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        helper.make_node("Div", ["one", "zero"], ["v"]),
+        helper.make_node("Cast", ["infinity"], ["v"], to=TensorProto.INT64),
+        helper.make_node("Transpose", [""], ["v"]),
+    ],
+    ids=lambda node: str(node.op_type),
+)
+def test_constants_that_cannot_be_computed_are_named(node: onnx.NodeProto, tmp_path: Path) -> None:
+    stored = {"one": np.array(1), "zero": np.array(0), "infinity": np.array(math.inf, FLOATS)}
+    nodes = [node, helper.make_node("Add", ["x", "v"], ["y"])]
+    with pytest.raises(BrokenModel, match="cannot be made a network of"):
+        load_onnx(model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])
+
+
 def test_no_text_of_a_file_becomes_code(tmp_path: Path) -> None:
     code = "__import__('os').abort()"
     nodes = [helper.make_node("Relu", ["x"], [code]), helper.make_node("Elu", [code], ["y"], alpha=-math.inf)]
