@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -41,7 +40,11 @@ def compile_kernels(variants: Iterable[Any], folder: Path) -> list[Path]:
         if done.returncode:
             raise OSError(f"{compiler[0]} failed: {done.stderr.strip()[:500]}")
 
-    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+    # In the same file system: a library that a process has mapped may be replaced, but not written to.
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as work,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         (Path(work) / "exports.map").write_text(EXPORTS)
         jobs = [(source, variant) for variant in variants for source in sources]
         objects = {(source, variant): f"{variant.name}-{number}.o" for number, (source, variant) in enumerate(jobs)}
@@ -50,17 +53,25 @@ def compile_kernels(variants: Iterable[Any], folder: Path) -> list[Path]:
         for variant in variants:
             made = Path(work) / variant.library.name
             run(*LINK, *(objects[source, variant] for source in sources), "-lm", "-o", made)
-            libraries.append(Path(shutil.move(made, folder / made.name)))
+            libraries.append(made.replace(folder / made.name))
     return libraries
 
 
 def compile_in_place(variants: Iterable[Any]) -> None:
-    """Make the libraries that are missing in the source folder, or older than their sources. Raises OSError."""
+    """Make the libraries that are missing in the source folder, or older than their sources.
+
+    Raises OSError; then there is none of those: calls of functions that have changed would crash.
+    """
     sources = [*ROOT.glob("service/**/*.[ch]pp"), Path(__file__), ROOT / "service/core/kernel_variants.py"]
     changed = max(source.stat().st_mtime for source in sources)
     outdated = [each for each in variants if not each.library.exists() or each.library.stat().st_mtime < changed]
     if outdated:
-        compile_kernels(outdated, VARIANTS["FOLDER"])
+        try:
+            compile_kernels(outdated, VARIANTS["FOLDER"])
+        except OSError:
+            for each in outdated:
+                each.library.unlink(missing_ok=True)
+            raise
 
 
 def get_build_hook() -> type:

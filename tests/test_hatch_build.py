@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -41,12 +42,17 @@ def test_libraries_export_kernels_alone_and_are_made_again_for_changed_sources(c
     build(clone)
     assert library.stat().st_mtime_ns == made
     (clone / "service" / "one.cpp").touch()
-    build(clone)
+    with library.open("rb") as mapped:
+        before = mapped.read()
+        build(clone)
+        assert os.fstat(mapped.fileno()).st_nlink == 0
+        assert os.pread(mapped.fileno(), len(before) + 1, 0) == before
     assert library.stat().st_mtime_ns > made
 
 
-def test_without_a_compiler_it_says_what_to_do_and_goes_on(clone: Path) -> None:
+def test_without_a_compiler_it_says_what_to_do_and_keeps_no_library_of_other_sources(clone: Path) -> None:
     assert "install g++" in build(clone, CXX="/nowhere/g++")
+    assert not build(clone)
     (clone / "service" / "one.cpp").write_text("no C++")
     assert "g++ failed" in build(clone)
     assert not list(clone.glob("service/core/*.so"))

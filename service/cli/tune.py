@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Race the ways to run each model, keep what wins for later starts, print what was tried. Raises ConfigError."""
     # As `stackseg serve` does, for which engines are compared.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if options.minutes is not None and options.minutes <= 0:
+    if options.minutes is not None and not options.minutes > 0:
         raise BadParameter("--minutes: a positive number is expected.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})

@@ -58,7 +58,10 @@ class CppFunctions:
         """Functions that hold the GIL: taking it back would cost more than a call of less than about 30 us."""
         for name, arguments, result in signatures:
             for loaded in (self._functions, self._functions_with_gil):
-                function = getattr(loaded, name)
+                function = getattr(loaded, name, None)
+                if function is None:
+                    self.problem = "the C++ kernels are those of another version; install StackSeg again"
+                    return
                 function.argtypes, function.restype = [self.KINDS[letter] for letter in arguments], self.KINDS[result]
 
     @property

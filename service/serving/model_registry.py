@@ -119,7 +119,7 @@ class ModelRegistry:
         failed = {name for worker in self._device_workers for name in worker.model_cache.problems}
         for name, state in self._states.items():
             if name in starting:
-                at = "".join(str(worker.loading[name]) for worker in self._device_workers if name in worker.loading)
+                at = "".join(str(worker.loading.get(name, "")) for worker in self._device_workers)
                 yield f"{name} is being loaded{at and ': '}{at}."
             elif state.state == "failed" or (name in self.load_first and name in failed):
                 # Health is open to everybody, and the problem may tell of paths.

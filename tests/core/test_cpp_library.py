@@ -9,7 +9,7 @@ import pytest
 from fakes import with_library
 from paths import ROOT
 
-from service.core.cpp_library import load_library
+from service.core.cpp_library import CppFunctions, load_library
 from service.core.kernel_variants import Variant, list_supported, list_variants
 from service.inference.windows.kernels import window_kernels
 
@@ -44,6 +44,12 @@ def test_what_is_missing_is_said() -> None:
     functions = with_library(window_kernels)
     assert not functions.ready
     with pytest.raises(OSError, match="AVX2"):
+        functions.require()
+
+
+def test_a_library_of_another_version_is_not_called() -> None:
+    functions = CppFunctions([("stackseg_of_tomorrow", "p", "-")])
+    with pytest.raises(OSError, match="another version"):
         functions.require()
 
 
