@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from service.core.errors import BrokenModel
 from service.models.architectures import DepthToSpace, SpaceToDepth
@@ -59,7 +59,7 @@ def add_layers(
             shapes[_put_layer(network, layer)] = shapes.get(layer.result, ())
     graph.eliminate_dead_code()
     _join_layers(network)
-    _add_in_place(graph, additions)
+    _add_in_place(network, additions)
     graph.lint()
     # A new module has no attributes but those that nodes name.
     return GraphModule(network, graph)
@@ -211,17 +211,27 @@ def _join_layers(network: GraphModule) -> None:
         network.graph.erase_node(node)
 
 
-def _add_in_place(graph: Graph, additions: Set[Any]) -> None:
+def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
     """Add into the later of two terms that a layer makes for the sum alone: memory for the sum takes time."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
+    order = {node: index for index, node in enumerate(network.graph.nodes)}
+    for node in network.graph.nodes:
         terms = node.all_input_nodes
         if node.target not in additions or len(terms) != 2 or len({*node.args, *node.kwargs.values()}) != 2:
             continue
         last = max(terms, key=order.__getitem__)
-        if last.op == "call_module" and len(last.users) == 1:
+        if (
+            last.op == "call_module"
+            and len(last.users) == 1
+            and not _may_share(network.get_submodule(str(last.target)))
+        ):
             (other,) = (term for term in terms if term is not last)
             node.target, node.args, node.kwargs = add_into, (last, other), {}
+
+
+def _may_share(module: nn.Module) -> bool:
+    """Return whether the result of a layer may lie in the memory of its input, as shuffles of single voxels do."""
+    layers = module if isinstance(module, nn.Sequential) else (module,)
+    return all(isinstance(layer, SpaceToDepth | DepthToSpace) for layer in layers)
 
 
 def add_into(x: Tensor, other: Tensor) -> Tensor:

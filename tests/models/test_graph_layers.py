@@ -104,6 +104,21 @@ def test_what_two_layers_read_is_kept(tmp_path: Path) -> None:
             torch.testing.assert_close(reload(network, tmp_path / "n.onnx")(image), network(image))
 
 
+def test_a_shuffle_that_moves_nothing_keeps_what_others_read(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Reshape", ["a", "s"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["c"], perm=[0, 1, 3, 5, 7, 2, 4, 6]),
+        helper.make_node("Reshape", ["c", "t"], ["d"]),
+        helper.make_node("Add", ["d", "x"], ["e"]),
+        helper.make_node("Add", ["e", "a"], ["y"]),
+    ]
+    sizes = {"s": np.array([1, 1, 32, 1, 32, 1, 64, 1]), "t": np.array([1, *WINDOW])}
+    loaded = load_onnx(write_graph(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
+    x = torch.rand(1, *WINDOW)
+    torch.testing.assert_close(loaded(x), 3 * x)
+
+
 def test_a_norm_of_groups_keeps_what_is_not_its_own_weight(tmp_path: Path) -> None:
     """An instance norm between reshapes, with a product that belongs to no channel behind it."""
     numbers = {
