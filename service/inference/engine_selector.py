@@ -131,7 +131,8 @@ class EngineSelector:
     def _build_known(self) -> ReadyEngine:
         """Build the first configuration of the known order that runs and gives the labels of the network as loaded."""
         tuner = self._make_tuner()
-        configs = [*self._known_order(), self._eager(self._safe_precision)]
+        names = precision.list_precisions(self._settings.engine.precision, self._native)
+        configs = [*self._known_order(), *map(self._eager, names)]
         return self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
 
     def _choose(
@@ -155,7 +156,8 @@ class EngineSelector:
         try:
             plans.save(self._plan_folder, plan)
         except OSError as error:
-            log.warning("The plan for %s cannot be kept, every start makes one: %s", plan.model, error)
+            advice = "name a folder that may be written to in engine.cache_folder"
+            log.warning("The plan for %s cannot be kept, every start makes one; %s: %s", plan.model, advice, error)
 
     @property
     def _plan_folder(self) -> Path:

@@ -247,6 +247,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(bands, settin
     (tmp_path / "cache").write_text("in the way")
     assert warm_up(bands, settings()).run().plan is not None
     assert "cannot be kept" in caplog.text
+    assert "engine.cache_folder" in caplog.text
 
 
 def test_where_nothing_agrees_the_model_runs_eagerly_in_float32(bands, settings, only):
@@ -351,10 +352,21 @@ def test_a_network_that_does_not_run_in_the_narrowest_precision_runs_in_the_next
     assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
-def test_eager_runs_in_float32_unless_another_precision_is_set(bands, settings, only, precision, expected):
+@pytest.mark.parametrize(
+    ("engine", "wrap", "expected"),
+    [
+        ({"tolerance": 0.5}, nn.Sequential, "bf16"),
+        ({"tolerance": 0.0}, nn.Sequential, "fp32"),
+        ({"tolerance": 0.5}, Wide, "fp32"),
+        ({"precision": "bf16"}, nn.Sequential, "bf16"),
+        ({"precision": "fp32"}, nn.Sequential, "fp32"),
+    ],
+    ids=["same labels", "other labels", "does not run", "bf16 set", "fp32 set"],
+)
+def test_eager_runs_in_the_narrowest_precision_that_gives_the_labels(bands, settings, only, engine, wrap, expected):
     only("eager")
-    ready = EngineSelector(bands, settings(precision=precision), CPU, load_network(bands), 1000, BOTH).run()
+    network = wrap(load_network(bands))
+    ready = EngineSelector(bands, settings(**engine), CPU, network, 1000, BOTH).run()
     assert (ready.config.engine, ready.config.precision) == ("eager", expected)
 
 
