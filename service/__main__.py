@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
     except (StackSegError, OSError) as error:
-        sys.stderr.write(f"stackseg: {error}\n")
+        # Python's own text begins with [Errno 2].
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        sys.stderr.write(f"stackseg: {text}\n")
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if options.extra is None:

@@ -183,7 +183,7 @@ def test_a_model_is_measured(config: Path, tmp_path: Path, capsys: pytest.Captur
 def test_missing_input_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("segment", tmp_path / "nowhere.tif", tmp_path / "out.tif", "--config", config) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "nowhere.tif" in line
+    assert line == f"stackseg: {tmp_path / 'nowhere.tif'}: No such file or directory"
 
 
 @pytest.mark.parametrize("text", ["windows: {overlop: 1}", "windows: 3", "no yaml: ["])

@@ -51,6 +51,8 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = ()) -> list[P
         where = "" if root.is_absolute() else " of the working directory"
         raise ConfigError(f"The model repository {root} is not a folder{where}; {CORRECTION}.")
     folders = [root / name for name in names] or sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
+    if not folders and (root / FILE_NAME).is_file():
+        raise ConfigError(f"{root} is a model; name the folder that holds it, {root.resolve().parent}.")
     if not folders:
         raise ConfigError(f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}.")
     return folders

@@ -255,9 +255,8 @@ class Trainer:
         rate = self.plan.rate(max(state.step - 1, 0))
         state.curve.append([state.step, rate, trained, value, state.skipped, dice])
         done = 100 * state.step / self.plan.steps
-        log.info(
-            "%5.1f %%  step %d  loss %.4f  validation %.4f  best %.4f", done, state.step, trained, value, state.best
-        )
+        loss = f"  loss {trained:.4f}" if state.step else ""
+        log.info("%5.1f %%  step %d%s  validation %.4f  best %.4f", done, state.step, loss, value, state.best)
         with (self.folder / CURVE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)

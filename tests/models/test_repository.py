@@ -68,6 +68,9 @@ def test_repository_without_models_is_refused(tmp_path: Path) -> None:
         read_repository(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"repository nowhere is not a folder of the working directory; name"):
         read_repository(Path("nowhere"))
+    write_folder(tmp_path / "first")
+    with pytest.raises(ConfigError, match=rf"first is a model; name the folder that holds it, {tmp_path}\.$"):
+        read_repository(tmp_path / "first")
 
 
 def test_without_a_folder_the_bundled_models_are_read_from_anywhere(
