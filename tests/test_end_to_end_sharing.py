@@ -26,8 +26,8 @@ SECONDS = 0.1
 class Watched(Segmenter):
     """Notes when its network is called, takes its time, or until `gate` is open, and fails for what is too bright."""
 
-    def warm_up(self) -> None:
-        super().warm_up()
+    def warm_up(self, **options: Any) -> None:
+        super().warm_up(**options)
         self.calls: list[float] = []
         self.gate = threading.Event()
         self.gate.set()

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from service.core.config import Engine as EngineSettings
 from service.engine.base import Backend
 from service.engine.cpu import cpu_graph, onednn, winograd
+from service.engine.plans import EngineConfig
 from service.engine.prepare import Float32Scores
+from service.engine.torch_compile import TorchCompileBackend
 from service.models.loader import Network
 
 
 class WinogradBackend(Backend):
-    """3x3x3 convolutions by Winograd's algorithm, all other layers as kernels of ours or of oneDNN."""
+    """3x3x3 convolutions by Winograd's algorithm, all other layers as kernels of ours or of oneDNN.
+
+    With a compile mode torch.compile runs the other layers instead. That is faster for few networks in float32, for
+    others packed weights and norms of one pass make up for what it fuses, and it costs each start 10 s of CPU time.
+    """
 
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",)}
     precisions = ("bf16", "fp32")
@@ -28,7 +36,12 @@ class WinogradBackend(Backend):
     def transform(self, module: nn.Module) -> nn.Module:
         return winograd.replace_convolutions(module)
 
-    def build(self, module: nn.Module, example: Tensor, /, *_: object) -> Network:
+    def compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+        return (None, "default") if settings.compile_mode == "auto" else (settings.compile_mode,)
+
+    def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:
+        if config.compile_mode is not None:
+            return TorchCompileBackend().build(module, example, config, settings)
         # Blending widens scores where it reads them: a float32 copy of them would be written and read for nothing.
         network = module.network if isinstance(module, Float32Scores) else module
         return cpu_graph.capture(onednn.pack(network, gives_scores=True), example)

@@ -56,7 +56,10 @@ class WinogradConvolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] -> [B, K, z, y, x], channels last."""
-        return convolve(x, self.weights, self.bias, self.outputs, self.slope)
+        # An operator is what torch.compile leaves alone; to call one, torch imports its compiler, which takes seconds.
+        run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
+        y: Tensor = run(x, self.weights, self.bias, self.outputs, self.slope)
+        return y
 
 
 def replace_convolutions(module: nn.Module) -> nn.Module:
@@ -120,8 +123,23 @@ def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slop
     if x.dim() != 5 or POINTS * x.shape[1] * outputs != weights.numel():
         raise RuntimeError(f"no weights for the channels of {list(x.shape)}")
     x = x.contiguous(memory_format=torch.channels_last_3d)
+    y = _empty(x, outputs)
     batch, channels, depth, height, width = x.shape
-    y = torch.empty((batch, outputs, depth, height, width), dtype=x.dtype, memory_format=torch.channels_last_3d)
     sizes = (batch, depth, height, width, channels, outputs, TILES, x.dtype == torch.bfloat16)
     KernelCall(KERNELS, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
     return y
+
+
+# Inductor keeps the layout of an operator's inputs as eager mode has it, which with one window is not channels last,
+# and would convert them; this one takes any.
+_operator = torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))(convolve)
+
+
+@_operator.register_fake
+def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _slope: float) -> Tensor:
+    return _empty(x, outputs)
+
+
+def _empty(x: Tensor, outputs: int) -> Tensor:
+    shape = (x.shape[0], outputs, *x.shape[2:])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)

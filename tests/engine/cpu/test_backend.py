@@ -22,7 +22,7 @@ def make_config(engine, precision="fp32", memory_format="contiguous"):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_winograd_convolutions_take_any_number_of_windows(precision):
+def test_winograd_convolutions_take_any_number_of_windows_unless_they_are_compiled(precision):
     torch.manual_seed(0)
     module = nn.Sequential(
         *(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.PReLU()),
@@ -48,6 +48,14 @@ def test_scores_of_winograd_convolutions_stay_as_narrow_as_they_were_computed():
         scores, expected = built.network(example), wide(example)
     assert (scores.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
     assert (scores - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_winograd_is_compiled_only_where_that_is_asked_for_or_tried_out():
+    def modes(**settings):
+        return BACKENDS["winograd"].compile_modes(config.Engine(**settings), CPU)
+
+    assert modes() == modes(kind="winograd") == (None, "default")
+    assert modes(kind="winograd", compile_mode="default") == ("default",)
 
 
 def test_what_every_stream_keeps_is_counted():

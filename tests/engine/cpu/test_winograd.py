@@ -175,6 +175,13 @@ def test_activations_that_follow_are_taken_in_if_they_have_one_slope(dtype):
     assert (fast(x) - exact).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+def test_the_fake_operator_has_the_shape_and_strides_of_the_real_one():
+    weights = winograd.pack(convolution(8, 16).weight)
+    for bias, slope, dtype in itertools.product([None, torch.zeros(16)], [0.0, 1.0], winograd.DTYPES):
+        x = torch.randn(1, 8, 5, 6, 7).to(dtype, memory_format=FORMAT)
+        torch.library.opcheck(torch.ops.stackseg.convolve, (x, weights, bias, 16, slope))
+
+
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="float16"):
         winograd.WinogradConvolution(convolution(8, 16))(torch.zeros(1, 8, 4, 4, 4).half())
