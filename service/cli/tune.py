@@ -22,7 +22,9 @@ def add_arguments(tune: argparse.ArgumentParser) -> None:
     which = tune.add_mutually_exclusive_group()
     which.add_argument("--model", help="name of a model, or its folder; the default model if not given")
     which.add_argument("--all", action="store_true", help="every model that is served, one after the other")
-    tune.add_argument("--minutes", type=float, help="of each model; overrides engine.tune_seconds")
+    tune.add_argument(
+        "--minutes", type=float, help="of each model, until which anything is begun; overrides engine.tune_seconds"
+    )
     tune.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
     tune.set_defaults(run=run)
 

@@ -22,7 +22,9 @@ def load_library(supported: Sequence[Variant] | None = None) -> ctypes.CDLL:
     for variant in supported:
         if variant.library.exists():
             return ctypes.CDLL(str(variant.library))
-    raise OSError("StackSeg was installed without its C++ kernels; install g++, and then StackSeg again")
+    raise OSError(
+        "StackSeg has no C++ kernels for this machine; install its wheel for it, or g++ and then StackSeg again"
+    )
 
 
 class CppFunctions:

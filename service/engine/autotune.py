@@ -236,7 +236,7 @@ class Tuner(Generic[Result]):
     def _note(self, trial: Trial) -> None:
         self._trials[trial.choice] = trial
         if trial.verdict != RUNS:
-            log.info("%s: %s", trial.choice, trial.verdict)
+            log.debug("%s: %s", trial.choice, trial.verdict)
 
 
 def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:

@@ -137,7 +137,7 @@ def capture(module: nn.Module, example: Tensor) -> Network:
         return CpuGraph(module, example)
     except (NotCapturable, RuntimeError) as reason:
         # TorchScript turns every error into a RuntimeError. A module that does not run at all will raise its own later.
-        log.info("The network runs layer by layer: %s", reason)
+        log.debug("The network runs layer by layer: %s", reason)
         return module
 
 
