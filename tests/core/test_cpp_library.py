@@ -39,7 +39,7 @@ def test_the_first_library_that_is_there_is_loaded() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(OSError, match="install g\\+\\+"):
+    with pytest.raises(OSError, match="g\\+\\+"):
         load_library([Variant("missing")])
     functions = with_library(window_kernels)
     assert not functions.ready
