@@ -1,17 +1,16 @@
-"""What `stackseg tune` finds beside every fixed choice, and beside bare loops over the same network in other runtimes.
+"""Compare the engine that `stackseg tune` chooses with every fixed one, and with bare loops in other runtimes.
 
 python benchmarks/engines.py [--networks nuclei UNet BasicUNet DynUNet SegResNet] [--roi 64] [--batch-sizes 2]
     [--threads 1] [--tune-seconds 120] [--json FILE]
 
 MONAI's networks are trained here for some seconds to tell bright blocks from dark ones: with random weights both
-scores of a voxel would be nearly equal, and no narrow precision could give the same labels. Each network is tuned, then
-all other engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain
-torch.compile; in BF16, too, where the processor has it) run in turn with what was tuned, on batches of one shape; what
-was tuned is itself one of the fixed choices, and not built a second time. A fixed choice that tuning found to change
-the labels is none. Speeds are medians of the ratios of single rounds; those that come near the best run in turn for
-many rounds more, which count. With one thread CPU seconds count, which leave out what other work on the machine took.
-onnxruntime and onnxscript are not among the tools of the tests: `pip install onnxruntime onnxscript` first, or their
-rows are missing.
+scores of a voxel would be nearly equal, and no narrow precision could give the same labels. Each network is tuned,
+then all other engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain torch.compile; in BF16,
+too, where the processor has it) run in turn with what was tuned, on batches of one shape; what was tuned is itself one
+of the fixed choices, and not built a second time. A fixed choice that changes the labels, as tuning found, is left
+out. Speeds are medians of the ratios of single rounds; those that come near the best run in turn for many rounds more,
+which count. With one thread CPU seconds count, which leave out what other work on the machine took. onnxruntime and
+onnxscript are not among the tools of the tests: `pip install onnxruntime onnxscript` first, or their rows are missing.
 """
 
 from __future__ import annotations

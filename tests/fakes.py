@@ -95,7 +95,7 @@ def until(condition: Any, seconds: float = 20) -> None:
 
 
 def with_library(functions: Functions, *variants: Variant) -> Functions:
-    """The same functions from the library of one of these variants; without any, as where there are no kernels."""
+    """Load `functions` anew from the library of the first of `variants` that exists; without variants none is ready."""
     other = object.__new__(type(functions))
     CppFunctions.__init__(other, functions.signatures, partial(load_library, variants))
     return other

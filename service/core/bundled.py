@@ -1,4 +1,4 @@
-"""What comes with the package: the folders `models` and `configs`."""
+"""Find the folders `models` and `configs` that come with the package."""
 
 from __future__ import annotations
 

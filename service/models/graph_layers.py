@@ -215,23 +215,21 @@ def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
     """Add into the later of two terms that a layer makes for the sum alone: memory for the sum takes time."""
     order = {node: index for index, node in enumerate(network.graph.nodes)}
     for node in network.graph.nodes:
-        terms = node.all_input_nodes
-        if node.target not in additions or len(terms) != 2 or len({*node.args, *node.kwargs.values()}) != 2:
-            continue
-        last = max(terms, key=order.__getitem__)
-        if (
-            last.op == "call_module"
-            and len(last.users) == 1
-            and not _may_share(network.get_submodule(str(last.target)))
-        ):
-            (other,) = (term for term in terms if term is not last)
-            node.target, node.args, node.kwargs = add_into, (last, other), {}
+        terms = sorted(node.all_input_nodes, key=order.__getitem__)
+        # Other arguments, such as a factor of one term, make another sum.
+        if node.target in additions and len(terms) == len({*node.args, *node.kwargs.values()}) == 2:
+            other, last = terms
+            if len(last.users) == 1 and _owns_result(network, last):
+                node.target, node.args, node.kwargs = add_into, (last, other), {}
 
 
-def _may_share(module: nn.Module) -> bool:
-    """Return whether the result of a layer may lie in the memory of its input, as shuffles of single voxels do."""
+def _owns_result(network: GraphModule, node: Node) -> bool:
+    """Return whether a node is a layer whose result has memory of its own; shuffles of single voxels have none."""
+    if node.op != "call_module":
+        return False
+    module = network.get_submodule(str(node.target))
     layers = module if isinstance(module, nn.Sequential) else (module,)
-    return all(isinstance(layer, SpaceToDepth | DepthToSpace) for layer in layers)
+    return not all(isinstance(layer, SpaceToDepth | DepthToSpace) for layer in layers)
 
 
 def add_into(x: Tensor, other: Tensor) -> Tensor:

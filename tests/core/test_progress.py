@@ -43,7 +43,7 @@ def test_steps_of_another_thread_are_told_where_it_runs_in_a_copy_of_the_context
 
 @pytest.fixture
 def lines():
-    """What is logged, as it is."""
+    """Hand over the records that the log gets."""
     found = queue.Queue()
     logger, handler = logging.getLogger("service.core.progress"), QueueHandler(found)
     before = logger.level

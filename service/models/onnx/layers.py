@@ -78,7 +78,13 @@ def _find_grouped_norm(network: GraphModule, node: Node, shapes: Shapes, scale: 
     if not is_volume(source, shapes) or shapes[source] != shapes[after]:
         return None
     groups, channels, epsilon = shapes[before][1], shapes[source][1], _read_arguments(node)["epsilon"]
-    result, weights = after, list[Tensor]()
+    result, weights = _follow_affine(network, after, channels)
+    return Layer(make_norm(groups, channels, *weights, eps=epsilon), source, result)
+
+
+def _follow_affine(network: GraphModule, result: Node, channels: int) -> tuple[Node, list[Tensor]]:
+    """Follow a product and then a sum with numbers of each channel; return the last of them, and the numbers."""
+    weights = list[Tensor]()
     for functions in (PRODUCTS, ADDITIONS):
         call = follow(result, functions)
         weight = read_constant(network, call.args[1]) if call is not None else None
@@ -86,7 +92,7 @@ def _find_grouped_norm(network: GraphModule, node: Node, shapes: Shapes, scale: 
             break
         result = call
         weights.append(weight)
-    return Layer(make_norm(groups, channels, *weights, eps=epsilon), source, result)
+    return result, weights
 
 
 def _find_shuffle(_network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:

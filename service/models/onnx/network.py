@@ -155,26 +155,24 @@ class _NetworkBuilder:
     def _add_call(self, node: Node, function: Callable[..., Value], attributes: Mapping[str, Any]) -> None:
         """Add the call of a function with the node's inputs, or call it at once where no pixel is among them."""
         settings = {name: _to_setting(each) for name, each in attributes.items() if name not in IGNORED_ATTRIBUTES}
-        # The graph becomes Python code: names of the file must not get into it.
-        parameters = inspect.signature(function).parameters
-        unknown = settings.keys() - {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
-        if unknown:
-            raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
+        _check_names(function, settings)
         arguments = [self._get_value(name) for name in node.inputs]
         if node.operator in NUMERIC_INPUTS:
             arguments[1:] = [_to_numbers(argument) for argument in arguments[1:]]
         if any(isinstance(argument, fx.Node) for argument in arguments):
-            call = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
-            results = (
-                [self._graph.call_function(operator.getitem, (call, index)) for index in range(len(node.outputs))]
-                if node.operator == "Split"
-                else [call]
-            )
+            result: Any = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
         else:
             _check_result(function, arguments, settings)
             result = function(*arguments, **settings)
-            results = [_to_value(each) for each in (result if node.operator == "Split" else (result,))]
-        self._values.update(zip(node.outputs, results, strict=False))
+        parts = [result]
+        if node.operator == "Split":
+            parts = [self._get_part(result, index) for index in range(len(node.outputs))]
+        self._values.update(zip(node.outputs, map(_to_value, parts), strict=False))
+
+    def _get_part(self, parts: Any, index: int) -> Any:
+        return (
+            self._graph.call_function(operator.getitem, (parts, index)) if isinstance(parts, fx.Node) else parts[index]
+        )
 
     def _get_value(self, name: str) -> Value:
         if name and name not in self._values:
@@ -311,6 +309,14 @@ def _read_constant(attributes: Mapping[str, Any]) -> Array:
         raise UnsupportedCall("value: of a kind that cannot be honoured.")
     array: Array = attributes["value"]
     return array
+
+
+def _check_names(function: Callable[..., Value], settings: Mapping[str, Any]) -> None:
+    """Raise UnsupportedCall for a setting that is no parameter: the graph becomes Python code, with these names."""
+    parameters = inspect.signature(function).parameters
+    unknown = settings.keys() - {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+    if unknown:
+        raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
 
 
 def _check_result(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> None:
