@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
+from service.core import host
 from service.core.errors import BadFile, BadParameter, TooLarge
 from service.core.volume import Array, StackShape, Volume, VoxelSize
 from service.formats.axes import Layout, Part
@@ -29,6 +30,8 @@ from service.formats.series import Page, StoredImage, translate_errors
 
 # Volumes up to this size are decoded by one thread.
 _SINGLE_THREAD_BYTES = 2**20
+# Asked before any file is parsed: a process that is confined then cannot ask any more.
+_WORKERS = host.usable_cores()
 
 Store = Callable[[int, int, Array], None]
 """store(channel, z0, block): take over a block [z, Y, X] of the channel with this number among the selected ones."""
@@ -262,7 +265,6 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
 
     `store` is called from several threads. Raises BadFile, BadParameter, TooLarge.
     """
-    workers = len(os.sched_getaffinity(0))
     lock = threading.RLock()
     dtype = native_dtype(image)
     _check_axes(image, layout)
@@ -275,7 +277,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
             if image.whole:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
-                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=workers if is_single else 1)
+                pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=_WORKERS if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
             store(channel, frame.z, block)
@@ -285,7 +287,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
         for frame in frames:
             decode_frame(frame)
         return
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(_WORKERS) as pool:
         for _ in pool.map(decode_frame, frames):
             pass
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import uuid
 from collections import deque
@@ -18,6 +17,7 @@ import numpy as np
 from imagecodecs import deflate_encode, zlibng_encode
 from tifffile import TiffWriter
 
+from service.core import host
 from service.core.buffers import release_pages
 from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
 from service.formats import imagej_writer, tiff_template
@@ -154,7 +154,7 @@ def _planes(pixels: Array) -> Iterator[Array]:
 
 def _compress_planes(pixels: Array) -> Iterator[bytes]:
     """Yield the compressed planes in order, while threads compress the next few."""
-    workers = len(os.sched_getaffinity(0))
+    workers = host.usable_cores()
     pending: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(workers, "compress") as threads:
         for plane in _planes(pixels):

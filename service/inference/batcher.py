@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
 from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch
@@ -353,7 +353,7 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
 
 def make_batcher(settings: Settings, *, on_host: bool) -> WindowBatcher:
     """Make a batcher with the most streams that a model may have, each of which gets its part of the cores."""
-    cores = settings.device.threads or hardware.usable_cores()
+    cores = settings.device.threads or host.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
     return WindowBatcher(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
 from service.core.progress import step
 from service.engine import backends, plans, precision, tf32
@@ -340,7 +340,7 @@ def streams(settings: Settings, device: torch.device) -> int:
     if device.type != "cpu":
         return 1
     wanted = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or hardware.usable_cores()) if wanted == "auto" else wanted
+    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if wanted == "auto" else wanted
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, TooLarge
@@ -150,7 +150,7 @@ class Segmenter:
         NaN or infinity, and DeviceLost.
         """
         request = request or self.estimator.plan_request(volume, options)
-        check_memory(request.estimate, hardware.available_memory())
+        check_memory(request.estimate, host.available_memory())
         stages = Stages()
         # Windows that are scored to measure objects or background do not count as progress.
         probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
@@ -194,7 +194,7 @@ class Segmenter:
             return _Sized(request, sizing.diameter, (sizing.note,))
         try:
             estimate = self.estimator.estimate(volume, replace(options, diameter=sizing.diameter))
-            check_memory(estimate, hardware.available_memory())
+            check_memory(estimate, host.available_memory())
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
             return _Sized(request, sizing.diameter, (note,))

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.config import Settings
 from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
 from service.core.progress import Progress
@@ -189,7 +189,7 @@ class DeviceWorker:
 
     def _free_memory(self) -> FreeMemory:
         device = None if self._on_host else hardware.free_bytes(self._torch_device)
-        return FreeMemory(hardware.available_memory(), device)
+        return FreeMemory(host.available_memory(), device)
 
     def _guess_bytes(self, name: str) -> int:
         size = self._weights_size(name)
@@ -313,7 +313,7 @@ def device_worker_settings(settings: Settings) -> list[tuple[str | None, Setting
     if not wanted:
         return [(None, settings)]
     shares = max(wanted.count("cpu"), 1)
-    threads = settings.device.threads or max(hardware.usable_cores() // shares, 1)
+    threads = settings.device.threads or max(host.usable_cores() // shares, 1)
     workers: list[tuple[str | None, Settings]] = []
     for index, name in enumerate(wanted):
         before = wanted[:index].count(name)

@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from service.core import hardware
+from service.core import hardware, host
 from service.core.errors import ConfigError
 
 NO_GPU = not torch.cuda.is_available()
@@ -61,37 +61,6 @@ def test_cpu_describes_this_machine() -> None:
         assert 0 < cpu.memory_available <= cpu.memory_total
     assert set(cpu.features) <= set(hardware.FEATURES)
     assert hardware.device_name(torch.device("cpu")) == cpu.name
-
-
-@pytest.mark.parametrize(
-    ("content", "most"),
-    [("150000 100000", 2), ("50000 100000", 1), ("10000000 100000", 10**6), ("max 100000", 10**6), ("", 10**6)],
-)
-def test_cores_respect_a_containers_share(tmp_path: Path, content: str, most: int) -> None:
-    (tmp_path / "cpu.max").write_text(content)
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert hardware.usable_cores(tmp_path) == min(mine, most)
-
-
-def test_memory_respects_a_containers_limit(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\nactive_file 100000\n")
-    assert hardware.available_memory(tmp_path) == 400000
-    # It is asked again and again, and may not remember.
-    (tmp_path / "memory.current").write_text("950000\n")
-    assert hardware.available_memory(tmp_path) == 350000
-
-
-def test_without_a_limit_the_hosts_memory_counts(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    missing = tmp_path / "missing"
-    host, available, later = (hardware.available_memory(folder) for folder in (missing, tmp_path, missing))
-    assert (available is None) == (host is None)
-    if available is not None and host is not None and later is not None:
-        # Others take and give back memory meanwhile.
-        assert min(host, later) - 2**30 < available < max(host, later) + 2**30
 
 
 @pytest.mark.skipif(not NO_GPU, reason="describes a machine without a GPU")
@@ -206,5 +175,5 @@ def test_a_thread_keeps_its_number_of_threads_whatever_others_set_later():
         assert one.submit(torch.get_num_threads).result() == 2
         assert other.submit(torch.get_num_threads).result() == 1
         one.submit(hardware.use_threads, 0).result()
-        assert one.submit(torch.get_num_threads).result() == hardware.usable_cores()
+        assert one.submit(torch.get_num_threads).result() == host.usable_cores()
         one.submit(hardware.use_threads, before).result()

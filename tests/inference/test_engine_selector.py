@@ -10,7 +10,7 @@ from fake_backends import FakeBackend, change
 from paths import ROOT
 from torch import nn
 
-from service.core import hardware
+from service.core import host
 from service.core.config import Settings
 from service.engine import backends
 from service.engine.plans import EngineConfig
@@ -74,7 +74,7 @@ def warm_up(spec, chosen, network=None, window_bytes=1000):
 def test_a_fixed_engine_is_built_and_nothing_else(bands, settings, tmp_path):
     ready = warm_up(bands, settings(kind="eager")).run()
     assert ready.config == EngineConfig(
-        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, hardware.usable_cores())
+        "eager", ready.config.precision, "channels_last_3d", 2, streams=min(2, host.usable_cores())
     )
     assert ready.plan is None
     assert not (tmp_path / "cache").exists()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runtimes import settings
 
-from service.core import hardware
+from service.core import host
 from service.serving.device_worker import device_worker_settings
 
 
@@ -12,7 +12,7 @@ def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Pa
     chosen = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
     found = device_worker_settings(chosen)
     assert [name for name, _ in found] == ["cpu", "cpu-2"]
-    cores = hardware.usable_cores()
+    cores = host.usable_cores()
     assert all(1 <= own.device.threads <= max(cores // 2, 1) for _, own in found)
     assert device_worker_settings(settings(bands_repository, tmp_path)) == [
         (None, settings(bands_repository, tmp_path))

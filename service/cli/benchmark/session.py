@@ -22,7 +22,7 @@ from service.cli.benchmark.networks import (
 )
 from service.cli.benchmark.requests import RequestRunner
 from service.cli.benchmark.timing import Spread, flop_of_window, peak_bytes
-from service.core import hardware
+from service.core import hardware, host
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Size
@@ -136,7 +136,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan) -> Report:
         if plan.cold:
             settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
         starts, segmenter = device.call(lambda: _time_starts(spec, settings, plan))
-        threads = settings.device.threads or hardware.usable_cores()
+        threads = settings.device.threads or host.usable_cores()
         # The thread that normalises and decodes here may use all cores, as nothing runs beside it.
         hardware.use_threads(threads)
         runner = RequestRunner(segmenter, folder / "stack.tif", folder, device, threads)
