@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.minutes is not None and not options.minutes > 0:
         raise BadParameter("--minutes: a positive number is expected.")
     if options.device is not None:
-        settings = override_settings(settings, "device", {"name": options.device})
+        settings = override_settings(settings, "device", {"name": options.device, "serve": ()})
     kind = settings.engine.kind
     if kind != "auto":
         raise ConfigError(f"engine.kind is {kind}, which leaves nothing to choose; set it to auto to tune.")
@@ -44,10 +44,22 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.all:
         specs = list(read_repository(settings.models.folder, settings.models.serve).values())
     seconds = settings.engine.tune_seconds if options.minutes is None else 60 * options.minutes
-    for spec in specs:
-        plan = _tune(spec, settings, seconds)
-        sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.lines()))
+    for device_settings in _list_devices(settings):
+        for spec in specs:
+            plan = _tune(spec, device_settings, seconds)
+            sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.lines()))
     return 0
+
+
+def _list_devices(settings: Settings) -> list[Settings]:
+    """Return the settings of each device that `stackseg serve` would use, one of those that are alike."""
+    from service.core import hardware  # noqa: PLC0415
+    from service.serving.device_worker import device_worker_settings  # noqa: PLC0415
+
+    alike: dict[tuple[str, int], Settings] = {}
+    for _name, each in device_worker_settings(settings):
+        alike.setdefault((hardware.device_name(hardware.choose_device(each.device.name)), each.device.threads), each)
+    return list(alike.values())
 
 
 def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:

@@ -12,10 +12,13 @@ import pytest
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
+from service.core.config import read_settings
 from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff_reader, tiff_writer
+from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
+from service.serving.device_worker import device_worker_settings
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +182,22 @@ def test_tuning_keeps_what_won_for_the_next_start(
     assert "the time was up" in table
     assert main(["models", "--config", str(path)]) == 0
     assert "chosen" in capsys.readouterr().out
+
+
+def test_what_tuning_finds_holds_for_every_device_that_is_served(
+    base: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"models: {{folder: {base.folder.parent}}}\nwindows: {{sw_batch_size: 1}}\ndevice: {{serve: [cpu, cpu]}}\n"
+        f"engine: {{precision: fp32, streams: 1, cache_folder: {tmp_path / 'cache'}}}\n"
+    )
+    assert main(["tune", "--minutes", "0.0001", "--config", str(path)]) == 0
+    assert capsys.readouterr().out.count("random-nuclei/1") == 1
+    for _name, settings in device_worker_settings(read_settings(path)):
+        segmenter = Segmenter(base, settings)
+        segmenter.warm_up()
+        assert (segmenter.report().planned, segmenter.report().cached) == ("tuned", True)
 
 
 @pytest.mark.parametrize(
