@@ -108,7 +108,7 @@ async def receive_file(
             stack.callback(upload.close)
             with stages.measure("receive"):
                 await receive(request, upload)
-            if folder is None and runtime.reader.opens:
+            if folder is None:
                 upload.keep_in_memory()
             if is_multipart(request):
                 query = await admit_form(request, runtime, query, upload.fields)

@@ -10,13 +10,14 @@ import itertools
 import math
 import mmap
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tifffile import TiffFile, TiffPage
@@ -39,10 +40,23 @@ Store = Callable[[int, int, Array], None]
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one."""
-    with path.open("rb", buffering=0) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def make_file(folder: Path, nbytes: int) -> IO[bytes]:
+    """Make a file without a name in a folder, which is made where it is missing; nothing is left of it once closed."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - the caller's
+    file.truncate(nbytes)
+    return file
+
+
+def map_file(file: Path | int) -> mmap.mmap:
+    """Map a whole file, copy-on-write, several times as fast as `numpy.memmap`. Raises ValueError for an empty one.
+
+    `file` is a path, or a descriptor, which stays open.
+    """
+    if isinstance(file, int):
+        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    with file.open("rb", buffering=0) as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 @dataclass(frozen=True)
@@ -82,17 +96,17 @@ class Placement:
 
         return Volume(self.shape, native, read, voxel_size, channels)
 
-    def stream_volume(self, path: Path, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
-        """Return a volume that reads each slab from the file into new memory.
+    def stream_volume(self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+        """Return a volume that reads each slab from an open file into new memory, through a descriptor of its own.
 
         Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
         beyond the file.
         """
         stored = np.dtype(self.dtype)
         native = stored.newbyteorder("=")
-        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > path.stat().st_size:
+        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
             raise ValueError("the pixels lie outside of the file")
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.dup(file)
         is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
 
         def read(z0: int, z1: int) -> Array:

@@ -1,7 +1,8 @@
 """Read untrusted TIFFs in child processes, which may run out of memory or time, or crash, without harm.
 
-A `Reader` keeps a few started children. A child parses and decodes; it answers in JSON through a pipe, and pixels come
-back as a location in a file, which this process maps. A child that dies or takes too long is replaced.
+A `Reader` keeps a few started children. A child parses and decodes; requests and answers are JSON on a socket, files go
+to it as open descriptors, and pixels come back as a location in one of them, which this process maps. A child that dies
+or takes too long is replaced.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import logging
 import os
 import queue
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, cast
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -30,9 +31,11 @@ from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
 from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child
-from service.formats.pixels import Placement, map_file
+from service.formats.pixels import Placement, make_file, map_file
 
 STARTUP_SECONDS = 60.0
+# A process that has closed its end of the socket is about to end, unless it was taken over.
+EXIT_SECONDS = 1.0
 
 # Files beyond this take long to decode, and leave one process to smaller ones.
 LARGE_FILE_BYTES = 2**25
@@ -40,6 +43,7 @@ LARGE_FILE_BYTES = 2**25
 # Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
+_NONSENSE = "The file is damaged: what was read of it makes no sense."
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _log = logging.getLogger(__name__)
 
@@ -48,9 +52,9 @@ Source = Path | bytearray
 
 
 class _Extract(NamedTuple):
-    """Location of pixels: in the file itself (None), or decoded in another file, by its name in `scratch`."""
+    """Location of pixels: in the file itself, or `decoded` in another one."""
 
-    file: str | None
+    decoded: bool
     placement: Placement
     voxel_size: VoxelSize | None
     channels: tuple[str, ...]
@@ -91,30 +95,29 @@ class Reader:
 
         Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time.
         """
-        with _path_for_child(source) as path:
-            return _parse_description(self._call("inspect", path, selection, self._limit(shared=shared)))
+        with _open(source) as file:
+            return _parse_description(self._call("inspect", file, selection, self._limit(shared=shared)))
 
     def read(self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
         """Read the selected part of a file, as `tiff_reader.read` does.
 
-        Decoded pixels go to a file in the folder `scratch`, which may be left behind unfinished after a crash.
-        The volume maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared`
-        file at any time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
+        Decoded pixels go to a file without a name in the folder `scratch`, which is made when it is needed. The volume
+        maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared` file at any
+        time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
 
         Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time.
         """
         limit = self._limit(shared=shared)
-        with _path_for_child(source) as path, self._large if _size(path) > self._large_bytes else nullcontext():
-            located = _parse_extract(self._call("extract", path, selection, limit, scratch), limit)
-        try:
-            return _volume(located, source, scratch, shared=shared)
-        except ValueError as error:
-            raise BadFile("The file is damaged: its pixels lie outside of it.") from error
-
-    @property
-    def opens(self) -> bool:
-        """Whether children can open unnamed files of this process as /proc/PID/fd/N; False until one has started."""
-        return any(child.opens for child in self._children)
+        with _open(source) as file, _Output(scratch, limit) as output, ExitStack() as turn:
+            if os.fstat(file.fileno()).st_size > self._large_bytes:
+                turn.enter_context(self._large)
+            located = _parse_extract(self._call("extract", file, selection, limit, output), limit)
+            stored = source if isinstance(source, bytearray) else file.fileno()
+            content = output.fileno() if located.decoded else stored
+            try:
+                return _volume(located, content, streamed=shared and not located.decoded)
+            except ValueError as error:
+                raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
@@ -134,24 +137,16 @@ class Reader:
         return self._shared_bytes if shared else self._decoded_bytes
 
     def _call(
-        self, call: str, path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None
+        self, call: str, file: IO[bytes], selection: Selection, limit_bytes: int, output: _Output | None = None
     ) -> dict[str, Any]:
+        request = {"call": call, "selection": asdict(selection), "limit_bytes": limit_bytes}
         child = self._idle.get()
         try:
-            reply = child.ask(
-                {
-                    "call": call,
-                    # Not `resolve`: the link /proc/PID/fd/N must be opened as it is, as its target may have moved.
-                    "path": os.fspath(path.absolute()),
-                    "selection": asdict(selection),
-                    "limit_bytes": limit_bytes,
-                    "scratch": None if scratch is None else os.fspath(scratch.absolute()),
-                }
-            )
+            reply = child.ask(request, file.fileno(), output.make if output else _refuse_output)
         finally:
             self._idle.put(child)
         if "errno" in reply:
-            raise OSError(reply["errno"], reply["message"], os.fspath(path))
+            raise OSError(reply["errno"], reply["message"])
         if "error" in reply:
             raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
         result: dict[str, Any] = reply["result"]
@@ -165,13 +160,15 @@ class _Child:
         self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
         self._seconds = seconds
         self._retired = False
-        # Whether it can open a file that this process has open; False until it has started.
-        self.opens = False
         self._process = self._start()
         self._ready = False
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for its reply."""
+    def ask(self, request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
+        """Send a request with the descriptor of its file, and wait for the reply.
+
+        `make_output` takes a number of bytes and returns the descriptor of a file of that length to decode to. An error
+        ends the process.
+        """
         if self._retired:
             raise NotReady("The service is stopping.")
         if self._process.poll() is not None:
@@ -180,20 +177,22 @@ class _Child:
         if not self._ready:
             self._await_start()
         try:
-            cast("IO[bytes]", self._process.stdin).write(json.dumps(request).encode() + b"\n")
-            return self._receive(self._seconds)
+            return self._converse(request, file, make_output)
         except TimeoutError:
             self.end()
             raise TooLarge(
                 f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
             ) from None
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             if self._retired:
                 raise NotReady("The service is stopping.") from None
             self._log_death()
             raise BadFile(
                 "The file is damaged: the program that decodes it crashed. Export it again, uncompressed."
             ) from None
+        except BaseException:
+            self.end()
+            raise
 
     def retire(self) -> None:
         """Kill the process for good; a caller that waits for its answer gets NotReady."""
@@ -201,23 +200,28 @@ class _Child:
         self._process.kill()
 
     def end(self) -> None:
-        """Kill the process and close its pipes."""
+        """Kill the process and close the way to it."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._complaints):
-            if pipe is not None:
-                pipe.close()
+        self._channel.close()
+        self._complaints.close()
+
+    def _converse(self, request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
+        deadline = time.monotonic() + self._seconds
+        self._send(request, file)
+        reply = self._receive(deadline)
+        if "output_bytes" in reply:
+            self._send({}, make_output(reply["output_bytes"]))
+            reply = self._receive(deadline)
+        return reply
 
     def _await_start(self) -> None:
         try:
-            self.opens = bool(self._receive(STARTUP_SECONDS)["opens"])
-        except (EOFError, TimeoutError):
-            self._process.kill()
+            self._receive(time.monotonic() + STARTUP_SECONDS)
+        except (EOFError, ConnectionError, TimeoutError):
             self._log_death()
             raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
         self._ready = True
-        if not self.opens:
-            _warn_of_closed_files()
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = os.fspath(Path(service.__file__).parents[1])
@@ -228,28 +232,29 @@ class _Child:
             "OMP_NUM_THREADS": "1",
         }
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        complaints = os.fspath(descriptor_path(self._complaints.fileno()))
-        return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-            [sys.executable, "-m", sandbox_child.__name__, *self._arguments, complaints],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            bufsize=0,
-            env=environment,
-        )
+        self._channel, remote = socket.socketpair()
+        with remote:
+            return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
+                [sys.executable, "-m", sandbox_child.__name__, *self._arguments],
+                stdin=remote.fileno(),
+                stdout=self._complaints,
+                stderr=self._complaints,
+                env=environment,
+            )
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _send(self, message: dict[str, Any], file: int) -> None:
+        socket.send_fds(self._channel, [json.dumps(message).encode() + b"\n"], [file])
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
         """Receive the next line from the child. Raises EOFError where it has ended, TimeoutError where it is silent."""
-        descriptor = cast("IO[bytes]", self._process.stdout).fileno()
-        deadline = time.monotonic() + seconds
         # select.select takes no descriptor beyond 1023, and a busy server has more.
         poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
+        poll.register(self._channel, select.POLLIN)
         line = b""
         while not line.endswith(b"\n"):
             if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
-            chunk = os.read(descriptor, 1 << 16)
+            chunk = self._channel.recv(1 << 16)
             if not chunk:
                 raise EOFError
             line += chunk
@@ -257,7 +262,11 @@ class _Child:
         return reply
 
     def _log_death(self) -> None:
-        status = self._process.wait()
+        try:
+            status = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
@@ -269,15 +278,16 @@ def descriptor_path(descriptor: int) -> Path:
 
 
 @contextmanager
-def _path_for_child(source: Source) -> Iterator[Path]:
-    """Provide a path by which a child can open the file during the block."""
+def _open(source: Source) -> Iterator[IO[bytes]]:
+    """Open a file, or a copy in memory of its content, until the end of the block."""
     if isinstance(source, Path):
-        yield source
+        with source.open("rb", buffering=0) as file:
+            yield file
         return
     with _unnamed_file() as file:
         file.write(source)
         file.flush()
-        yield descriptor_path(file.fileno())
+        yield file
 
 
 def _unnamed_file() -> IO[bytes]:
@@ -288,42 +298,59 @@ def _unnamed_file() -> IO[bytes]:
         return tempfile.TemporaryFile()
 
 
-@cache
-def _warn_of_closed_files() -> None:
-    """Log a warning, once per process."""
-    _log.warning("The processes that read TIFFs cannot open files of this process; small uploads go to the disk, too.")
+class _Output:
+    """The file that pixels are decoded to, made when a child asks for it."""
+
+    def __init__(self, scratch: Path, limit_bytes: int) -> None:
+        self._scratch, self._limit_bytes = scratch, limit_bytes
+        self._files = ExitStack()
+        self._file: IO[bytes] | None = None
+
+    def make(self, nbytes: int) -> int:
+        """Make the file and return its descriptor. Raises BadFile for more than the limit."""
+        if not 0 <= nbytes <= self._limit_bytes:
+            raise BadFile(_NONSENSE)
+        self._file = self._files.enter_context(make_file(self._scratch, nbytes))
+        return self._file.fileno()
+
+    def fileno(self) -> int:
+        """Return the descriptor. Raises BadFile where no file was asked for."""
+        if self._file is None:
+            raise BadFile(_NONSENSE)
+        return self._file.fileno()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
 
-def _size(path: Path) -> int:
-    """Return the bytes of the file, 0 where it cannot be examined; reading it then raises the error."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def _refuse_output(_: int) -> int:
+    raise BadFile(_NONSENSE)
 
 
 def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
     """Parse a child's reply. Raises BadFile where it makes no sense, as a child may be compromised."""
     placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
     if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
-        raise BadFile("The file is damaged: what was read of it makes no sense.")
-    file = None if reply["file"] is None else Path(reply["file"]).name
-    return _Extract(file, placement, sandbox_child.parse_voxel_size(reply["voxel_size"]), tuple(reply["channels"]))
+        raise BadFile(_NONSENSE)
+    voxel_size = sandbox_child.parse_voxel_size(reply["voxel_size"])
+    return _Extract(reply["decoded"], placement, voxel_size, tuple(reply["channels"]))
 
 
-def _volume(located: _Extract, source: Source, scratch: Path, *, shared: bool) -> Volume:
-    """Return the volume in the decoded file, or in the source, which others may change where it is `shared`.
+def _volume(located: _Extract, content: bytearray | int, *, streamed: bool) -> Volume:
+    """Return the volume in memory or in an open file, which is mapped only where it is small and not to be `streamed`.
 
-    Raises ValueError where the file ends before the pixels.
+    Raises ValueError where the content ends before the pixels.
     """
     placement, facts = located.placement, (located.voxel_size, located.channels)
-    file = source if located.file is None else scratch / located.file
-    if isinstance(file, bytearray):
-        return placement.map_volume(file, *facts)
+    if isinstance(content, bytearray):
+        return placement.map_volume(content, *facts)
     # A large mapped file would fill memory with its pages, which count as used.
-    if placement.nbytes >= LARGE_BYTES or (shared and located.file is None):
-        return placement.stream_volume(file, *facts)
-    return placement.map_volume(map_file(file), *facts)
+    if placement.nbytes >= LARGE_BYTES or streamed:
+        return placement.stream_volume(content, *facts)
+    return placement.map_volume(map_file(content), *facts)
 
 
 def _four(values: list[Any]) -> tuple[int, int, int, int]:

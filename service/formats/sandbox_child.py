@@ -1,4 +1,4 @@
-"""Child process that parses and decodes TIFFs: JSON in, JSON out, under limits of memory and file size.
+"""Child process that parses and decodes TIFFs: JSON and descriptors in, JSON out, with limits of memory and file size.
 
 `service.formats.sandbox` starts it as `python -m`; it imports neither torch nor the rest of the service.
 """
@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
+import socket
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,18 @@ def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
     return None if sizes is None else VoxelSize(**sizes)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request; only errors that a file or a folder may cause are caught.
+def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
+    """Answer one request about an open file, which is closed, as is the descriptor of `make_output`.
 
-    A reply has a `result`, or an error by its slug or errno.
+    Only errors that a file or a folder may cause are caught. A reply has a `result`, or an error by its slug or errno.
     """
     fields = request["selection"]
     selection = Selection(**{**fields, "voxel_size": parse_voxel_size(fields["voxel_size"])})
-    path, limit_bytes = Path(request["path"]), request["limit_bytes"]
+    limit_bytes = request["limit_bytes"]
     try:
         if request["call"] == "inspect":
-            return {"result": asdict(tiff_reader.inspect(path, selection, limit_bytes))}
-        extract = tiff_reader.extract(path, selection, limit_bytes, Path(request["scratch"]))
+            return {"result": asdict(tiff_reader.inspect(file, selection, limit_bytes))}
+        extract = tiff_reader.extract(file, selection, limit_bytes, make_output)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:
@@ -44,7 +45,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"errno": error.errno, "message": error.strerror}
     return {
         "result": {
-            "file": None if extract.path == path else extract.path.name,
+            "decoded": extract.decoded,
             **asdict(extract.placement),
             "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
             "channels": extract.channels,
@@ -52,30 +53,42 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(memory_bytes: int, decoded_bytes: int, seconds: float, parent_file: Path) -> None:
-    """Answer requests, one JSON object per line, until the parent closes the pipe.
+def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
+    """Answer requests that arrive on the socket at descriptor 0, one at a time, until the parent closes it.
 
-    The first line tells the parent whether this process can open `parent_file`, a file that the parent has open.
+    A message is a line of JSON: first an empty one from here, then requests with the descriptor of a file, and replies.
+    A reply with `output_bytes` asks for the descriptor of a file to decode to.
     """
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    _limit(memory_bytes, decoded_bytes)
-    replies.write(json.dumps({"opens": can_open(parent_file)}).encode() + b"\n")
-    replies.flush()
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-        replies.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
-        replies.flush()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    with socket.socket(fileno=0) as channel:
+        _limit(memory_bytes, decoded_bytes)
+        messages = _receive(channel)
+
+        def make_output(nbytes: int) -> int:
+            _send(channel, {"output_bytes": nbytes})
+            return next(messages)[1]
+
+        _send(channel, {})
+        for request, file in messages:
+            signal.setitimer(signal.ITIMER_REAL, seconds + 5)
+            _send(channel, answer(request, file, make_output))
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def can_open(path: Path) -> bool:
-    """Whether this process can open a file; not that of a parent with another user, or another view of /proc."""
-    try:
-        path.open("rb").close()
-    except OSError:
-        return False
-    return True
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each message with the descriptor that came with it, until the other side closes the socket."""
+    line, files = b"", list[int]()
+    while True:
+        data, received, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not data:
+            return
+        line, files = line + data, files + received
+        if line.endswith(b"\n"):
+            yield json.loads(line), files[0]
+            line, files = b"", []
 
 
 def _limit(memory_bytes: int, decoded_bytes: int) -> None:
@@ -86,4 +99,4 @@ def _limit(memory_bytes: int, decoded_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

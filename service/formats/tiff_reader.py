@@ -7,9 +7,8 @@ decoded. Files that cannot be trusted are read through `service.formats.sandbox`
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +23,13 @@ from service.formats.pixels import Placement
 from service.formats.series import StoredImage
 
 
-def inspect(path: Path, selection: Selection, limit_bytes: int) -> Description:
+def inspect(file: Path | int, selection: Selection, limit_bytes: int) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    Several time points without a choice give a note and no error.
+    `file` is a path, or a descriptor, which is closed. Several time points without a choice give a note and no error.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _open(path, selection, limit_bytes) as stack:
+    with _open(file, selection, limit_bytes) as stack:
         return stack.describe(selection)
 
 
@@ -42,7 +41,7 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     if scratch is not None:
-        return extract(path, selection, limit_bytes, scratch).volume()
+        return _read_to_file(path, selection, limit_bytes, scratch)
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.locate()
         if placement is not None:
@@ -58,44 +57,47 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
 
 @dataclass(frozen=True)
 class Extract:
-    """Location of a volume on disk, in plain values that can cross a pipe."""
+    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
 
-    path: Path
     placement: Placement
     voxel_size: VoxelSize | None
     channels: tuple[str, ...]
-
-    def volume(self) -> Volume:
-        """Map the file."""
-        return self.placement.map_volume(pixels.map_file(self.path), self.voxel_size, self.channels)
+    decoded: bool
 
 
-def extract(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Extract:
-    """Locate the selected pixels in the file itself, or decode them to a new file in the folder `scratch`.
+def extract(file: Path | int, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]) -> Extract:
+    """Locate the selected pixels in the file itself, or decode them to another one.
 
-    The folder is made when it is needed. Raises the errors of `read`.
+    `file` is a path or a descriptor. `make_output` takes the bytes of the decoded pixels and returns the descriptor of
+    a file of that length; it is called only where pixels have to be decoded. Descriptors are closed. Raises the errors
+    of `read`, and those of `make_output`.
     """
-    with _open(path, selection, limit_bytes) as stack:
+    with _open(file, selection, limit_bytes) as stack:
         voxel_size = stack.voxel_size(selection)
         placement = stack.locate()
         if placement is not None:
-            return Extract(path, placement, voxel_size, stack.channels)
+            return Extract(placement, voxel_size, stack.channels, decoded=False)
         placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
-        scratch.mkdir(mode=0o700, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(".raw", "pixels-", scratch)
-        try:
-            os.truncate(descriptor, placement.shape[0] * placement.strides[0])
+        with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
             def store(channel: int, z0: int, block: Array) -> None:
-                _write_all(descriptor, block, channel * placement.strides[0] + z0 * placement.strides[1])
+                _write_all(output.fileno(), block, channel * placement.strides[0] + z0 * placement.strides[1])
 
             pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
-        except BaseException:
-            Path(name).unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        return Extract(Path(name), placement, voxel_size, stack.channels)
+        return Extract(placement, voxel_size, stack.channels, decoded=True)
+
+
+def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
+    with ExitStack() as files:
+        outputs = []
+
+        def make_output(nbytes: int) -> int:
+            outputs.append(files.enter_context(pixels.make_file(scratch, nbytes)))
+            return os.dup(outputs[0].fileno())
+
+        found = extract(path, selection, limit_bytes, make_output)
+        content = pixels.map_file(outputs[0].fileno() if found.decoded else path)
+    return found.placement.map_volume(content, found.voxel_size, found.channels)
 
 
 def _write_all(descriptor: int, block: Array, offset: int) -> None:
@@ -162,8 +164,8 @@ class _Stack:
 
 
 @contextmanager
-def _open(path: Path, selection: Selection, limit_bytes: int) -> Iterator[_Stack]:
-    with path.open("rb") as stream:
+def _open(file: Path | int, selection: Selection, limit_bytes: int) -> Iterator[_Stack]:
+    with os.fdopen(file, "rb") if isinstance(file, int) else file.open("rb") as stream:
         structure = ifd.scan(stream)
         stream.seek(0)
         with series.translate_errors("reading its tags"):

@@ -64,7 +64,7 @@ def look(data: bytes) -> None:
         path.write_bytes(data)
         try:
             described = tiff_reader.inspect(path, Selection(), LIMIT)
-            volume = tiff_reader.extract(path, Selection(), LIMIT, Path(folder)).volume()
+            volume = tiff_reader.read(path, Selection(), LIMIT, Path(folder))
         except RequestError:
             return
         assert min(described.shape) >= 1

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -46,8 +47,7 @@ def stack() -> np.ndarray:
 def asked(reader: Reader) -> bool:
     """Whether a request lies before its one process, which is stopped."""
     (process,), waiting = reader._children, array("i", [0])
-    assert process._process.stdin is not None
-    fcntl.ioctl(process._process.stdin.fileno(), termios.FIONREAD, waiting)
+    fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, waiting)
     return waiting[0] > 0
 
 
@@ -66,6 +66,10 @@ def stop(number: int) -> None:
     """Stop a child; it does nothing more once this returns."""
     os.kill(number, signal.SIGSTOP)
     os.waitid(os.P_PID, number, os.WSTOPPED)
+
+
+def no_output(_: int) -> int:
+    raise AssertionError("these pixels are stored as they are")
 
 
 def write(path: Path, stack: np.ndarray, **options: Any) -> Path:
@@ -337,32 +341,24 @@ def test_the_child_ends_with_its_parent_and_imports_no_torch() -> None:
     code = "import sys, service.formats.sandbox_child; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
-    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10", "/dev/null"]
-    ended = subprocess.run(lonely, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, b'{"opens": true}\n')
-
-
-def test_whether_files_without_a_name_are_read_is_known_once_a_process_has_started(
-    tmp_path: Path, stack: np.ndarray
-) -> None:
-    path = write(tmp_path / "stack.tif", stack)
-    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT) as reader:
-        assert not reader.opens
-        reader.inspect(path, Selection())
-        assert reader.opens
-    assert not sandbox_child.can_open(Path(f"/proc/{os.getpid()}/fd/99999"))
+    here, there = socket.socketpair()
+    lonely = [sys.executable, "-m", sandbox_child.__name__, str(2**29), str(LIMIT), "10"]
+    child = subprocess.Popen(lonely, stdin=there.fileno(), stderr=subprocess.PIPE)
+    there.close()
+    with here:
+        assert here.recv(100) == b"{}\n"
+    assert child.communicate(timeout=60) == (None, b"")
+    assert child.returncode == 0
 
 
 def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
     path = write(tmp_path / "stack.tif", stack)
     request = {
         "call": "extract",
-        "path": str(path),
-        "scratch": str(tmp_path),
         "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
         "limit_bytes": LIMIT,
     }
-    good = sandbox_child.answer(request)["result"]
+    good = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)["result"]
 
     class Lying(Reader):
         def _call(self, *_: object) -> dict[str, Any]:
@@ -374,6 +370,7 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         {"shape": [2, 6, 4000, 50]},
         {"shape": [10**6] * 4, "strides": [0] * 4},
         {"dtype": "|O"},
+        {"decoded": True},
     ):
         reader = Lying(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0)
         reader.lie = good | lie

@@ -295,15 +295,32 @@ def test_ome_units(make: Make, unit: str, factor: float | None) -> None:
 
 
 def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, tmp_path: Path) -> None:
+    made = []
+
+    def make_output(nbytes: int) -> int:
+        made.append(nbytes)
+        return os.open(tmp_path / "raw", os.O_RDWR | os.O_CREAT)
+
+    assert not tiff_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output).decoded
+    assert not made
+
+    stack = noise(5, 9, 11)
+    found = tiff_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output)
+    assert found.decoded
+    assert made == [stack.nbytes]
+    assert (tmp_path / "raw").read_bytes() == stack.tobytes()
+
+
+def test_nothing_is_left_in_the_folder_for_decoded_pixels(make: Make, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
-    scratch.mkdir()
 
     tiff_reader.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
-    assert not list(scratch.iterdir())
+    assert not scratch.exists()
 
-    volume = tiff_reader.read(make(noise(5, 9, 11), "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
-    (raw,) = scratch.iterdir()
-    assert raw.stat().st_size == volume.nbytes
+    stack = noise(5, 9, 11)
+    volume = tiff_reader.read(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
+    assert not list(scratch.iterdir())
+    np.testing.assert_array_equal(volume.array()[0], stack)
 
 
 def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
