@@ -87,7 +87,7 @@ async def admit(request: Request, runtime: Runtime) -> Admission:
     Raises BadParameter, UnknownModel, BrokenModel, NotReady, QueueFull and OutputExists.
     """
     query = _parse_query_string(request.scope["query_string"])
-    runtime.check_admission()
+    runtime.check_admission(get_caller(request))
     if is_multipart(request):
         return Admission(query, None)
     spec = select_model(runtime, query)

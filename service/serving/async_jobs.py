@@ -195,9 +195,9 @@ class AsyncJobs:
         return JobView(record, progress, queue.position(job), queue.seconds_left(job), seconds, reservation.loading)
 
     def _activate(self, number: str, request: JobRequest, owner: str | None) -> _ActiveJob:
-        active = _ActiveJob(number, request, owner, self._runtime.reserve(request.model))
+        active = _ActiveJob(number, request, owner, self._runtime.reserve(request.model, owner))
         work, needs = partial(self._segment, active), partial(self._needs, active)
-        active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False)
+        active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
         with self._lock:
             self._active[active.id] = active
         # The callback has only the id: the job would otherwise hold itself, and its result with it.

@@ -78,7 +78,9 @@ class DeviceWorker:
         self.engines: dict[str, str] = {}
         self.loading: dict[str, Progress] = {}
         self._estimators: dict[str, Estimator] = {}
-        self.queue = JobQueue(limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS)
+        self.queue = JobQueue(
+            limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS, shared=len(settings.access.keys) > 1
+        )
         self.model_cache: ModelCache[Segmenter] = ModelCache(
             settings.models.memory_bytes,
             self._load,
@@ -129,8 +131,8 @@ class DeviceWorker:
             return "A thread that owns the device is not running."
         return self.watchdog.problem
 
-    def routing_cost(self, model: str) -> tuple[bool, bool, float]:
-        """Return a sort key, which is smaller for a device that answers a request for this model sooner.
+    def routing_cost(self, model: str, caller: str | None = None) -> tuple[bool, bool, float]:
+        """Return a sort key, which is smaller for a device that answers a caller's request for this model sooner.
 
         It has whether the device or the model has failed, whether the queue is full or models still load at start, and
         the seconds that earlier requests and loading the model should take.
@@ -138,7 +140,7 @@ class DeviceWorker:
         failed = self.problem is not None or model in self.model_cache.problems
         present = self.model_cache.get(model) is not None or self.model_cache.is_awaited(model)
         loading = 0.0 if present else self._load_seconds.get(model, ASSUMED_LOAD_SECONDS)
-        return failed, self.queue.full or bool(self.model_cache.starting), self.queue.expected_seconds + loading
+        return failed, self.queue.full(caller) or bool(self.model_cache.starting), self.queue.expected_seconds + loading
 
     def estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model as it runs here or last did, or else as most do."""

@@ -50,9 +50,10 @@ class Job(Generic[T]):
     windows  estimated number; 0 if unknown, which counts as short
     needs    returns the resources, and is called when the work could begin
     ready    whether the work can begin; a job that is not ready keeps its place until `JobQueue.release`
+    owner    name of the API key, among which `JobQueue` is fair; None where nobody in particular asked
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         name: str,
         work: Callable[[Job[T]], T],
@@ -60,8 +61,10 @@ class Job(Generic[T]):
         windows: int = 0,
         needs: Callable[[], Needs] = Needs,
         ready: bool = True,
+        owner: str | None = None,
     ) -> None:
         self.name = name
+        self.owner = owner
         self.windows = windows
         self.needs = needs
         self.ready = ready

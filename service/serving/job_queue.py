@@ -7,7 +7,7 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,26 +27,37 @@ log = logging.getLogger(__name__)
 
 
 class JobQueue:
-    """A queue in which short jobs come first, and no job waits for ever.
+    """A queue in which owners take turns, short jobs come first, and no job waits for ever.
 
-    Every job is due when it came plus the seconds that it takes by itself, and the job that is due first is taken. So a
-    small stack passes a huge one that has just come, and only jobs that come within the time that the huge one takes
-    may pass it: this bounds its waiting, however many small ones follow. This is earliest deadline first (Liu and
+    The first job of every owner comes before the second of any, jobs that run included (round robin, Nagle 1987). In
+    the same turn the job is taken that is due first: when it came plus the seconds that it takes by itself. So a small
+    stack passes a huge one that has just come, and only jobs that come within the time that the huge one takes may pass
+    it: this bounds its waiting, however many small ones follow. This is earliest deadline first (Liu and
     Layland 1973) with the deadline that a job would meet on a device of its own.
 
     A job begins if those that run would let the device fall idle soon, or if it will be done long before them. Its
     memory has to be free, unless nothing else runs; a job that waits for memory is passed by those that fit in.
 
+    Where owners share the queue, none takes more places than it leaves free (dynamic thresholds, Choudhury and Hahne
+    1998): half of them for one owner who wants all, a third for each of two, and a place for who comes next.
+
     limit          how many jobs may wait beyond one that runs
+    shared         whether several owners share the queue
     at_once        how many jobs may run
     free           returns the memory that is free
     fresh_seconds  how old that may be: every job asks several times, and memory given out since counts as used
     """
 
     def __init__(
-        self, limit: int, at_once: int = 16, free: Callable[[], FreeMemory] = FreeMemory, fresh_seconds: float = 0.0
+        self,
+        limit: int,
+        at_once: int = 16,
+        free: Callable[[], FreeMemory] = FreeMemory,
+        fresh_seconds: float = 0.0,
+        *,
+        shared: bool = False,
     ) -> None:
-        self._limit = limit
+        self._limit, self._shared = limit, shared
         self._at_once = at_once
         self._ask_free, self._fresh_seconds = free, fresh_seconds
         self._free, self._free_asked = FreeMemory(), -math.inf
@@ -72,10 +83,12 @@ class JobQueue:
         with self._changed:
             return tuple(self._running)
 
-    @property
-    def full(self) -> bool:
-        """Whether no more jobs may be offered."""
-        return len(self._waiting) + len(self._running) > self._limit
+    def full(self, owner: str | None = None) -> bool:
+        """Return whether this owner may offer no more jobs."""
+        with self._changed:
+            jobs = (*self._waiting, *self._running)
+            left = self._limit + 1 - len(jobs)
+            return left <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
 
     @property
     def expected_seconds(self) -> float:
@@ -83,19 +96,20 @@ class JobQueue:
         with self._changed:
             return sum(self._expected_seconds(job) for job in (*self._waiting, *self._running))
 
-    def check(self) -> None:
+    def check(self, owner: str | None = None) -> None:
         """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
         with self._changed:
             if self._closed:
                 raise NotReady("The service is stopping; send the request again when it is back.")
-            if self.full:
-                message = f"{len(self._waiting)} requests wait for the device, and no more may; try again later."
+            if self.full(owner):
+                of_key = " of this key" if self._shared else ""
+                message = f"No more requests{of_key} may wait, with {len(self._waiting)} before them; try again later."
                 raise QueueFull(message, self._retry_after())
 
     def offer(self, job: Job[Any]) -> None:
         """Add a job. Raises QueueFull or NotReady, at once."""
         with self._changed:
-            self.check()
+            self.check(job.owner)
             self.put(job)
         job.add_done_callback(self._record_duration)
 
@@ -105,7 +119,7 @@ class JobQueue:
             job.due = job.created + self._expected_seconds(job)
             job.on_advance = self._on_advance
             self._waiting.append(job)
-            self._waiting.sort(key=lambda other: other.due)
+            self._sort()
             self._notify()
         job.add_done_callback(self._remove)
 
@@ -123,6 +137,7 @@ class JobQueue:
                 if (job := self._next()) is not None:
                     self._waiting.remove(job)
                     self._running[job] = job.needs()
+                    self._sort()
                     # Another job may begin beside this one, in another thread.
                     self._notify()
                     return job
@@ -167,6 +182,15 @@ class JobQueue:
             return None
         return sum(filter(None, before)) + max(filter(None, beside), default=0.0)
 
+    def _sort(self) -> None:
+        """Order the waiting jobs by turns of their owners, and those with the same turn by when they are due."""
+        turns = Counter(job.owner for job in self._running)
+        order: dict[Job[Any], tuple[int, float]] = {}
+        for job in sorted(self._waiting, key=lambda job: job.due):
+            order[job] = turns[job.owner], job.due
+            turns[job.owner] += 1
+        self._waiting.sort(key=order.__getitem__)
+
     def _seconds_left(self, job: Job[Any]) -> float | None:
         """Estimate the seconds of one job, from its own progress or else from earlier jobs with its model."""
         done, total = job.progress
@@ -189,12 +213,18 @@ class JobQueue:
         if len(self._running) >= self._at_once:
             return None
         blocked: Needs | None = None
+        to_wait = self._owners_to_wait()
         for job in self._waiting:
-            if job.ready and self._is_useful(job, needs := job.needs()):
+            if job.ready and job.owner not in to_wait and self._is_useful(job, needs := job.needs()):
                 if self._fits(needs, blocked):
                     return job
                 blocked = blocked or needs
         return None
+
+    def _owners_to_wait(self) -> set[str | None]:
+        """Return the owners whose jobs have to wait: the last place among running jobs is for an owner who has none."""
+        last = self._shared and len(self._running) == self._at_once - 1
+        return {job.owner for job in self._running} if last else set()
 
     def _is_useful(self, job: Job[Any], needs: Needs) -> bool:
         """Return whether the job's windows would be in one of the next batches, after running jobs with less work."""
@@ -252,6 +282,7 @@ class JobQueue:
             if job.state == "done" and job.progress.total:
                 measured = (job.device_seconds or job.seconds_run) / job.progress.total
                 self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
+            self._sort()
             # A thread that takes a job notifies the next, but every thread has to see the end.
             if self._closed:
                 self._changed.notify_all()

@@ -167,12 +167,12 @@ class Runtime:
         self.inspect_threads.shutdown()
         self.scratch.delete()
 
-    def check_admission(self) -> None:
-        """Raise NotReady or QueueFull if a request that arrived now would be refused after its upload."""
+    def check_admission(self, caller: str | None = None) -> None:
+        """Raise NotReady or QueueFull if a request of this caller would be refused after its upload."""
         if self.draining:
             raise NotReady("The service is stopping; send the request again when it is back.")
         first = self.device_workers[0]
-        next((worker for worker in self.device_workers if not worker.queue.full), first).queue.check()
+        next((worker for worker in self.device_workers if not worker.queue.full(caller)), first).queue.check(caller)
 
     def unready_reasons(self) -> tuple[str, ...]:
         """Return why the service is not ready, one sentence each; empty when it is ready."""
@@ -200,26 +200,33 @@ class Runtime:
         engines = {worker.engines[model] for worker in self.device_workers if model in worker.engines}
         return {"version": self._version, "windows": self._window_settings, "engines": sorted(engines)}
 
-    def reserve(self, model: str) -> Reservation:
-        """Choose the device that should answer a request for this model first."""
+    def reserve(self, model: str, caller: str | None = None) -> Reservation:
+        """Choose the device that should answer a caller's request for this model first."""
         first, *others = self.device_workers
         # With one device nothing has to be compared.
-        chosen = min(self.device_workers, key=lambda worker: worker.routing_cost(model)) if others else first
+        chosen = min(self.device_workers, key=lambda worker: worker.routing_cost(model, caller)) if others else first
         return Reservation(chosen, model)
 
-    def submit(self, spec: ModelSpec, volume: Volume, options: Options, finish: Callable[[Result], T]) -> Job[T]:
+    def submit(
+        self,
+        spec: ModelSpec,
+        volume: Volume,
+        options: Options,
+        finish: Callable[[Result], T],
+        caller: str | None = None,
+    ) -> Job[T]:
         """Queue a segmentation, which begins once the model is loaded. `finish` runs in the thread that segmented.
 
         Raises BadParameter, TooLarge, QueueFull or NotReady.
         """
         windows = self.estimate(spec, volume, options).windows
-        reservation = self.reserve(spec.name)
+        reservation = self.reserve(spec.name, caller)
 
         def work(job: Job[T]) -> T:
             return finish(reservation.segment(job, volume, options))
 
         needs = partial(reservation.needs, volume, options)
-        job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False)
+        job: Job[T] = Job(spec.name, work, windows=windows, needs=needs, ready=False, owner=caller)
         reservation.device_worker.queue.offer(job)
         reservation.take(job)
         return job

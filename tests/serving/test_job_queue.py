@@ -3,8 +3,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.core.errors import BadFile, NotReady, QueueFull
 from service.serving.job import FreeMemory, Job, Needs
@@ -366,6 +369,65 @@ def test_take_waits_for_the_next_job() -> None:
     queue.offer(job)
     thread.join(10)
     assert taken == [job]
+
+
+def owned(owner: str, windows: int = 1, batch: int = 1) -> Job[int]:
+    return Job("m", done, windows=windows, needs=lambda: Needs(batch=batch), owner=owner)
+
+
+def test_owners_take_turns_and_those_of_one_owner_come_as_they_are_due() -> None:
+    queue = JobQueue(limit=30)
+    many = [owned("ada", windows) for windows in (3, 1, 2)]
+    few = [owned("bob", 100), owned("cleo", 200)]
+    for job in (*many, *few):
+        queue.put(job)
+    assert [queue.take() for _ in range(2)] == [many[1], few[0]]
+    # Both run one; whose first it is comes before.
+    late = owned("dora", 1000)
+    queue.put(late)
+    expected = [few[1], late, many[2], many[0]]
+    assert [queue.position(job) for job in expected] == [1, 2, 3, 4]
+    many[1].run()
+    assert queue.position(many[2]) == 1, "nothing of hers runs any more"
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=200), st.integers(0, 40))
+def test_no_owner_takes_more_places_than_are_left_for_the_others(owners: list[str], limit: int) -> None:
+    queue, held = JobQueue(limit, shared=True), Counter[str]()
+    for owner in owners:
+        left = limit + 1 - held.total()
+        assert queue.full(owner) == (held[owner] >= left)
+        try:
+            queue.offer(owned(owner))
+        except QueueFull:
+            assert held[owner] > 0 or left == 0
+        else:
+            held[owner] += 1
+    if held:
+        assert held.most_common(1)[0][1] <= limit // 2 + 1
+
+
+def test_owner_alone_with_the_queue_may_fill_it() -> None:
+    queue = JobQueue(3)
+    for _ in range(4):
+        queue.offer(owned("anonymous"))
+    with pytest.raises(QueueFull):
+        queue.offer(owned("anonymous"))
+
+
+def test_last_place_among_those_that_run_is_for_an_owner_who_has_none() -> None:
+    queue = JobQueue(30, at_once=2, shared=True)
+    first, second, other = owned("ada", batch=9), owned("ada", batch=9), owned("bob", batch=9)
+    for job in (first, second):
+        queue.offer(job)
+    assert takes(queue, first)
+    queue.offer(other)
+    assert takes(queue, other)
+    first.run()
+    assert takes(queue, second)
+    alone = JobQueue(30, at_once=1, shared=True)
+    alone.offer(only := owned("ada"))
+    assert takes(alone, only)
 
 
 def test_cancel_all_reaches_those_that_wait_and_the_one_that_runs() -> None:

@@ -164,7 +164,7 @@ class _SegmentRequest:
             file.drop_content()
         self._voxels = self._pixels.segmented.voxels
         self._check_cancelled()
-        self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish)
+        self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish, self._caller)
         return self._job.future
 
     def _check_cancelled(self) -> None:

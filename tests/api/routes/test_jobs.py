@@ -18,6 +18,7 @@ from live import as_tiff
 from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 
+from service.api.api_keys import generate_key, hash_key
 from service.api.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
@@ -265,6 +266,36 @@ def test_queue_that_is_full_refuses_jobs_too(bands_repository: Path, tmp_path: P
         service.fake.gate.set()
         for job in jobs:
             service.wait(job, "done")
+
+
+@pytest.fixture
+def shared(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    """A service for the keys ada and bob, in which `caller` says who asks; 8 places in its queue."""
+    key = generate_key()
+    access = {"keys": {"ada": hash_key(key), "bob": hash_key(generate_key())}}
+    jobs = {"folder": tmp_path / "jobs", "quota_bytes": 6 * len(STACK)}
+    with start(bands_repository, tmp_path, limits={"waiting": 7}, access=access, jobs=jobs) as service:
+        service.client.headers["X-API-Key"] = key
+        yield service
+
+
+def test_key_with_many_jobs_leaves_places_and_the_next_turn_to_others(shared: Service) -> None:
+    shared.caller = "ada"
+    shared.fake.gate.clear()
+    running = shared.submit()
+    shared.wait(running, "running")
+    hers = [shared.submit(output="probabilities") for _ in range(3)]
+    for path in ("/jobs", "/segment"):
+        refused = shared.client.post(path, content=STACK, headers=TIFF)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:stackseg:problem:queue-full")
+    shared.caller = "bob"
+    his = [shared.submit() for _ in range(2)]
+    until(lambda: [shared.show(job)["position"] for job in his] == [1, 3])
+    shared.caller = "ada"
+    assert shared.show(hers[0])["position"] == 2
+    shared.fake.gate.set()
+    for job in hers:
+        shared.wait(job, "done", "expired")
 
 
 def test_jobs_that_were_not_done_are_done_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
