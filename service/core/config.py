@@ -189,7 +189,7 @@ class Jobs(_Section):
     """Asynchronous jobs and their files.
 
     folder       of inputs, states and results; None: in the scratch folder, deleted with the process
-    quota_bytes  of inputs and results together; the oldest results make room for new ones
+    quota_bytes  of inputs and results together; the oldest results of the key that has most make room for new ones
     keep_hours   for which a job and its result are kept after its end
     attempts     number of starts of a job whose process dies while it runs
     """

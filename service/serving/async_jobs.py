@@ -178,8 +178,14 @@ class AsyncJobs:
             raise ResultGone("The result was deleted to make room for newer ones; post the stack again.") from None
 
     def _open_store(self, folder: Path) -> JobStore:
-        jobs = self._settings.jobs
-        return JobStore(folder, quota_bytes=jobs.quota_bytes, keep_seconds=self.keep_seconds, attempts=jobs.attempts)
+        jobs, access = self._settings.jobs, self._settings.access
+        return JobStore(
+            folder,
+            quota_bytes=jobs.quota_bytes,
+            keep_seconds=self.keep_seconds,
+            attempts=jobs.attempts,
+            shared=len(access.keys) > 1,
+        )
 
     def _view(self, record: JobRecord) -> JobView:
         with self._lock:

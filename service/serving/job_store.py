@@ -15,6 +15,7 @@ import sqlite3
 import threading
 import time
 import uuid
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,15 +43,19 @@ class JobStore:
 
     Args:
         folder: made if it does not exist
-        quota_bytes: of inputs and results together; the oldest results make room for new ones
+        quota_bytes: of inputs and results together; the oldest results of the owner who has most make room for new ones
+        shared: whether several owners share the quota; the inputs of none may then take more of it than they leave free
         keep_seconds: how long a job is kept once it is over
         attempts: how often a job may begin when the process dies of it
 
     Raises ConfigError for a folder that cannot be used, or that another process holds.
     """
 
-    def __init__(self, folder: Path, *, quota_bytes: int, keep_seconds: float, attempts: int) -> None:
-        self._folder, self._quota, self._keep, self._attempts = folder, quota_bytes, keep_seconds, attempts
+    def __init__(
+        self, folder: Path, *, quota_bytes: int, keep_seconds: float, attempts: int, shared: bool = False
+    ) -> None:
+        self._folder, self._quota, self._shared = folder, quota_bytes, shared
+        self._keep, self._attempts = keep_seconds, attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
         self._lock = threading.RLock()
         try:
@@ -92,13 +97,13 @@ class JobStore:
         From the moment this returns the job outlives the process. Raises OutOfStorage if the quota has no room.
         """
         size, job = upload.stat().st_size, upload.parent.name
-        self.make_room(size)
+        self._make_room(size, owner)
         folder = self._jobs / job
         _sync(upload, upload.parent)
         values = (job, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
         # Others may have taken the room while the file went to the disk.
         with self._lock:
-            self.make_room(size)
+            self._make_room(size, owner)
             upload.parent.rename(folder)
             _sync(self._jobs)
             try:
@@ -158,7 +163,7 @@ class JobStore:
         done = self._change(job, ("running",), change, time.time(), size, encode_answer(answer))
         if done:
             self.delete_unneeded_files(job)
-            self._evict(0, spare=job)
+            self._evict(0, self._select("id = ?", job)[0].owner, spare=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:
@@ -211,34 +216,48 @@ class JobStore:
             if record.over:
                 self.delete(record.id)
 
-    def make_room(self, size: int) -> None:
-        """Delete the oldest results until `size` bytes fit. Raises OutOfStorage, deleting none, if they never fit."""
+    def _make_room(self, size: int, owner: str | None) -> None:
+        """Make room for an input of `size` bytes. Raises OutOfStorage, deleting nothing, where that is not possible."""
         with self._lock:
-            if not self._evict(size):
+            if not self._inputs_fit(size, owner) or not self._evict(size, owner):
                 raise OutOfStorage(
                     "The jobs that wait and run take up the room that the operator allows; try again when some are "
                     "done, or post a smaller file."
                 )
 
-    def used_bytes(self) -> int:
-        """Return the bytes of inputs of jobs that are not over, and of results."""
-        (used,) = self._query(
-            "SELECT COALESCE(SUM(CASE state WHEN 'done' THEN result_bytes ELSE input_bytes END), 0) FROM jobs"
-            " WHERE state IN ('waiting', 'running', 'done')"
-        )[0]
-        return int(used)
+    def _inputs_fit(self, size: int, owner: str | None) -> bool:
+        inputs = self._bytes_by_owner("input_bytes", "waiting", "running")
+        left = self._quota - inputs.total() - size
+        return left >= (inputs[owner] + size if self._shared else 0)
 
-    def _evict(self, size: int, spare: str = "") -> bool:
-        """Delete the oldest results but that of `spare` until `size` bytes fit; False, and none, if they never do."""
-        excess = self.used_bytes() + size - self._quota
-        results = self._select("state = 'done' AND id != ? ORDER BY ended", spare) if excess > 0 else []
-        if excess > sum(record.result_bytes for record in results):
-            return False
-        for record in results:
-            if excess > 0:
-                self._change(record.id, ("done",), "state = 'expired'")
-                self.delete_unneeded_files(record.id)
-                excess -= record.result_bytes
+    def _bytes_by_owner(self, column: str, *states: JobState) -> Counter[str | None]:
+        """Return the sums of `column`, input_bytes or result_bytes, over the jobs in these states."""
+        places = ", ".join("?" * len(states))
+        statement = f"SELECT owner, SUM({column}) FROM jobs WHERE state IN ({places}) GROUP BY owner"  # noqa: S608
+        return Counter({owner: int(used) for owner, used in self._query(statement, *states)})
+
+    def _evict(self, size: int, owner: str | None, spare: str = "") -> bool:
+        """Delete results but that of `spare` until `size` bytes of this owner fit; False, and none, if they never do.
+
+        The oldest results of the owner who has most go first, and none of an owner who has less than this one would.
+        So nobody's results go for another's while they take less than an equal share.
+        """
+        used = self._bytes_by_owner("input_bytes", "waiting", "running") + self._bytes_by_owner("result_bytes", "done")
+        used[owner] += size
+        results: dict[str | None, deque[JobRecord]] = {}
+        if used.total() > self._quota:
+            for record in self._select("state = 'done' AND id != ? ORDER BY ended", spare):
+                results.setdefault(record.owner, deque()).append(record)
+        chosen: list[JobRecord] = []
+        while used.total() > self._quota:
+            most = max((owner, *(other for other, left in results.items() if left)), key=used.__getitem__)
+            if not results.get(most):
+                return False
+            chosen.append(results[most].popleft())
+            used[most] -= chosen[-1].result_bytes
+        for record in chosen:
+            self._change(record.id, ("done",), "state = 'expired'")
+            self.delete_unneeded_files(record.id)
         return True
 
     def _input_size(self, job: str) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_oldest_results_make_room(store: JobStore) -> None:
     jobs = [accept(store) for _ in range(3)]
     for job in jobs:
         finish(store, job, size=300)
-    assert store.used_bytes() == 900
+    assert store._bytes_by_owner("result_bytes", "done").total() == 900
     newest = accept(store, size=350)
     assert [store.find(job, None).state for job in jobs] == ["expired", "done", "done"]
     assert not store.result_path(jobs[0]).exists()
@@ -228,6 +229,33 @@ def test_results_are_not_deleted_for_what_does_not_fit_anyway(store: JobStore) -
     assert store.result_path(done).exists()
     accept(store, size=500)
     assert store.find(done, None).state == "expired"
+
+
+def test_results_of_whoever_has_most_make_room_and_those_of_others_stay(store: JobStore) -> None:
+    hers = accept(store, owner="ada")
+    finish(store, hers, size=100)
+    his = [accept(store, owner="bob") for _ in range(3)]
+    for job in his:
+        finish(store, job, size=300)
+    assert [store.find(job, "bob").state for job in his] == ["done", "done", "done"]
+    third = accept(store, size=250, owner="bob")
+    assert [store.find(job, "bob").state for job in his] == ["expired", "done", "done"]
+    newest = accept(store, size=60, owner="ada")
+    assert store.find(his[1], "bob").state == "expired"
+    assert store.find(hers, "ada").state == "done"
+    with pytest.raises(OutOfStorage):
+        accept(store, size=951, owner="bob")
+    assert [store.find(job, "bob").state for job in (his[2], third)] == ["done", "waiting"]
+    assert [store.find(job, "ada").state for job in (hers, newest)] == ["done", "waiting"]
+
+
+def test_inputs_of_an_owner_leave_as_much_as_they_take(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "jobs", shared=True)) as store:
+        accept(store, size=500, owner="ada")
+        with pytest.raises(OutOfStorage):
+            accept(store, size=1, owner="ada")
+        accept(store, size=250, owner="bob")
+        accept(store, size=125, owner="cleo")
 
 
 def test_nobody_else_may_look_into_a_folder_that_was_open_to_others(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class _SegmentRequest:
             self._digest = file.complete()
         if not runtime.result_cache.enabled or (key := self._cache_key()) is None:
             return None
-        cached = runtime.result_cache.get(key)
+        cached = runtime.result_cache.get(key, self._caller)
         runtime.metrics.cache_lookups("miss" if cached is None else "hit").inc()
         if cached is None:
             return None
@@ -214,7 +214,7 @@ class _SegmentRequest:
         """Cache the answer; on a full disk this caller gets it nevertheless. Blocks."""
         content = answer.path if answer.content is None else answer.content
         try:
-            self._runtime.result_cache.put(key, content, (metadata, answer.suffix))
+            self._runtime.result_cache.put(key, self._caller, content, (metadata, answer.suffix))
         except OSError as error:
             log.warning("A result is not kept: %s", error)
 
