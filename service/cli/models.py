@@ -35,6 +35,11 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
         metavar="YAML",
         help="keys of model.yaml, before what the package says",
     )
+    imported.add_argument(
+        "--trust",
+        action="store_true",
+        help="take TorchScript, too: a program, which can do whatever this command and the service can",
+    )
     add_settings(imported, argparse.SUPPRESS)
     imported.set_defaults(run=run_import)
 
@@ -69,7 +74,9 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     if settings.models.folder is None:
         raise BadParameter("Say which folder gets the model: --models FOLDER, which is made where it is missing.")
     stated = {} if options.stated is None else _read_stated_keys(options.stated)
-    spec, notes = import_model(options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor)
+    spec, notes = import_model(
+        options.package, settings.models.folder, stated, options.name, prepare=prepare_tensor, trust=options.trust
+    )
     sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
     for note in notes:
         sys.stdout.write(f"note: {note}\n")

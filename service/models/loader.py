@@ -48,6 +48,11 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     """
     if spec.architecture is not None:
         network = _build_with_weights(spec.architecture, spec)
+    elif spec.weights.kind == "torchscript" and not spec.weights.trusted:
+        raise BrokenModel(
+            f"{spec.weights_path}: TorchScript is a program, which can do whatever this process can; say "
+            "weights.trusted: true in model.yaml if you trust its author like one of a program that you install."
+        )
     else:
         network = _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
     network = network.eval().requires_grad_(requires_grad=False).float()

@@ -22,11 +22,15 @@ class Architecture(_FrozenModel):
 
 
 class Weights(_FrozenModel):
-    """A file inside the model folder: tensors for `architecture`, or a program or graph that needs none."""
+    """A file inside the model folder: tensors for `architecture`, or a program or graph that needs none.
+
+    trusted  whether a program (`torchscript`) may be loaded, which can do whatever the process can
+    """
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    trusted: bool = False
 
 
 class PercentileNormalisation(_FrozenModel):

@@ -36,6 +36,7 @@ from service.models.graph_layers import (
     multiply,
     read_constant,
 )
+from service.models.zip_archive import open_archive
 
 SCHEMA_VERSION = 8
 MAX_GRAPH_BYTES = 2**26
@@ -79,7 +80,7 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     BrokenModel, naming what is refused.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_archive(path) as archive:
             network = add_layers(_GraphReader(_Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error

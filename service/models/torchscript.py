@@ -1,8 +1,9 @@
-"""TorchScript file -> torch module, checked before and after the file is parsed.
+"""TorchScript file -> torch module, of authors whom the operator trusts.
 
-A TorchScript program can read and write files (`aten::from_file`, `aten::save`), and the `__setstate__` of a module
-runs while the file is loaded. A file with such a method, a hook, or a class of an extension is therefore refused before
-it is loaded, and a program is only called if every operator of it is on the list of allowed ones.
+A TorchScript program can read and write files (`aten::from_file`, `aten::save`), the `__setstate__` of a module runs
+while the file is loaded, and torch's reader and interpreter are not made for files that want to harm. What is refused
+here is what trusted programs have no need of: methods that run while a file is loaded, hooks, classes of extensions,
+operators that are not on the list of allowed ones, and archives that two readers read in two ways.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -17,13 +19,13 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.allowed_operators import ATEN, PRIM
+from service.models.zip_archive import copy_members, open_archive
 
-# Methods that run while a file is loaded, hooks that run beside the checked graph, and classes of extensions.
-FORBIDDEN = (b"__setstate__", b"__getstate__", b"__forward_hooks__", b"__forward_pre_hooks__", b"torch.classes")
+# Methods that run while a file is loaded, hooks that run beside the checked graph, and classes of extensions. A pickle
+# may name a class on two lines, and code may have spaces in a name.
+FORBIDDEN = re.compile(rb"__(?:[gs]etstate|forward_(?:pre_)?hooks)__|torch[\s.\\]+classes")
 # Entries of an archive that hold the bytes of one tensor. torch ignores the case of names, this check does not.
 TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
-# Beyond this size a compressed entry, once unpacked, is refused as a bomb.
-MAX_COMPRESSED_BYTES = 2**26
 ALLOWED = {f"aten::{name}" for name in ATEN} | {f"prim::{name}" for name in PRIM}
 
 
@@ -43,11 +45,12 @@ class TorchScriptNetwork(nn.Module):
 
 def load_torchscript(path: Path) -> TorchScriptNetwork:
     """Load and check a TorchScript file. Raise BrokenModel, naming what is refused."""
-    _check_source(path)
     try:
-        script = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+        script = torch.jit.load(_read_checked(path), map_location="cpu")  # type: ignore[no-untyped-call]
         refused = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED)
-    except (RuntimeError, ValueError, OSError, EOFError) as error:
+    except BrokenModel as error:
+        raise BrokenModel(f"{path}: {error}") from error
+    except (RuntimeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise BrokenModel(f"{path}: cannot be read as TorchScript: {str(error).strip().splitlines()[0]}") from error
     if refused:
         names = ", ".join(refused)
@@ -57,25 +60,20 @@ def load_torchscript(path: Path) -> TorchScriptNetwork:
     return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
 
 
-def _check_source(path: Path) -> None:
-    """Raise BrokenModel for a file of which something would run while it is loaded."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            if not any("/code/" in entry.filename for entry in entries):
-                raise BrokenModel(f"{path}: not a TorchScript file as torch.jit.save writes it.")
-            for entry in entries:
-                if entry.compress_type != zipfile.ZIP_STORED and entry.file_size > MAX_COMPRESSED_BYTES:
-                    raise BrokenModel(
-                        f"{path}: {entry.filename} is compressed, which torch.jit.save does with code only."
-                    )
-                if not TENSOR_ENTRY.fullmatch(entry.filename):
-                    content = archive.read(entry)
-                    for word in FORBIDDEN:
-                        if word in content:
-                            raise BrokenModel(f"{path}: {entry.filename} has {word.decode()}, which is never run.")
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise BrokenModel(f"{path}: cannot be read as TorchScript: {error}") from error
+def _read_checked(path: Path) -> BytesIO:
+    """Return a copy of an archive that holds what was checked. Raise BrokenModel, and what `open_archive` raises."""
+    with open_archive(path) as archive:
+        names = archive.namelist()
+        if not any("/code/" in name for name in names):
+            raise BrokenModel("not a TorchScript file as torch.jit.save writes it.")
+        copy = copy_members(archive)
+    with zipfile.ZipFile(copy) as checked:
+        for name in names:
+            found = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN.search(checked.read(name))
+            if found:
+                raise BrokenModel(f"{name} has {found[0].decode()}, which is never run.")
+    copy.seek(0)
+    return copy
 
 
 def _iter_operators(block: torch._C.Graph | torch._C.Block) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile_archives import with_two_directories
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
@@ -41,6 +42,11 @@ class RunsOnLoading(nn.Module):
 def saved(module: nn.Module, path: Path) -> Path:
     torch.jit.script(module).save(str(path))
     return path
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {f"a/{name.partition('/')[2]}": archive.read(name) for name in archive.namelist()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,6 +103,25 @@ def test_names_in_another_case_hide_nothing(tmp_path: Path) -> None:
         for entry in plain.infolist():
             name = entry.filename.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL")
             hidden.writestr(name, plain.read(entry))
+    with pytest.raises(BrokenModel, match="never run"):
+        load_torchscript(path)
+
+
+def test_an_archive_that_shows_another_program_than_it_loads_is_refused(tmp_path: Path) -> None:
+    shown = members(saved(nn.Sequential(nn.ReLU()), tmp_path / "shown.ts"))
+    loaded = members(saved(RunsOnLoading(), tmp_path / "loaded.ts"))
+    path = tmp_path / "two.ts"
+    path.write_bytes(with_two_directories(shown, loaded))
+    with pytest.raises(BrokenModel, match="directory is ambiguous"):
+        load_torchscript(path)
+
+
+@pytest.mark.parametrize("name", [b"torch.classes.x", b"torch . classes", b"torch\nclasses", b"torch.\\\n classes"])
+def test_classes_of_extensions_are_found_however_they_are_spelt(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / "named.ts"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in members(saved(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts")).items():
+            archive.writestr(member, content + name if member.endswith(".py") else content)
     with pytest.raises(BrokenModel, match="never run"):
         load_torchscript(path)
 

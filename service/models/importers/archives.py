@@ -6,11 +6,11 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from service.core.errors import UnsupportedPackage
+from service.models.zip_archive import open_archive
 
-MAX_ENTRIES = 10_000
 CHUNK_BYTES = 2**20
 
 
@@ -18,8 +18,8 @@ CHUNK_BYTES = 2**20
 def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
     """Yield the package's root folder; an archive is unpacked into a temporary folder as long as the context lasts.
 
-    Raise UnsupportedPackage for links, for entries outside of the folder, and for more than `limit_bytes` altogether,
-    counted while files are written.
+    Raise UnsupportedPackage for what `open_archive` refuses, and for more than `limit_bytes` altogether, counted while
+    files are written.
     """
     if path.is_dir():
         yield path
@@ -27,25 +27,20 @@ def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stackseg-import-") as folder:
         root = Path(folder)
         try:
-            with zipfile.ZipFile(path) as archive:
+            with open_archive(path) as archive:
                 _extract(archive, root, limit_bytes)
         except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-            raise UnsupportedPackage(f"{path.name}: cannot be unpacked: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UnsupportedPackage(f"{path.name}: cannot be unpacked: {reason}") from error
         yield _find_root(root)
 
 
 def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
-    entries = archive.infolist()
-    if len(entries) > MAX_ENTRIES:
-        raise UnsupportedPackage(f"The archive has {len(entries)} entries; a model needs no more than {MAX_ENTRIES}.")
     remaining = limit_bytes
-    for entry in entries:
-        path = PurePosixPath(entry.filename)
-        if path.is_absolute() or ".." in path.parts or "\\" in entry.filename or (entry.external_attr >> 28) == 0xA:
-            raise UnsupportedPackage(f"{entry.filename!r}: the archive wants to write outside of its own folder.")
+    for entry in archive.infolist():
         if entry.is_dir():
             continue
-        target = root / path
+        target = root / entry.filename
         target.parent.mkdir(parents=True, exist_ok=True)
         with archive.open(entry) as source, target.open("xb") as file:
             while chunk := source.read(CHUNK_BYTES):

@@ -30,8 +30,8 @@ from service.models.importers.draft import (
 FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED: tuple[tuple[str, WeightsKind], ...] = (
     ("pytorch_state_dict", "state dict"),
-    ("torchscript", "torchscript"),
     ("onnx", "onnx"),
+    ("torchscript", "torchscript"),
 )
 USUAL_EDGE = 64
 
@@ -186,11 +186,11 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
         entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
             f"{entry.location('architecture')}: the network is Python code or none of {', '.join(ARCHITECTURES)}; "
-            "no code of a package is run. A package with torchscript or onnx weights can be imported."
+            "no code of a package is run. A package with onnx weights can be imported."
         )
     available = ", ".join(weights.as_dict()) or "none"
     raise UnsupportedPackage(
-        f"weights: there are {available}; pytorch_state_dict, torchscript or onnx can be honoured."
+        f"weights: there are {available}; pytorch_state_dict, onnx or torchscript can be honoured."
     )
 
 

@@ -8,7 +8,8 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,12 @@ from service.models.importers.draft import Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec
+from service.models.zip_archive import copy_members, open_archive
 
 MAX_PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
+# Errors of readers that a description causes whose values have other types or sizes than they should.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 PrepareImage = Callable[[Volume, ModelSpec], Tensor]
@@ -42,35 +46,56 @@ class Imported(NamedTuple):
     notes: tuple[str, ...]
 
 
-def import_model(
+def import_model(  # noqa: PLR0913
     path: Path,
     models: Path,
     stated: Mapping[str, Any],
     name: str | None = None,
     *,
     prepare: PrepareImage,
+    trust: bool = False,
 ) -> Imported:
     """Make `models/<name>` of a package, a folder or a file.
 
     stated   keys of a model file that override those of the package
     prepare  makes the network's input for the package's own tests
+    trust    whether a program may be taken, too, which can do whatever this process can
 
-    Nothing is downloaded, and only networks are run: architectures known by name, and those of TorchScript,
-    torch.export and ONNX within the limits of the modules that load them. Raise UnsupportedPackage, naming the field,
+    Nothing is downloaded, and only networks are run: architectures known by name, and those of torch.export, ONNX and
+    trusted TorchScript within the limits of the modules that load them. Raise UnsupportedPackage, naming the field,
     and BrokenModel where the result does not fit together.
     """
+    with _read_draft(path) as draft:
+        if draft.kind == "torchscript" and not trust:
+            raise UnsupportedPackage(
+                f"{draft.weights.name}: TorchScript is a program, which can do whatever this process can. Export the "
+                "network as ONNX or with torch.export; or, where you trust its author like one of a program that you "
+                "install, import it with --trust."
+            )
+        return _write(draft, models, stated, name, prepare)
+
+
+@contextmanager
+def _read_draft(path: Path) -> Iterator[Draft]:
+    """Yield what a package, a folder or a file says, as long as its files exist. Raise UnsupportedPackage."""
     if not path.exists():
         raise UnsupportedPackage(f"{path}: there is no such file or folder.")
     if single_file.recognises(path):
-        return _write(single_file.read(path), models, stated, name, prepare)
+        yield single_file.read(path)
+        return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        for kind in (bioimageio, monai_bundle):
-            if kind.recognises(root):
-                return _write(kind.read(root), models, stated, name, prepare)
-        raise UnsupportedPackage(
-            f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
-            "(configs/metadata.json); a TorchScript program, a file of torch.export or ONNX are single files."
-        )
+        readers = [kind.read for kind in (bioimageio, monai_bundle) if kind.recognises(root)]
+        if not readers:
+            raise UnsupportedPackage(
+                f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
+                "(configs/metadata.json); a TorchScript program, a file of torch.export or ONNX are single files."
+            )
+        try:
+            draft = readers[0](root)
+        except _DAMAGE as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UnsupportedPackage(f"{path.name}: its description does not fit together ({reason}).") from error
+        yield draft
 
 
 def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | None, prepare: PrepareImage) -> Imported:
@@ -136,7 +161,7 @@ def _make_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
 
 
-def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
+def _store_weights(draft: Draft, folder: Path) -> dict[str, Any]:
     """Write the weights into `folder`, and return the key `weights` of its model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
@@ -147,7 +172,10 @@ def _store_weights(draft: Draft, folder: Path) -> dict[str, str]:
             file.write_bytes(onnx_package.embed_external_data(draft.weights))
         else:
             shutil.copyfile(draft.weights, file)
-    return {"kind": kind, "file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    with file.open("rb") as written:
+        digest = hashlib.file_digest(written, "sha256").hexdigest()
+    trusted = {"trusted": True} if kind == "torchscript" else {}
+    return {"kind": kind, "file": file.name, "sha256": digest} | trusted
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -156,20 +184,27 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     The tensors may lie below `model`, `state_dict` or `network`, and have `DataParallel`'s prefix.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open_archive(path) as archive:
+            content = torch.load(copy_members(archive), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason[0]}") from error
     for key in ("model", "state_dict", "network"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not _is_state_dict(content):
+    if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
         raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
+    # A tensor may repeat what is stored, so that a small file has large ones.
+    if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
+        raise UnsupportedPackage(f"{path.name}: holds tensors of more than {MAX_PACKAGE_BYTES} bytes.")
     return {str(key).removeprefix("module."): value for key, value in content.items()}
 
 
-def _is_state_dict(content: object) -> bool:
-    return isinstance(content, dict) and bool(content) and all(isinstance(v, Tensor) for v in content.values())
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a tensor whose numbers lie in memory, one by one."""
+    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex():
+        return False
+    return value.layout is torch.strided and value.device.type == "cpu"
 
 
 @torch.inference_mode()

@@ -162,7 +162,7 @@ def test_a_package_is_checked_with_its_own_tests_and_served(
 ) -> None:
     folder = write(tmp_path / "package", bands_network, image)
     assert_valid(folder)
-    spec, notes = import_model(folder, tmp_path / "models", {})
+    spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert any("reproduced within" in note for note in notes)
     segmenter = Segmenter(spec, eager(tmp_path / "models"))

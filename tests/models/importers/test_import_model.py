@@ -13,10 +13,11 @@ from importing import import_model
 from torch import nn
 
 from service.__main__ import main
-from service.core.errors import UnsupportedPackage
+from service.core.errors import BrokenModel, UnsupportedPackage
 from service.models.importers.archives import unpack
 from service.models.importers.import_model import read_state_dict
 from service.models.loader import load_network
+from service.models.repository import read_spec
 
 STATED: dict[str, Any] = {
     "input": {"normalisation": {"kind": "range", "low": 0.0, "high": 2800.0}, "roi_size": [16, 32, 32]},
@@ -97,12 +98,26 @@ def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_pa
     file = tmp_path / "My Bands.ts"
     torch.jit.script(bands_network).save(str(file))
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
-        import_model(file, tmp_path / "models", {})
-    spec, notes = import_model(file, tmp_path / "models", STATED)
+        import_model(file, tmp_path / "models", {}, trust=True)
+    spec, notes = import_model(file, tmp_path / "models", STATED, trust=True)
     assert (spec.name, spec.network) == ("my-bands", "torchscript")
     assert any("no test of its own" in note for note in notes)
     with pytest.raises(UnsupportedPackage, match="is there already"):
+        import_model(file, tmp_path / "models", STATED, trust=True)
+
+
+def test_a_program_that_nobody_trusts_is_neither_imported_nor_loaded(bands_network: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "bands.ts"
+    torch.jit.script(bands_network).save(str(file))
+    with pytest.raises(UnsupportedPackage, match=r"bands\.ts: TorchScript is a program.*--trust"):
         import_model(file, tmp_path / "models", STATED)
+    spec = import_model(file, tmp_path / "models", STATED, trust=True).spec
+    assert spec.weights.trusted
+    load_network(spec)
+    stated = spec.folder / "model.yaml"
+    stated.write_text(stated.read_text().replace("trusted: true", "trusted: false"))
+    with pytest.raises(BrokenModel, match=r"weights\.trusted: true"):
+        load_network(read_spec(spec.folder))
 
 
 def test_an_exported_graph_is_imported_and_computes_the_same(bands_network: nn.Module, tmp_path: Path) -> None:
@@ -121,10 +136,12 @@ def test_the_command_imports_and_then_lists(
     config.write_text(f"models: {{folder: {tmp_path / 'models'}}}\n")
     stated.write_text("outputs: [background, dim, bright]\n")
     arguments = ["models", "import", str(file), "--with", str(stated), "--config", str(config)]
-    assert main(arguments) == 1
+    assert main([*arguments, "--trust"]) == 1
     assert "input.roi_size" in capsys.readouterr().err
     stated.write_text(str(STATED))
-    assert main([*arguments, "--name", "mine"]) == 0
+    assert main([*arguments, "--name", "mine"]) == 1
+    assert "--trust" in capsys.readouterr().err
+    assert main([*arguments, "--name", "mine", "--trust"]) == 0
     assert "mine/1, torchscript" in capsys.readouterr().out
     assert main(["models", "--config", str(config)]) == 0
     assert "mine/1" in capsys.readouterr().out

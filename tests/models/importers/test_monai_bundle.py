@@ -107,7 +107,7 @@ def test_a_bundle_of_torchscript_and_yaml_gives_the_same(bands_network: nn.Modul
     (bundle / "configs" / "inference.yaml").write_text(yaml.safe_dump(INFERENCE))
     (bundle / "models" / "model.pt").unlink()
     torch.jit.script(bands_network).save(str(bundle / "models" / "model.ts"))
-    spec = import_model(bundle, tmp_path / "models", {}, "scripted").spec
+    spec = import_model(bundle, tmp_path / "models", {}, "scripted", trust=True).spec
     assert (spec.name, spec.architecture, spec.weights.kind) == ("scripted", None, "torchscript")
 
 
