@@ -122,39 +122,44 @@ class _DirectoryReader:
 
     def read(self, offset: int, index: int) -> tuple[bytes, int]:
         """Return the layout of one page, and the offset of the next directory (0 after the last)."""
-        data = self._read_bytes(offset, index)
         pattern = self._last
-        if pattern is not None and pattern.fits(data):
+        data = b"" if pattern is None else self._read_bytes(offset, pattern.length)
+        if pattern is None or not pattern.fits(data):
+            data = self._read_directory(offset, index)
+            pattern = self._last = self._parse(data, index)
+        else:
             for tag, position, length in pattern.far:
                 self._check_inside(data, position, length, tag, index)
-        else:
-            pattern = self._last = self._parse(data, index)
         return pattern.layout, self._packing.offset.unpack_from(data, len(data) - self._packing.offset.size)[0]
 
-    def _read_bytes(self, offset: int, index: int) -> bytes:
-        """Read the entries of a directory, followed by the offset of the next."""
-        stream, packing = self._stream, self._packing
-        outside = BadFile(
-            f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its"
-            f" {self._size} bytes. Copy or export it again."
-        )
-        if offset + packing.count.size > self._size:
-            raise outside
-        stream.seek(offset)
-        count = packing.count.unpack(stream.read(packing.count.size))[0]
+    def _read_bytes(self, offset: int, length: int) -> bytes:
+        """Read up to `length` bytes, fewer at the end of the file."""
+        if offset >= self._size:
+            return b""
+        self._stream.seek(offset)
+        return self._stream.read(length)
+
+    def _read_directory(self, offset: int, index: int) -> bytes:
+        """Read the number of entries of a directory, the entries, and the offset of the next."""
+        packing = self._packing
+        data = self._read_bytes(offset, packing.count.size)
+        count = packing.count.unpack(data)[0] if len(data) == packing.count.size else 0
         if count > MAX_TAGS:
             raise BadFile(f"The directory of page {index} claims {count} entries: the file is damaged.")
-        length = count * packing.entry.size + packing.offset.size
-        data = stream.read(length)
+        length = packing.count.size + count * packing.entry.size + packing.offset.size
+        data = self._read_bytes(offset, length)
         if len(data) < length:
-            raise outside
+            raise BadFile(
+                f"The file is cut short or damaged: the directory of page {index}, at byte {offset}, is not within its"
+                f" {self._size} bytes. Copy or export it again."
+            )
         return data
 
     def _parse(self, data: bytes, index: int) -> _Pattern:
         """Parse a directory entry by entry."""
-        entry, width = self._packing.entry, self._packing.offset.size
-        layout, far, mask = [], [], bytearray()
-        for start in range(0, len(data) - width, entry.size):
+        entry, width, first = self._packing.entry, self._packing.offset.size, self._packing.count.size
+        layout, far, mask = [], [], bytearray(b"\xff" * first)
+        for start in range(first, len(data) - width, entry.size):
             tag, kind, number, value = entry.unpack_from(data, start)
             position, length = start + entry.size - width, number * _TYPE_SIZES.get(kind, 0)
             if length > width:
@@ -164,8 +169,7 @@ class _DirectoryReader:
             mask += b"\xff" * (entry.size - width) + (b"\xff" if decides_layout else b"\0") * width
             if decides_layout:
                 if width < length <= _LONGEST_VALUE:
-                    self._stream.seek(self._packing.offset.unpack(value)[0])
-                    value = self._stream.read(length)
+                    value = self._read_bytes(self._packing.offset.unpack(value)[0], length)
                 layout.append(struct.pack("=HHQ", tag, kind, number) + value)
         bits = int.from_bytes(mask, "little")
         return _Pattern(len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(far))
