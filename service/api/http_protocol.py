@@ -11,9 +11,11 @@ import asyncio
 import fcntl
 import json
 import logging
+import socket
 import termios
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
@@ -37,8 +39,16 @@ READ_BYTES = 2 * 2**20
 READ_AHEAD_BYTES = 2**16
 # Limit of a request line with headers, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
+# Headers of a request, each of which is an object that all middleware looks at.
+MAX_HEADERS = 100
+# Digits of a Content-Length: leading zeros could be as many as fit into a head.
+MAX_LENGTH_DIGITS = 19
 # Requests that a client may send before the answer to the first.
 MAX_UNANSWERED = 16
+# After the client has ended its side, how often the system is asked whether it has hung up, and the seconds of silence
+# after which the system asks the client's. Linux forgets a connection a minute after its end.
+PROBE_SECONDS = 0.2
+KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
 # The largest piece of a body that is copied to be sent together with the head of its answer.
 MAX_JOINED_BYTES = 2**16
 
@@ -109,11 +119,11 @@ def _has_unsent(transport: asyncio.Transport) -> bool:
     A TLS transport does not tell what waits in the transport beneath it, but while anything does, the socket has unsent
     bytes too.
     """
-    socket = transport.get_extra_info("socket")
-    if transport.get_write_buffer_size() or socket is None:
+    connection = transport.get_extra_info("socket")
+    if transport.get_write_buffer_size() or connection is None:
         return True
     try:
-        return any(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
+        return any(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
     except (OSError, ValueError):
         # The system does not tell, or the socket was closed.
         return True
@@ -144,6 +154,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     flow: _ReadFlow
     _framing_bytes = 0
+    # Whether the client will send nothing more that is read.
+    _input_ended = False
     # When bytes came last, by the clock of the loop.
     _last_received = 0.0
     # Since when the connection is closed on this side and all written bytes have reached the client.
@@ -168,6 +180,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse bytes that are in the buffer, and stop reading where too many wait."""
+        if self._input_ended:
+            return
         self._framing_bytes += nbytes
         self._last_received = self.loop.time()
         with _READ_BUFFER.memory[:nbytes] as data:
@@ -208,10 +222,55 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return b"\r\n".join((first, *headers, b"", b""))
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection; send the reason where it cannot be taken for an answer to an earlier request."""
-        if self.cycle is None or self.cycle.response_complete or self._awaits_body:
+        """Refuse what cannot be read as a request, and close the connection; requests before it are answered first.
+
+        The reason is sent only where it cannot be taken for the answer to one of them.
+        """
+        if not self._unanswered or self._awaits_body:
             self.transport.write(self._refuse(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
+        elif self._end_input():
+            return
         _close(self.transport)
+
+    def eof_received(self) -> bool:  # type: ignore[override] # uvicorn closes every connection
+        """Keep a connection whose client has ended its own side alone until its requests are answered."""
+        # asyncio's TLS knows no such half.
+        if self.scheme == "https" or not self._end_input():
+            return False
+        # A client that has hung up looks the same. Its system resets the connection when something is sent, or in the
+        # end when it is probed. Others skip an interim answer (RFC 9110, 15.2), which HTTP/1.0 does not know.
+        if not self._unanswered[0].response_started and self._unanswered[0].scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._abort_if_broken()
+        return True
+
+    def _end_input(self) -> bool:
+        """Read nothing more, and close once the requests that came whole are answered; return whether there are any."""
+        cut = [cycle for cycle in self._unanswered if cycle.more_body and not cycle.response_started]
+        for cycle in cut:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] not in cut)
+        self._unanswered = tuple(cycle for cycle in self._unanswered if cycle not in cut)
+        self._input_ended = True
+        if self._unanswered:
+            self.cycle = self._unanswered[-1]
+            self.cycle.keep_alive = False
+        return bool(self._unanswered)
+
+    def _abort_if_broken(self) -> None:
+        """Abort the connection once the system finds it broken, which the loop does not see after the end of input."""
+        if self.transport.is_closing():
+            return
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PROBE_SECONDS, self._abort_if_broken)
 
     def shutdown(self) -> None:
         """Close the connection, now or once the answer is complete."""
@@ -294,6 +353,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             # `_parse` feeds the head again, without the offer.
             return
         self._check_head()
+        if self.parser.get_http_version() == "1.0":
+            # RFC 9110, 10.1.1: such a client knows no interim answer, and does not wait for one.
+            self.expect_100_continue = False
+            self.headers[:] = [header for header in self.headers if header[0] != b"expect"]
         super().on_headers_complete()
         self.cycle.transport = _JoiningTransport(self.cycle)  # type: ignore[assignment] # all methods that are used
         self._unanswered += (self.cycle,)
@@ -301,8 +364,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _check_head(self) -> None:
         """Raise Refused for a head that the application shall not see."""
+        if self.parser.get_http_version() not in {"1.0", "1.1"}:
+            raise Refused("This service speaks HTTP/1.1 and HTTP/1.0.")
         if self.parser.get_method() == b"CONNECT":
             raise Refused("This service is no proxy.")
+        if len(self.headers) > MAX_HEADERS:
+            raise Refused(f"The request has more than {MAX_HEADERS} headers.")
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             raise Refused("The head of the request is too long.")
         if len(self._unanswered) >= MAX_UNANSWERED:
@@ -311,13 +378,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _check_headers(self) -> None:
         """Raise Refused for headers whose meaning another server might read differently."""
+        modern = self.parser.get_http_version() == "1.1"
         hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+        if hosts > 1 or (not hosts and modern):
             # RFC 9112, 3.2: a proxy before this service might go by another host than the service does.
             raise Refused("The request must name one host.")
-        if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
-            # The content of the chunks would be taken for the file.
-            raise Refused("A body comes as it is or in chunks: no other Transfer-Encoding is read.")
+        if any(name == b"content-length" and len(value) > MAX_LENGTH_DIGITS for name, value in self.headers):
+            raise Refused(f"A Content-Length has {MAX_LENGTH_DIGITS} digits at most.")
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or not modern):
+            # The content of the chunks would be taken for the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
+            raise Refused("A body comes as it is or, in HTTP/1.1, in chunks: no other Transfer-Encoding is read.")
 
     def on_response_complete(self) -> None:
         """Send a head that still waits, and forget answered requests; the rest of their bodies is dropped."""

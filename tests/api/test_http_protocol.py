@@ -7,6 +7,7 @@ import random
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -26,8 +27,10 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.http_protocol import (
     MAX_HEAD_BYTES,
+    MAX_HEADERS,
     MAX_JOINED_BYTES,
     MAX_UNANSWERED,
+    PROBE_SECONDS,
     READ_AHEAD_BYTES,
     READ_BYTES,
     Connection,
@@ -390,23 +393,106 @@ def test_requests_sent_ahead_are_answered_one_after_the_other() -> None:
         assert answer(client) == b"ok"
 
 
-def test_requests_sent_ahead_without_end_end_the_connection() -> None:
+def drain(client: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    content = b""
+    while piece := client.recv(2**16):
+        content += piece
+    return content
+
+
+def bodies(content: bytes) -> list[bytes]:
+    """The bodies of answers that came one after the other and have no empty line in them."""
+    return [answer.partition(b"\r\n\r\n")[2] for answer in content.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+
+
+class Numbered:
+    """Answers with the path after a while."""
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.01)
+        await Pieces(scope["path"].encode())(scope, _receive, send)
+
+
+def numbered(number: int, *headers: str) -> bytes:
+    return head(*headers).replace(b" / ", b" /%d " % number)
+
+
+def test_of_requests_sent_ahead_without_end_those_accepted_are_answered_in_order() -> None:
     """Each would take memory, and a few bytes are enough for one."""
+    with served(Numbered()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(b"".join(numbered(number) for number in range(40)))
+        answers = drain(client)
+        # Not even a refusal follows, which would be taken for the answer to the next.
+        assert [body.split(b"\r\n")[1] for body in bodies(answers)] == [b"/%d" % n for n in range(MAX_UNANSWERED)]
+        assert answers.count(b"connection: close") == answers.count(b"HTTP/1.1 ") - MAX_UNANSWERED + 1 == 1
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_client_that_ends_its_side_gets_its_answer(version: bytes) -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head() * (MAX_UNANSWERED + 1))
-        # Not even a refusal, which would be taken for the answer to the first.
+        client.sendall(head("Content-Length: 2").replace(b"1.1", version) + b"ab")
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: gated.asked == 1, SECONDS)
+        time.sleep(3 * PROBE_SECONDS)
+        gated.opened.set()
+        answered = drain(client)
+        assert answered.endswith(b"\r\n\r\nok")
+        assert gated.left == 0
+        # An interim answer, which only HTTP/1.1 knows, tells it from a client that has hung up.
+        assert answered.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == (version == b"1.1")
+        assert answered.count(b"HTTP/1.1") == (2 if version == b"1.1" else 1)
+
+
+def test_client_that_ends_its_side_after_several_requests_gets_the_answers_to_the_whole_ones() -> None:
+    with served(Numbered()) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(b"".join(numbered(number) for number in range(3)) + numbered(3, "Content-Length: 5") + b"half")
+        client.shutdown(socket.SHUT_WR)
+        assert [body.split(b"\r\n")[1] for body in bodies(drain(client))] == [b"/0", b"/1", b"/2"]
+
+
+def test_client_that_ends_its_side_in_the_midst_of_a_body_has_hung_up() -> None:
+    gated = Gated()
+    with served(gated) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("Content-Length: 5") + b"half")
+        until(lambda: gated.asked == 1, SECONDS)
+        client.shutdown(socket.SHUT_WR)
         assert client.recv(1) == b""
         until(lambda: gated.left == 1, SECONDS)
-    assert gated.asked == 1
 
 
-def test_client_that_hangs_up_after_it_sent_more_is_noticed() -> None:
+def test_client_of_http_1_0_is_not_told_to_go_on() -> None:
+    sent = head("Content-Length: 2", "Expect: 100-continue")
+    with served(Echo()) as address:
+        for version, interim in ((b"1.1", True), (b"1.0", False)):
+            with socket.create_connection(address, SECONDS) as client:
+                client.sendall(sent.replace(b"1.1", version))
+                time.sleep(0.1)
+                client.sendall(b"ab")
+                first = client.recv(2**16)
+            assert first.startswith(b"HTTP/1.1 100 ") == interim
+            assert first.startswith(b"HTTP/1.1 200 ") != interim
+
+
+@pytest.mark.parametrize(
+    ("sent", "ended"),
+    [(head(), False), (head(), True), (head() * 2, False), (head().replace(b"1.1", b"1.0"), True)],
+    ids=["at once", "after its own side", "after it sent more", "after its own side, HTTP/1.0"],
+)
+def test_client_that_hangs_up_is_noticed(sent: bytes, *, ended: bool) -> None:
     gated = Gated()
     with served(gated) as address:
         with socket.create_connection(address, SECONDS) as client:
-            client.sendall(head() * 2)
+            client.sendall(sent)
             until(lambda: gated.asked == 1, SECONDS)
+            if ended:
+                client.shutdown(socket.SHUT_WR)
+                time.sleep(3 * PROBE_SECONDS)
+                assert gated.left == 0
+                # Closed with a reset: the system of a client of HTTP/1.0, which is sent nothing, answers to probes
+                # for another minute.
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         until(lambda: gated.left == 1, SECONDS)
     assert gated.asked == 1
 
@@ -420,8 +506,8 @@ def test_nonsense_is_refused_but_not_in_the_midst_of_an_answer() -> None:
                 assert client.recv(100).startswith(b"HTTP/1.1 400 ")
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(head() + b"nonsense\r\n\r\n")
-            assert client.recv(1) == b""
-        gated.opened.set()
+            gated.opened.set()
+            assert bodies(drain(client)) == [b"ok"]
 
 
 def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
@@ -442,7 +528,24 @@ def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], d
         (b"\r\n" * (MAX_HEAD_BYTES // 2 + 1), "too long"),
         (head(f"X-Long: {'a' * MAX_HEAD_BYTES}"), "too long"),
         (head("Host: there"), "one host"),
+        (head(*["X: 1"] * MAX_HEADERS), "headers"),
         (head("Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
+        (head("Transfer-Encoding: chunked").replace(b"1.1", b"1.0"), "Transfer-Encoding"),
+        (head(f"Content-Length: {'0' * 5000}3"), "Content-Length"),
+        *(
+            (head(f"Content-Length: {length}"), "Invalid")
+            for length in ("-3", "+3", "3 3", "3, 3", "0x3", "", "9" * 30)
+        ),
+        (head("Content-Length: 3", "Content-Length: 3"), "Invalid"),
+        (head("Content-Length: 3", "Content-Length: 4"), "Invalid"),
+        (head("Content-Length: 3", "Transfer-Encoding: chunked"), "Invalid"),
+        (head("Transfer-Encoding: chunked", "Content-Length: 3"), "Invalid"),
+        (head("Transfer-Encoding: chunked", "Transfer-Encoding: chunked"), "Invalid"),
+        (head("Transfer-Encoding : chunked"), "Invalid"),
+        (head("Content-Length:", " 3"), "Invalid"),
+        (head("X: a\rContent-Length: 3"), "Invalid"),
+        (head("Content-Length: 3").replace(b"1.1", b"2.0"), "HTTP/1.1"),
+        (b"GET /\r\n\r\n", "HTTP/1.1"),
         (head("Transfer-Encoding: chunked") + b"nonsense\r\n", "Invalid"),
         (b"CONNECT there:80 HTTP/1.1\r\nHost: there:80\r\n\r\n", "proxy"),
     ],
