@@ -13,6 +13,7 @@ from service.core.volume import Selection
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
+_MOST_CHANNELS = 6  # a dimension without a name is suggested as channels up to this length
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def _ambiguous(axes: str, shape: Sequence[int], doubt: str = "") -> AmbiguousAxe
         problem = f"The axes of the file are unknown: {doubt}. The stored shape is {lengths}."
     else:
         problem = f"The file does not say what its dimensions {lengths} are ({axes})."
-    return AmbiguousAxes(f"{problem} State one letter of {LETTERS} per dimension, for example axes={_suggest(axes)}.")
+    suggested = _suggest(axes, shape)
+    if suggested is None:
+        return AmbiguousAxes(f"{problem} Export one position with at most the dimensions {LETTERS}.")
+    return AmbiguousAxes(f"{problem} State one letter of {LETTERS} per dimension, for example axes={suggested}.")
 
 
 def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -175,11 +179,25 @@ def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(str(n) for n in shape)
 
 
-def _suggest(axes: str) -> str:
-    """Replace unknown axes by free letters, the innermost by Z."""
-    letters = list(axes)
-    spare = [axis for axis in "ZCTS" if axis not in axes]
-    for index in reversed(range(len(letters))):
-        if letters[index] not in LETTERS and spare:
-            letters[index] = spare.pop(0)
+def _suggest(axes: str, shape: Sequence[int]) -> str | None:
+    """Return axes that an override may state: what the file names stays, where it can.
+
+    Of several unnamed dimensions the shortest is taken for the channels, if it has few; then the innermost for z, and
+    the next for time. None where there are more dimensions than letters.
+    """
+    if len(axes) > len(LETTERS):
+        return None
+    letters = [axis if axis in LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
+    for plane_axis in "XY":
+        if plane_axis not in letters:
+            free = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]
+            letters[max(free, key=lambda index: (letters[index] != "S", index))] = plane_axis
+    unnamed = [index for index, letter in enumerate(letters) if not letter]
+    shortest = min(unnamed, key=lambda index: shape[index], default=0)
+    if len(unnamed) > 1 and "C" not in letters and shape[shortest] <= _MOST_CHANNELS:
+        letters[shortest] = "C"
+        unnamed.remove(shortest)
+    spare = [letter for letter in "ZTCS" if letter not in letters]
+    for index, letter in zip(reversed(unnamed), spare, strict=False):
+        letters[index] = letter
     return "".join(letters)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from service.core.errors import BadFile, TooLarge, UnsupportedMedia
+from service.formats import foreign
 
 MAX_PAGES = 1_000_000
 MAX_TAGS = 4096
@@ -85,8 +86,7 @@ def read_header(stream: BinaryIO) -> tuple[Packing, int]:
         if len(header) >= 2 * width:
             return packing, packing.offset.unpack_from(header, width)[0]
         raise BadFile(f"The file is cut short: a TIFF header and nothing else, {len(header)} bytes.")
-    problem = "is empty" if not header else f"begins with {header[:4]!r}, which no TIFF does"
-    raise UnsupportedMedia(f"The file {problem}. Send a TIFF: ImageJ, OME-TIFF, BigTIFF or plain pages.")
+    raise UnsupportedMedia(foreign.explain(header + stream.read(foreign.HEAD_BYTES - len(header))))
 
 
 class _Pattern(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,35 @@ def test_what_the_file_leaves_open_is_refused_with_the_way_out(stored: str, shap
         axes.resolve_axes(stored, shape, None)
 
     assert " x ".join(map(str, shape)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape", "suggested"),
+    [
+        ("QQYX", (51, 2, 40, 50), "ZCYX"),
+        ("QQYX", (2, 51, 40, 50), "CZYX"),
+        ("QQYX", (20, 51, 40, 50), "TZYX"),
+        ("QQQYX", (20, 51, 3, 40, 50), "TZCYX"),
+        ("QQQYX", (20, 3, 51, 40, 50), "TCZYX"),
+        ("IYXS", (51, 40, 50, 3), "ZYXS"),
+        ("QCYX", (5, 2, 40, 50), "ZCYX"),
+    ],
+)
+def test_suggested_axes_are_the_likely_ones(stored: str, shape: tuple[int, ...], suggested: str) -> None:
+    with pytest.raises(AmbiguousAxes, match=f"axes={suggested}[.]"):
+        axes.resolve_axes(stored, shape, None)
+
+
+@given(st.text("TZCYXSQIRMP", min_size=2, max_size=7), st.data())
+def test_suggested_axes_fit(stored: str, data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(*[st.integers(2, 60)] * len(stored)))
+    try:
+        axes.resolve_axes(stored, shape, None, "of rain")
+    except AmbiguousAxes as error:
+        found = re.search(r"axes=(\w*)", str(error))
+        assert bool(found) == (len(stored) <= len(axes.LETTERS))
+        if found:
+            axes.resolve_axes(stored, shape, found[1])
 
 
 def test_a_doubted_description_is_refused_for_stacks_and_noted_for_planes() -> None:

@@ -1,0 +1,99 @@
+"""Files that are no TIFF: each is told by its content, with what makes a TIFF of it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from imagecodecs import jpeg_encode, png_encode
+from live import eager, serve
+
+from service.__main__ import main
+from service.core.errors import UnsupportedMedia
+from service.formats import foreign, ifd
+
+PLANE = np.zeros((8, 9), np.uint8)
+
+
+def zipped(*names: str) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name in names:
+            archive.writestr(name, "{}")
+    return stream.getvalue()
+
+
+def tarred() -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("stack.tif"))
+    return stream.getvalue()
+
+
+def saved(array: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+FILES = {
+    "Zeiss CZI": (b"ZISRAWFILE" + bytes(600), "bfconvert -series 0 stack.czi stack.ome.tif"),
+    "Nikon ND2": (b"\xda\xce\xbe\x0a" + bytes(600), "bioio-nd2"),
+    "JPEG 2000 or an early Nikon ND2": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20), "stack.nd2"),
+    "Leica LIF": (b"\x70\0\0\0" + bytes(4) + b"*" + bytes(60), "bioio-lif"),
+    "Olympus OIB or Zeiss ZVI": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "stack.oib"),
+    "Imaris IMS": (b"\x89HDF\r\n\x1a\n" + bytes(900) + b"ImarisDataSet", "stack.ims"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(900), "h5py.File"),
+    "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
+    "PNG": (png_encode(PLANE), "Image Sequence"),
+    "JPEG": (jpeg_encode(PLANE), "Image Sequence"),
+    "zipped Zarr": (zipped("stack.zarr/zarr.json"), "zarr.open"),
+    "zip": (zipped("stack.tif"), "unzip"),
+    "gzip": (gzip.compress(b"II*\0"), "gunzip"),
+    "tar": (tarred(), "tar -xf"),
+    "NumPy": (saved(np.zeros((2, 3, 4))), "numpy.load"),
+    "HTML": (b"<!DOCTYPE html><html>", "in place of the stack"),
+    "OME-XML": (b"<?xml version='1.0'?>\n<OME xmlns='...'>", "one OME-TIFF"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_format_is_named_with_what_makes_a_tiff_of_it(name: str) -> None:
+    content, advice = FILES[name]
+    with pytest.raises(UnsupportedMedia, match=re.escape(f"Send a TIFF; this file is {name}. ")) as caught:
+        ifd.scan(io.BytesIO(content))
+    assert advice in str(caught.value)
+
+
+def test_server_and_command_line_say_the_same_whatever_the_file_is_called(
+    bands_repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, _ = FILES["Zeiss CZI"]
+    path, config = tmp_path / "scan.tif", tmp_path / "config.yaml"
+    path.write_bytes(content)
+    config.write_text(f"models: {{folder: {bands_repository}}}\nengine: {{kind: eager}}\ndevice: {{name: cpu}}\n")
+    assert main(["segment", str(path), str(tmp_path / "out.tif"), "--config", str(config)]) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    with serve(eager(bands_repository)) as live:
+        answer = live.segment(content)
+        assert answer.status_code == 415
+        assert told == f"stackseg: {answer.json()['detail']}"
+        assert answer.json()["detail"] == foreign.explain(content)
+
+
+@pytest.mark.parametrize("name", ["HDF5", "NumPy", "NIfTI"])
+def test_python_lines_can_be_run_where_their_libraries_are(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    line = re.findall(r"in Python: (import .*?\)); and", foreign.explain(FILES[name][0]))[0]
+    compile(line, name, "exec")
+    if name == "NumPy":
+        monkeypatch.chdir(tmp_path)
+        np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
+        exec(line, {})
+        assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets
