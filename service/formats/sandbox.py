@@ -20,18 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 import numpy as np
 
 import service
 from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
-from service.core.volume import Description, Selection, Volume, VoxelSize
+from service.core.volume import Description, Selection, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import Placement, make_file, map_file
+from service.formats.tiff_reader import Extract
 
 STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
@@ -49,15 +49,6 @@ _log = logging.getLogger(__name__)
 
 Source = Path | bytearray
 """A file, or its whole content."""
-
-
-class _Extract(NamedTuple):
-    """Location of pixels: in the file itself, or `decoded` in another one."""
-
-    decoded: bool
-    placement: Placement
-    voxel_size: VoxelSize | None
-    channels: tuple[str, ...]
 
 
 class Reader:
@@ -139,7 +130,7 @@ class Reader:
     def _call(
         self, call: str, file: IO[bytes], selection: Selection, limit_bytes: int, output: _Output | None = None
     ) -> dict[str, Any]:
-        request = {"call": call, "selection": asdict(selection), "limit_bytes": limit_bytes}
+        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes}
         child = self._idle.get()
         try:
             reply = child.ask(request, file.fileno(), output.make if output else _refuse_output)
@@ -243,7 +234,7 @@ class _Child:
             )
 
     def _send(self, message: dict[str, Any], file: int) -> None:
-        socket.send_fds(self._channel, [json.dumps(message).encode() + b"\n"], [file])
+        socket.send_fds(self._channel, [sandbox_child.encode(message)], [file])
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         """Receive the next line from the child. Raises EOFError where it has ended, TimeoutError where it is silent."""
@@ -330,16 +321,16 @@ def _refuse_output(_: int) -> int:
     raise BadFile(_NONSENSE)
 
 
-def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> _Extract:
+def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
     """Parse a child's reply. Raises BadFile where it makes no sense, as a child may be compromised."""
     placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
     if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
         raise BadFile(_NONSENSE)
     voxel_size = sandbox_child.parse_voxel_size(reply["voxel_size"])
-    return _Extract(reply["decoded"], placement, voxel_size, tuple(reply["channels"]))
+    return Extract(placement, voxel_size, tuple(reply["channels"]), reply["decoded"])
 
 
-def _volume(located: _Extract, content: bytearray | int, *, streamed: bool) -> Volume:
+def _volume(located: Extract, content: bytearray | int, *, streamed: bool) -> Volume:
     """Return the volume in memory or in an open file, which is mapped only where it is small and not to be `streamed`.
 
     Raises ValueError where the content ends before the pixels.

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,11 @@ def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
     return None if sizes is None else VoxelSize(**sizes)
 
 
+def encode(message: dict[str, Any]) -> bytes:
+    """Encode a message, with dataclasses by their fields, as a line of JSON."""
+    return json.dumps(message, default=vars).encode() + b"\n"
+
+
 def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
     """Answer one request about an open file, which is closed, as is the descriptor of `make_output`.
 
@@ -35,7 +39,7 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
     limit_bytes = request["limit_bytes"]
     try:
         if request["call"] == "inspect":
-            return {"result": asdict(tiff_reader.inspect(file, selection, limit_bytes))}
+            return {"result": tiff_reader.inspect(file, selection, limit_bytes)}
         extract = tiff_reader.extract(file, selection, limit_bytes, make_output)
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
@@ -43,14 +47,8 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
-    return {
-        "result": {
-            "decoded": extract.decoded,
-            **asdict(extract.placement),
-            "voxel_size": asdict(extract.voxel_size) if extract.voxel_size else None,
-            "channels": extract.channels,
-        }
-    }
+    facts = {"voxel_size": extract.voxel_size, "channels": extract.channels, "decoded": extract.decoded}
+    return {"result": vars(extract.placement) | facts}
 
 
 def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
@@ -75,7 +73,7 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    channel.sendall(encode(message))
 
 
 def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:

@@ -15,7 +15,7 @@ SORTED_VOXELS = 2**22
 
 # `numpy.bincount` widens values to 64 bits. Portions of this many values stay in a cache, and leave no gaps of 32 MiB
 # between longer-lived memory.
-COUNTED_VOXELS = 2**18
+COUNTED_VOXELS = 2**16
 
 
 class Channel(Protocol):

@@ -358,7 +358,8 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
         "limit_bytes": LIMIT,
     }
-    good = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)["result"]
+    reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
+    good = json.loads(sandbox_child.encode(reply))["result"]
 
     class Lying(Reader):
         def _call(self, *_: object) -> dict[str, Any]:
