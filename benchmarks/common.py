@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -78,6 +79,26 @@ def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np
     file = io.BytesIO()
     tifffile.imwrite(file, pixels, imagej=True, metadata={"axes": "ZYX"})
     return file.getvalue(), pixels
+
+
+def make_bomb(pages: int, plane: tuple[int, int], compression: str = "zlib") -> bytes:
+    """Make a TIFF whose uint8 planes (Y, X) of zeros share one compressed strip."""
+    file = io.BytesIO()
+    tifffile.imwrite(
+        file,
+        np.zeros(plane, np.uint8),
+        photometric="minisblack",
+        compression=compression,
+        rowsperstrip=plane[0],
+        metadata=None,
+    )
+    content = file.getvalue() + b"\0" * (file.tell() % 2)
+    (first,) = struct.unpack_from("<I", content, 4)
+    (entries,) = struct.unpack_from("<H", content, first)
+    directory = content[first : first + 2 + 12 * entries]
+    starts = [len(content) + number * (len(directory) + 4) for number in range(pages)]
+    chain = [directory + struct.pack("<I", following) for following in (*starts[1:], 0)]
+    return content[:4] + struct.pack("<I", starts[0]) + content[8:] + b"".join(chain)
 
 
 @contextmanager

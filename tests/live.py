@@ -112,6 +112,14 @@ def as_tiff(pixels: NDArray[Any], **options: Any) -> bytes:
     return file.getvalue()
 
 
+def opened_as(descriptor: Path) -> str:
+    """The name of the file behind it; nothing where it was closed meanwhile."""
+    try:
+        return str(descriptor.readlink())
+    except FileNotFoundError:
+        return ""
+
+
 class Answer:
     """A label TIFF as an independent reader sees it."""
 

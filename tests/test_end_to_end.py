@@ -20,7 +20,7 @@ import httpx2
 import numpy as np
 import pytest
 import tifffile
-from live import Answer, Live, as_tiff, classes, eager, serve, until
+from live import Answer, Live, as_tiff, classes, eager, opened_as, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
@@ -37,14 +37,6 @@ REAL = sorted(path.parent.name for path in (DATA / "real").glob("*/image.tif"))
 HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file() and path.suffix != ".json")
 # Volumes on which the bundled model would take longer than the test is worth on two cores.
 LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046"}
-
-
-def opened_as(descriptor: Path) -> str:
-    """The name of the file behind it; nothing where it was closed meanwhile."""
-    try:
-        return str(descriptor.readlink())
-    except FileNotFoundError:
-        return ""
 
 
 @pytest.fixture(scope="module")

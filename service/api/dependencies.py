@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from service.api.api_keys import ANONYMOUS
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 
@@ -24,6 +25,14 @@ async def get_async_jobs(request: Request) -> AsyncJobs:
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
 AsyncJobsDependency = Annotated[AsyncJobs, Depends(get_async_jobs)]
+
+
+def get_client(request: Request) -> str:
+    """Return whom a share of the service is counted for: the API key's name, without keys the client's address."""
+    caller = get_caller(request)
+    if caller not in {None, ANONYMOUS} or request.client is None:
+        return caller or ANONYMOUS
+    return request.client.host
 
 
 def get_caller(request: Request) -> str | None:

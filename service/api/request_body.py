@@ -12,7 +12,7 @@ from fastapi import Request
 
 from service.api.admission import admit_form
 from service.api.cancellation import time_limit
-from service.api.dependencies import get_caller
+from service.api.dependencies import get_caller, get_client
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.uploads import Upload, is_multipart, receive
 from service.core.errors import BadParameter
@@ -60,13 +60,17 @@ class ReceivedFile:
     """A file that came with a request or is named by it; lives as long as `receive_file`, or its resources.
 
     received   parameters, those of a form included, caller, folder and path of the file
+    client     whom the request's share of the service is counted for
     name       of the file
     shared     whether it is a file of the host, which others may change
     resources  folder and file, released at the end of `receive_file` unless they were taken from here
     """
 
-    def __init__(self, received: ReceivedRequest, name: str, upload: Upload, resources: AsyncExitStack) -> None:
-        self.received, self.name, self.resources, self._upload = received, name, resources, upload
+    def __init__(
+        self, received: ReceivedRequest, client: str, name: str, upload: Upload, resources: AsyncExitStack
+    ) -> None:
+        self.received, self.client, self.name = received, client, name
+        self.resources, self._upload = resources, upload
         self.shared = received.query.input is not None
 
     def complete(self) -> str | None:
@@ -117,7 +121,8 @@ async def receive_file(
             if (place := _choose_host_file(query, upload)) is not None:
                 opening = runtime.host_files.open_input(place, caller)
                 source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
-            yield ReceivedFile(ReceivedRequest(query, source.path, path, caller), source.name, upload, stack)
+            received = ReceivedRequest(query, source.path, path, caller)
+            yield ReceivedFile(received, get_client(request), source.name, upload, stack)
 
 
 def _choose_host_file(query: Query, upload: Upload) -> str | None:

@@ -158,6 +158,11 @@ class Description:
     times: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the selected part once it is decoded."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class Diameter:

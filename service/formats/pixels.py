@@ -234,6 +234,17 @@ def locate(image: StoredImage, layout: Layout, part: Part) -> Placement | None:
     return Placement(image.dtype.str, offset, part_shape(layout, part), strides)
 
 
+def count_decoded_bytes(image: StoredImage, layout: Layout, part: Part) -> int:
+    """Return the bytes that `decode` decompresses or copies on the way to the selected part, whole tiles and pages."""
+    if image.whole:
+        return math.prod(layout.shape) * image.dtype.itemsize
+    page = image.page
+    # A page may be far smaller than its tiles are.
+    tiles = math.prod(page.chunked) * math.prod(page.chunks) * image.dtype.itemsize
+    stored = tiles if page.is_tiled else page.nbytes
+    return stored * sum(1 for _ in _frames(layout, part, _count_outer(image, layout)))
+
+
 def _pitch(starts: Sequence[int]) -> int | None:
     """Return the distance of consecutive pages, 0 for a single one, None where it is irregular or negative."""
     distances = {b - a for a, b in itertools.pairwise(starts)} or {0}

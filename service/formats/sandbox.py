@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ import numpy as np
 
 import service
 from service.core.buffers import LARGE_BYTES
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, TooLarge, UnsupportedMedia
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, Cancelled, NotReady, TooLarge, UnsupportedMedia
 from service.core.volume import Description, Selection, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import Placement, make_file, map_file
@@ -37,8 +36,10 @@ STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
 EXIT_SECONDS = 1.0
 
-# Files beyond this take long to decode, and leave one process to smaller ones.
-LARGE_FILE_BYTES = 2**25
+# What decodes to no more than this is decoded at once: mostly in less than a second.
+SMALL_BYTES = 2**25
+# How often it is asked whether the caller still waits for an answer.
+POLL_SECONDS = 0.2
 
 # Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
@@ -50,6 +51,14 @@ _log = logging.getLogger(__name__)
 Source = Path | bytearray
 """A file, or its whole content."""
 
+Cancelling = Callable[[], bool]
+"""Whether nobody waits for the answer any more."""
+
+
+def never() -> bool:
+    """Return False: the work is not cancelled."""
+    return False
+
 
 class Reader:
     """Reader of TIFFs in child processes; thread-safe.
@@ -60,10 +69,11 @@ class Reader:
         decoded_bytes: largest selection from an upload
         shared_bytes: largest selection from a shared file; None: `decoded_bytes`
         processes: number of files that are read at the same time; further callers wait
-        large_bytes: files beyond this never occupy all processes at once
+
+    Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         memory_bytes: int,
@@ -71,7 +81,6 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
-        large_bytes: int = LARGE_FILE_BYTES,
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
@@ -79,17 +88,27 @@ class Reader:
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for child in self._children:
             self._idle.put(child)
-        self._large_bytes, self._large = large_bytes, threading.Semaphore(max(processes - 1, 1))
 
-    def inspect(self, source: Source, selection: Selection, *, shared: bool = False) -> Description:
+    def inspect(
+        self, source: Source, selection: Selection, *, shared: bool = False, cancelled: Cancelling = never
+    ) -> Description:
         """Describe a file and the selected part, as `tiff_reader.inspect` does.
 
         Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time.
         """
+        request = self._request("inspect", selection, shared=shared)
         with _open(source) as file:
-            return _parse_description(self._call("inspect", file, selection, self._limit(shared=shared)))
+            return _parse_description(self._call(request, file, cancelled))
 
-    def read(self, source: Source, selection: Selection, scratch: Path, *, shared: bool = False) -> Volume:
+    def read(
+        self,
+        source: Source,
+        selection: Selection,
+        scratch: Path,
+        *,
+        shared: bool = False,
+        cancelled: Cancelling = never,
+    ) -> Volume:
         """Read the selected part of a file, as `tiff_reader.read` does.
 
         Decoded pixels go to a file without a name in the folder `scratch`, which is made when it is needed. The volume
@@ -98,17 +117,25 @@ class Reader:
 
         Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time.
         """
-        limit = self._limit(shared=shared)
-        with _open(source) as file, _Output(scratch, limit) as output, ExitStack() as turn:
-            if os.fstat(file.fileno()).st_size > self._large_bytes:
-                turn.enter_context(self._large)
-            located = _parse_extract(self._call("extract", file, selection, limit, output), limit)
-            stored = source if isinstance(source, bytearray) else file.fileno()
-            content = output.fileno() if located.decoded else stored
-            try:
-                return _volume(located, content, streamed=shared and not located.decoded)
-            except ValueError as error:
-                raise BadFile("The file is damaged: its pixels lie outside of it.") from error
+        request = self._request("extract", selection, shared=shared, small_bytes=sys.maxsize)
+        volume = self._extract(request, source, scratch, cancelled, shared=shared)
+        if not isinstance(volume, Volume):
+            raise BadFile(_NONSENSE)
+        return volume
+
+    def read_small(  # noqa: PLR0913
+        self,
+        source: Source,
+        selection: Selection,
+        scratch: Path,
+        *,
+        shared: bool = False,
+        cancelled: Cancelling = never,
+        small_bytes: int = SMALL_BYTES,
+    ) -> Volume | Description:
+        """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
+        request = self._request("extract", selection, shared=shared, small_bytes=small_bytes)
+        return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
@@ -124,16 +151,35 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _limit(self, *, shared: bool) -> int:
-        return self._shared_bytes if shared else self._decoded_bytes
+    def _extract(
+        self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
+    ) -> Volume | Description:
+        limit = request["limit_bytes"]
+        with _open(source) as file, _Output(scratch, limit) as output:
+            reply = self._call(request, file, cancelled, output)
+            if "description" in reply:
+                return _parse_description(reply["description"])
+            located = _parse_extract(reply, limit)
+            stored = source if isinstance(source, bytearray) else file.fileno()
+            content = output.fileno() if located.decoded else stored
+            try:
+                return _volume(located, content, streamed=shared and not located.decoded)
+            except ValueError as error:
+                raise BadFile("The file is damaged: its pixels lie outside of it.") from error
+
+    def _request(
+        self, call: str, selection: Selection, *, shared: bool, small_bytes: int | None = None
+    ) -> dict[str, Any]:
+        limit_bytes = self._shared_bytes if shared else self._decoded_bytes
+        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes}
+        return request if small_bytes is None else request | {"small_bytes": small_bytes}
 
     def _call(
-        self, call: str, file: IO[bytes], selection: Selection, limit_bytes: int, output: _Output | None = None
+        self, request: dict[str, Any], file: IO[bytes], cancelled: Cancelling, output: _Output | None = None
     ) -> dict[str, Any]:
-        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes}
         child = self._idle.get()
         try:
-            reply = child.ask(request, file.fileno(), output.make if output else _refuse_output)
+            reply = child.ask(request, file.fileno(), output.make if output else _refuse_output, cancelled)
         finally:
             self._idle.put(child)
         if "errno" in reply:
@@ -154,7 +200,9 @@ class _Child:
         self._process = self._start()
         self._ready = False
 
-    def ask(self, request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
+    def ask(
+        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
+    ) -> dict[str, Any]:
         """Send a request with the descriptor of its file, and wait for the reply.
 
         `make_output` takes a number of bytes and returns the descriptor of a file of that length to decode to. An error
@@ -163,14 +211,13 @@ class _Child:
         if self._retired:
             raise NotReady("The service is stopping.")
         if self._process.poll() is not None:
-            self.end()
-            self._process, self._ready = self._start(), False
+            self._restart()
         if not self._ready:
             self._await_start()
         try:
-            return self._converse(request, file, make_output)
+            return self._converse(request, file, make_output, cancelled)
         except TimeoutError:
-            self.end()
+            self._restart()
             raise TooLarge(
                 f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
             ) from None
@@ -182,7 +229,7 @@ class _Child:
                 "The file is damaged: the program that decodes it crashed. Export it again, uncompressed."
             ) from None
         except BaseException:
-            self.end()
+            self._restart()
             raise
 
     def retire(self) -> None:
@@ -197,14 +244,21 @@ class _Child:
         self._channel.close()
         self._complaints.close()
 
-    def _converse(self, request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
+    def _converse(
+        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
         self._send(request, file)
-        reply = self._receive(deadline)
+        reply = self._receive(deadline, cancelled)
         if "output_bytes" in reply:
             self._send({}, make_output(reply["output_bytes"]))
-            reply = self._receive(deadline)
+            reply = self._receive(deadline, cancelled)
         return reply
+
+    def _restart(self) -> None:
+        """Replace the process, at once, so that the next caller need not wait for all of its start."""
+        self.end()
+        self._process, self._ready = self._start(), False
 
     def _await_start(self) -> None:
         try:
@@ -236,15 +290,22 @@ class _Child:
     def _send(self, message: dict[str, Any], file: int) -> None:
         socket.send_fds(self._channel, [sandbox_child.encode(message)], [file])
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        """Receive the next line from the child. Raises EOFError where it has ended, TimeoutError where it is silent."""
+    def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
+        """Receive the next line from the child.
+
+        Raises EOFError where it has ended, TimeoutError where it is silent, Cancelled where the caller gave up.
+        """
         # select.select takes no descriptor beyond 1023, and a busy server has more.
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         line = b""
         while not line.endswith(b"\n"):
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
+            if not poll.poll(1000 * min(max(0.0, deadline - time.monotonic()), POLL_SECONDS)):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                if cancelled():
+                    raise Cancelled("given up while its file was read")
+                continue
             chunk = self._channel.recv(1 << 16)
             if not chunk:
                 raise EOFError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import RequestError, TooLarge
-from service.core.volume import Selection, VoxelSize
+from service.core.volume import Description, Selection, VoxelSize
 from service.formats import tiff_reader
 
 
@@ -40,13 +40,15 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
     try:
         if request["call"] == "inspect":
             return {"result": tiff_reader.inspect(file, selection, limit_bytes)}
-        extract = tiff_reader.extract(file, selection, limit_bytes, make_output)
+        extract = tiff_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:
         return {"error": TooLarge.slug, "message": "Reading the file needs more memory than one file may use."}
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
+    if isinstance(extract, Description):
+        return {"result": {"description": extract}}
     facts = {"voxel_size": extract.voxel_size, "channels": extract.channels, "decoded": extract.decoded}
     return {"result": vars(extract.placement) | facts}
 

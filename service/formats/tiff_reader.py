@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
     if scratch is not None:
         return _read_to_file(path, selection, limit_bytes, scratch)
     with _open(path, selection, limit_bytes) as stack:
-        placement = stack.locate()
+        placement = stack.placement
         if placement is not None:
             return placement.map_volume(pixels.map_file(path), stack.voxel_size(selection), stack.channels)
         decoded: Array = np.empty(stack.shape, pixels.native_dtype(stack.image))
@@ -65,26 +66,34 @@ class Extract:
     decoded: bool
 
 
-def extract(file: Path | int, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]) -> Extract:
+def extract(
+    file: Path | int, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
+) -> Extract | Description:
     """Locate the selected pixels in the file itself, or decode them to another one.
 
     `file` is a path or a descriptor. `make_output` takes the bytes of the decoded pixels and returns the descriptor of
-    a file of that length; it is called only where pixels have to be decoded. Descriptors are closed. Raises the errors
-    of `read`, and those of `make_output`.
+    a file of that length; it is called only where pixels have to be decoded. Descriptors are closed. Where more than
+    `small_bytes` would have to be decoded, nothing is, and the description is returned. Raises the errors of `read`,
+    and those of `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
-        voxel_size = stack.voxel_size(selection)
-        placement = stack.locate()
-        if placement is not None:
-            return Extract(placement, voxel_size, stack.channels, decoded=False)
-        placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
-        with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
+        if stack.placement is None and stack.decoded_bytes > small_bytes:
+            return stack.describe(selection)
+        return _extract(stack, selection, make_output)
 
-            def store(channel: int, z0: int, block: Array) -> None:
-                _write_all(output.fileno(), block, channel * placement.strides[0] + z0 * placement.strides[1])
 
-            pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
-        return Extract(placement, voxel_size, stack.channels, decoded=True)
+def _extract(stack: _Stack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
+    voxel_size, placement = stack.voxel_size(selection), stack.placement
+    if placement is not None:
+        return Extract(placement, voxel_size, stack.channels, decoded=False)
+    placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
+    with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
+
+        def store(channel: int, z0: int, block: Array) -> None:
+            _write_all(output.fileno(), block, channel * placement.strides[0] + z0 * placement.strides[1])
+
+        pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
+    return Extract(placement, voxel_size, stack.channels, decoded=True)
 
 
 def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
@@ -95,7 +104,8 @@ def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: P
             outputs.append(files.enter_context(pixels.make_file(scratch, nbytes)))
             return os.dup(outputs[0].fileno())
 
-        found = extract(path, selection, limit_bytes, make_output)
+        with _open(path, selection, limit_bytes) as stack:
+            found = _extract(stack, selection, make_output)
         content = pixels.map_file(outputs[0].fileno() if found.decoded else path)
     return found.placement.map_volume(content, found.voxel_size, found.channels)
 
@@ -156,8 +166,14 @@ class _Stack:
             notes=tuple(notes),
         )
 
-    def locate(self) -> Placement | None:
-        """Locate uncompressed pixels at regular distances, None where there are none such. Raises BadParameter."""
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes that are decoded on the way to the selected part where it cannot be located."""
+        return pixels.count_decoded_bytes(self.image, self.layout, self.part)
+
+    @cached_property
+    def placement(self) -> Placement | None:
+        """Location of uncompressed pixels at regular distances, None where there are none such. Raises BadParameter."""
         if self.part.time is None:
             raise BadParameter(axes.explain_time_choice(self.layout))
         return pixels.locate(self.image, self.layout, self.part)

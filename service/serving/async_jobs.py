@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 from service.core.config import Settings
 from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
 from service.core.timing import Stages
+from service.core.volume import Description
 from service.inference.result import Result
 from service.serving.device_worker import Reservation
 from service.serving.job import Job, Needs, Progress
@@ -116,18 +117,16 @@ class AsyncJobs:
         """Make a folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""
         return self._store.make_incoming()
 
-    def submit(self, received: ReceivedRequest, name: str, receive_seconds: float) -> JobView:
+    def submit(self, received: ReceivedRequest, name: str, description: Description, receive_seconds: float) -> JobView:
         """Accept a request in a folder of `make_incoming`; when this returns, the job outlives the process.
 
-        The folder has the file that arrived, as INPUT, or an empty one if the query names a file of the host. That
-        file is inspected now, and read when the job's turn comes. Raises what `Reader.inspect` and
-        `Runtime.estimate` raise, QueueFull, NotReady and OutOfStorage.
+        The folder has the file that arrived, as INPUT, or an empty one if the query names a file of the host. Either
+        was found to be as described, and is read when the job's turn comes. Raises what `Runtime.estimate` raises,
+        QueueFull, NotReady and OutOfStorage.
         """
         query, owner, runtime = received.query, received.caller, self._runtime
         spec = runtime.models.spec(query.model)
-        shared = query.input is not None
-        file = runtime.reader.inspect(received.source, query.selection, shared=shared)
-        windows = runtime.estimate(spec, file, query.options).windows
+        windows = runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         request = JobRequest(spec.name, parameters, name, windows, receive_seconds)
         active = self._activate(received.folder.name, request, owner)
@@ -210,25 +209,35 @@ class AsyncJobs:
         active.job.future.add_done_callback(partial(self._after_device, active.id))
         return active
 
-    def _read_ahead(self, active: _ActiveJob) -> None:
+    def _read_ahead(self, active: _ActiveJob, *, large: bool = False) -> None:
         """Decode the file while other jobs are computed; the job may begin after that."""
-        self._runtime.read_threads.submit(self._read, active).add_done_callback(partial(self._after_reading, active))
+        threads = self._runtime.decode_threads if large else self._runtime.read_threads
+        reading = threads.submit(active.owner or "", partial(self._read, active, large=large))
+        reading.add_done_callback(partial(self._after_reading, active))
 
-    def _read(self, active: _ActiveJob) -> None:
+    def _read(self, active: _ActiveJob, *, large: bool) -> None:
+        """Read the file; one that takes long to decode is left alone unless it is its turn as a `large` one."""
         if active.job.cancelled():
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
         self._runtime.models.servable_spec(active.request.model)
         with disk_full_as_out_of_storage(), active.stages.measure("read"):
-            active.folder = self._runtime.scratch.make_request_folder()
+            active.folder = active.folder or self._runtime.scratch.make_request_folder()
             source, place = self._store.input_path(active.id), active.query.input
             with ExitStack() as stack:
                 if place is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
-                active.pixels = read_pixels(self._runtime.reader, active.query, source, active.folder)
+                pixels = read_pixels(
+                    self._runtime.reader, active.query, source, active.folder, active.job.cancelled, large=large
+                )
+                if isinstance(pixels, Pixels):
+                    active.pixels = pixels
 
     def _after_reading(self, active: _ActiveJob, reading: Future[None]) -> None:
-        error = reading.exception()
+        error = Cancelled("not begun") if reading.cancelled() else reading.exception()
+        if error is None and active.pixels is None:
+            self._read_ahead(active, large=True)
+            return
         if error is None:
             active.reservation.take(active.job)
             return

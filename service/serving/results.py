@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
-from service.core.volume import Segmentation, Volume
+from service.core.volume import Description, Extent, Segmentation, Volume
 from service.formats import tiff_writer
-from service.formats.sandbox import Reader
+from service.formats.sandbox import Cancelling, Reader, never
 from service.inference import measurements
 from service.inference.result import Result
 from service.serving.host_files import HostFiles
@@ -61,7 +61,7 @@ class ReceivedRequest(NamedTuple):
     source: Path
     folder: Path
     caller: str | None = None
-    cancelled: Callable[[], bool] = lambda: False
+    cancelled: Cancelling = never
 
 
 class Pixels(NamedTuple):
@@ -73,6 +73,17 @@ class Pixels(NamedTuple):
 
     segmented: Volume
     measured: Volume
+
+
+class LargePixels(NamedTuple):
+    """What is known of a file before much of it is decoded.
+
+    segmented  the selected part
+    nbytes     of all that is to be decoded
+    """
+
+    segmented: Extent
+    nbytes: int
 
 
 class Answer(NamedTuple):
@@ -88,17 +99,22 @@ class Answer(NamedTuple):
     content: bytes | None = None
 
 
-def read_pixels(reader: Reader, query: Query, source: Path | bytearray, folder: Path) -> Pixels:
+def read_pixels(  # noqa: PLR0913
+    reader: Reader, query: Query, source: Path | bytearray, folder: Path, cancelled: Cancelling, *, large: bool
+) -> Pixels | LargePixels:
     """Read all that the query needs before anything is computed: later the file may be gone, or another one.
 
-    Raises what `Reader.read` raises.
+    Unless `large`, decode only what is small. Raises what `Reader.read` raises.
     """
     shared = query.input is not None
-    read = partial(reader.read, source, scratch=folder, shared=shared)
-    volume = read(query.selection)
-    if query.measurements is None or query.channel is None:
-        return Pixels(volume, volume)
-    return Pixels(volume, read(replace(query.selection, channel=None)))
+    read: Callable[..., Volume | Description] = reader.read if large else reader.read_small
+    read = partial(read, source, scratch=folder, shared=shared, cancelled=cancelled)
+    segmented = measured = read(query.selection)
+    if query.measurements is not None and query.channel is not None:
+        measured = read(replace(query.selection, channel=None))
+    if isinstance(segmented, Volume) and isinstance(measured, Volume):
+        return Pixels(segmented, measured)
+    return LargePixels(segmented, measured.nbytes + (0 if measured is segmented else segmented.nbytes))
 
 
 def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | None:

@@ -6,10 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from service.core import hardware
 from service.core.config import Settings
@@ -22,6 +21,7 @@ from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
 from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
+from service.serving.fair_threads import FairThreadPool
 from service.serving.host_files import HostFiles
 from service.serving.job import Job
 from service.serving.job_record import AnswerMetadata
@@ -33,41 +33,14 @@ from service.serving.scratch import ScratchFolder
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
-READER_PROCESSES = 2
-# These threads only wait for a reader process. There are so many that large files, which take turns, leave some free.
-READ_THREADS = 32
+# Files read at the same time: small ones, one more than a client can occupy, and those that take long to decode.
+SMALL_READERS, LARGE_READERS = 3, 1
 # A segmentation stops before its next batch of windows. A compilation cannot be stopped, and is left behind.
 JOIN_SECONDS = 4.0
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-class CountingThreadPool(ThreadPoolExecutor):
-    """A pool of threads that knows whether all of them are busy."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        super().__init__(threads, name)
-        self._threads_limit, self._unfinished = threads, 0
-        self._lock = threading.Lock()
-
-    @property
-    def all_busy(self) -> bool:
-        """Whether a further call has to wait for a thread."""
-        return self._unfinished >= self._threads_limit
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Schedule a call and count it until it is over."""
-        future = super().submit(fn, *args, **kwargs)
-        self._count(1)
-        future.add_done_callback(lambda _: self._count(-1))
-        return future
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._unfinished += change
 
 
 class Runtime:
@@ -93,9 +66,9 @@ class Runtime:
             self.scratch.results, settings.limits.cache_bytes
         )
         self.reader: Reader
-        # Inspecting a file has threads of its own, so that it does not wait for files that are decoded.
-        self.read_threads = CountingThreadPool(READ_THREADS, "read")
-        self.inspect_threads = ThreadPoolExecutor(READ_THREADS, "look")
+        # As many as there are processes that read files: who waits for one holds no thread.
+        self.read_threads = FairThreadPool(SMALL_READERS, "read")
+        self.decode_threads = FairThreadPool(LARGE_READERS, "decode")
         # Looking the version up takes a millisecond.
         self._version = version("stackseg")
         self._window_settings = settings.windows.model_dump(mode="json")
@@ -131,7 +104,7 @@ class Runtime:
             seconds=self.settings.limits.read_seconds,
             decoded_bytes=self.settings.limits.decoded_bytes,
             shared_bytes=self.settings.references.decoded_bytes,
-            processes=READER_PROCESSES,
+            processes=SMALL_READERS + LARGE_READERS,
         )
         self._trimmer.start()
         self._register_gauges()
@@ -164,7 +137,7 @@ class Runtime:
         self._trimmer.stop()
         self.reader.close()
         self.read_threads.shutdown()
-        self.inspect_threads.shutdown()
+        self.decode_threads.shutdown()
         self.scratch.delete()
 
     def check_admission(self, caller: str | None = None) -> None:

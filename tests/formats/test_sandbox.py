@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -21,11 +22,21 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from common import make_bomb
 from fakes import until
 from paths import SHARED_DATA
 
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter, NotReady, RequestError, TooLarge, UnsupportedMedia
-from service.core.volume import Selection, VoxelSize
+from service.core.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    Cancelled,
+    NotReady,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from service.core.volume import Description, Selection, Volume, VoxelSize
 from service.formats import sandbox_child, tiff_reader
 from service.formats.sandbox import Reader
 
@@ -49,17 +60,6 @@ def asked(reader: Reader) -> bool:
     (process,), waiting = reader._children, array("i", [0])
     fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, waiting)
     return waiting[0] > 0
-
-
-def stop_at(reader: Reader, path: Path) -> int | None:
-    """Stop the process that has this file open, and no other; its process id, None where none has."""
-    for process in reader._children:
-        number = process._process.pid
-        stop(number)
-        if path in [descriptor.readlink() for descriptor in Path(f"/proc/{number}/fd").iterdir()]:
-            return number
-        os.kill(number, signal.SIGCONT)
-    return None
 
 
 def stop(number: int) -> None:
@@ -357,6 +357,7 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         "call": "extract",
         "selection": {"channel": None, "time": None, "axes": None, "voxel_size": None},
         "limit_bytes": LIMIT,
+        "small_bytes": LIMIT,
     }
     reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
     good = json.loads(sandbox_child.encode(reply))["result"]
@@ -403,25 +404,58 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
     assert outcome() == first == outcome(shared=True)
 
 
-def test_large_files_leave_a_process_for_others(tmp_path: Path, stack: np.ndarray) -> None:
-    small = write(tmp_path / "small.ome.tif", stack)
-    large = tmp_path / "large.tif"
-    tifffile.imwrite(large, np.zeros((96, 1024, 1024), np.uint8), compression="zlib", metadata={"axes": "ZYX"})
-    with (
-        Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, large_bytes=2**16) as reader,
-        ThreadPoolExecutor(2) as pool,
+@pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
+def test_what_is_large_once_decoded_is_described_and_not_decoded(
+    reader: Reader, tmp_path: Path, compression: str
+) -> None:
+    bomb, scratch = tmp_path / "bomb.tif", tmp_path / "scratch"
+    bomb.write_bytes(make_bomb(64, (1024, 2048), compression))
+    selection = Selection(axes="ZYX")
+
+    described = reader.read_small(bomb, selection, scratch)
+
+    assert described == reader.inspect(bomb, selection)
+    assert isinstance(described, Description)
+    assert (described.shape, described.nbytes) == ((1, 64, 1024, 2048), 2**27)
+    assert not scratch.exists()
+    volume = reader.read_small(bomb, selection, scratch, small_bytes=2**27)
+    assert isinstance(volume, Volume)
+    assert not volume.read(63, 64).any()
+
+
+def test_whole_tiles_and_pages_count_as_decoded(reader: Reader, tmp_path: Path) -> None:
+    tiled, inner, plain = (tmp_path / f"{name}.tif" for name in ("tiled", "inner", "plain"))
+    tifffile.imwrite(tiled, np.zeros((8, 8), np.uint8), photometric="minisblack", tile=(4096, 4096), compression="zlib")
+    colour = {"photometric": "rgb", "compression": "zlib", "metadata": {"axes": "ZYXS"}}
+    tifffile.imwrite(inner, np.zeros((4, 512, 512, 3), np.uint8), **colour)
+    tifffile.imwrite(plain, np.zeros((4, 512, 512), np.uint8), photometric="minisblack", metadata={"axes": "ZYX"})
+    for path, selection, nbytes in (
+        (tiled, Selection(), 2**24),
+        (inner, Selection(axes="ZYXS", channel=0), 3 * 2**20),
+        (plain, Selection(axes="ZYX"), 0),
     ):
-        # Both processes have started then.
-        list(pool.map(lambda channel: reader.inspect(small, Selection(channel=channel)), (0, 1)))
-        reads = []
-        for number in range(2):
-            scratch = tmp_path / str(number)
-            scratch.mkdir()
-            reads.append(pool.submit(reader.read, large, Selection(), scratch))
-        # However long decoding takes, it is not done before the other process was asked.
-        until(lambda: stop_at(reader, large) is not None)
-        assert reader.inspect(small, Selection(), shared=True).channels
-        assert not any(read.done() for read in reads)
-        for process in reader._children:
-            os.kill(process._process.pid, signal.SIGCONT)
-        assert all(read.result().shape == (1, 96, 1024, 1024) for read in reads)
+        assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes), Volume)
+        if nbytes:
+            assert isinstance(reader.read_small(path, selection, tmp_path, small_bytes=nbytes - 1), Description)
+
+
+def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: Path, stack: np.ndarray) -> None:
+    path, cancelled, before = write(tmp_path / "stack.tif", stack, compression="zlib"), threading.Event(), children()
+    with (
+        Reader(memory_bytes=2**29, seconds=60, decoded_bytes=LIMIT, processes=1) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
+            reader.inspect(path, Selection())
+            (number,) = children() - before
+            # However fast the machine is.
+            stop(number)
+            reading = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
+            until(lambda: asked(reader))
+            assert not reading.done()
+            cancelled.set()
+            with pytest.raises(Cancelled):
+                reading.result(20)
+            assert number not in children()
+            cancelled.clear()
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)

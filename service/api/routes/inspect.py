@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import threading
+
 from fastapi import APIRouter, Request
 
 from service.api.admission import REQUEST, AdmittedQuery
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import RuntimeDependency
-from service.api.request_body import receive_file
+from service.api.request_body import ReceivedFile, receive_file
 from service.api.schemas import Inspection
 from service.api.threads import run_in_thread
 from service.core.errors import RequestError
 from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.estimate import Estimator
+from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"])
+
+
+async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
+    """Complete the file and describe it, in a thread that reads. Raises what `Reader.inspect` raises."""
+    cancelled = threading.Event()
+
+    def complete_and_inspect() -> Description:
+        file.complete()
+        selection = file.received.query.selection
+        return runtime.reader.inspect(file.source, selection, shared=file.shared, cancelled=cancelled.is_set)
+
+    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.client), cancelled)
 
 
 @router.post("/inspect", openapi_extra=REQUEST)
@@ -28,11 +43,7 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         query = received.received.query
         spec = runtime.models.spec(query.model)
 
-        def inspect_file() -> Description:
-            received.complete()
-            return runtime.reader.inspect(received.source, query.selection, shared=received.shared)
-
-        file = await run_while_connected(request, run_in_thread(inspect_file, runtime.inspect_threads))
+        file = await run_while_connected(request, inspect_file(runtime, received))
     output, diameter, estimate, problem = query.output, query.diameter, None, None
     try:
         estimator = Estimator(spec, runtime.settings)

@@ -16,6 +16,7 @@ from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller
 from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response, open_file_path
+from service.api.routes.inspect import inspect_file
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import run_in_thread
 from service.core.errors import StackSegError, UnknownJob
@@ -119,13 +120,13 @@ async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, 
     async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs)) as file:
         select_model(runtime, file.received.query)
 
-        def submit_job() -> JobView:
-            with stages.measure("receive"):
-                file.complete()
-            return async_jobs.submit(file.received, file.name, stages.seconds["receive"])
+        async def inspect_and_submit() -> JobView:
+            description = await inspect_file(runtime, file)
+            seconds = stages.seconds["receive"]
+            # A thread for disk work: syncing a large file to disk takes a while.
+            return await run_in_thread(partial(async_jobs.submit, file.received, file.name, description, seconds))
 
-        # A thread for disk work: syncing a large file to disk takes a while.
-        view = await run_while_connected(request, run_in_thread(submit_job))
+        view = await run_while_connected(request, inspect_and_submit())
     report = report_job(async_jobs, view)
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/jobs/{report.id}"})
 

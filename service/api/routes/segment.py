@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from service.serving.job_record import AnswerMetadata
 from service.serving.result_cache import CachedResult
 from service.serving.results import (
     Answer,
+    LargePixels,
     Pixels,
     answer_name,
     describe_answer,
@@ -97,7 +99,7 @@ class _SegmentRequest:
 
     def __init__(self, runtime: Runtime, file: ReceivedFile, spec: ModelSpec, stages: Stages) -> None:
         self._runtime, self._file, self._spec, self._stages = runtime, file, spec, stages
-        self._caller = file.received.caller
+        self._caller, self._client = file.received.caller, file.client
         self._digest: str | None = None
         self._pixels: Pixels
         self._voxels = 0
@@ -117,24 +119,35 @@ class _SegmentRequest:
     async def _find_or_compute(self) -> _NewResult | _CacheHit:
         """Return the cached result, or that of a job.
 
-        One thread looks into the cache and reads the file, unless all reading threads are busy: a cached result need
-        not wait for the files of others.
+        One thread looks into the cache and reads the file, unless it has to wait for its turn to read: a cached result
+        need not. What takes long to decode has another turn, once it is known how large it is.
         """
         readers, begin = self._runtime.read_threads, self._find_or_read
-        if self._runtime.result_cache.enabled and readers.all_busy:
+        if self._runtime.result_cache.enabled and readers.busy(self._client):
             cached = await run_in_thread(self._find_cached, FILE_THREADS, self._cancelled)
             if cached is not None:
                 return cached
             begin = self._read_and_submit
+        found = await self._read_in_turn(begin, large=False)
+        if isinstance(found, LargePixels):
+            found = await self._read_in_turn(partial(self._read_and_submit, large=True), large=True)
+        assert not isinstance(found, LargePixels)  # noqa: S101 - all of it was read
+        return found
+
+    async def _read_in_turn(
+        self, begin: Callable[[float], Future[_NewResult] | _CacheHit | LargePixels], *, large: bool
+    ) -> _NewResult | _CacheHit | LargePixels:
+        """Call `begin` in a thread that reads; return what it returns, or the result of the job that it submitted."""
+        readers = self._runtime.decode_threads if large else self._runtime.read_threads
         try:
-            result: _NewResult | _CacheHit = await run_and_follow(
-                partial(begin, time.perf_counter()), readers, self._cancelled
+            found: _NewResult | _CacheHit | LargePixels = await run_and_follow(
+                partial(begin, time.perf_counter()), readers.of(self._client), self._cancelled
             )
         except Cancelled:
             raise NotReady("The service stopped before the request was finished; send it again.") from None
-        return result
+        return found
 
-    def _find_or_read(self, submitted: float) -> Future[_NewResult] | _CacheHit:
+    def _find_or_read(self, submitted: float) -> Future[_NewResult] | _CacheHit | LargePixels:
         """Look into the cache, else read and submit, without counting the time of looking as reading."""
         waited = time.perf_counter() - submitted
         return self._find_cached() or self._read_and_submit(time.perf_counter() - waited)
@@ -153,15 +166,22 @@ class _SegmentRequest:
         file.drop_content()
         return _CacheHit(key, cached)
 
-    def _read_and_submit(self, submitted: float) -> Future[_NewResult]:
-        """Read the file and submit the job, in a thread that was asked for at `submitted` on `time.perf_counter`."""
+    def _read_and_submit(self, submitted: float, *, large: bool = False) -> Future[_NewResult] | LargePixels:
+        """Read the file and submit the job, in a thread that was asked for at `submitted` on `time.perf_counter`.
+
+        Unless `large`, return what is known of a file that takes long to decode, if it may be segmented at all.
+        """
         file, stages = self._file, self._stages
         stages.add("read", time.perf_counter() - submitted)
-        received, query = file.received, file.received.query
+        received, query, cancelled = file.received, file.received.query, self._cancelled.is_set
         self._check_cancelled()
         with stages.measure("read"):
-            self._pixels = read_pixels(self._runtime.reader, query, file.source, received.folder)
-            file.drop_content()
+            pixels = read_pixels(self._runtime.reader, query, file.source, received.folder, cancelled, large=large)
+        if isinstance(pixels, LargePixels):
+            self._runtime.estimate(self._spec, pixels.segmented, query.options)
+            return pixels
+        self._pixels = pixels
+        file.drop_content()
         self._voxels = self._pixels.segmented.voxels
         self._check_cancelled()
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish, self._caller)

@@ -30,7 +30,7 @@ from service.models.spec import ModelSpec
 from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
 from service.serving.results import answer_name, fingerprint
-from service.serving.runtime import READ_THREADS, Runtime
+from service.serving.runtime import SMALL_READERS, Runtime
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -210,15 +210,15 @@ def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository:
         runtime, gate = runtime_of(client), threading.Event()
         until(lambda: runtime.unready_reasons() == ())
         assert client.post("/segment", content=STACK, headers=TIFF).headers["x-cache"] == "miss"
-        stuck = [runtime.read_threads.submit(gate.wait, 60) for _ in range(READ_THREADS)]
-        assert runtime.read_threads.all_busy
+        stuck = [runtime.read_threads.of(str(number)).submit(gate.wait, 60) for number in range(SMALL_READERS)]
+        assert runtime.read_threads.busy("testclient")
         try:
             again = client.post("/segment", content=STACK, headers=TIFF)
             assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
             with ThreadPoolExecutor(1) as pool:
                 unknown = as_tiff(np.full((3, 8, 8), 201, np.uint8))
                 posted = pool.submit(client.post, "/segment", content=unknown, headers=TIFF)
-                until(lambda: runtime.read_threads._unfinished > READ_THREADS)
+                until(lambda: runtime.read_threads.waiting == 1)
                 time.sleep(0.4)
                 gate.set()
                 other = posted.result(60)
@@ -228,7 +228,7 @@ def test_what_is_kept_need_not_wait_for_files_that_are_decoded(bands_repository:
         timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
         assert float(timing["read"]) > 300
         assert all(waited.result(60) for waited in stuck)
-        until(lambda: not runtime.read_threads.all_busy)
+        until(lambda: not runtime.read_threads.busy("testclient"))
 
 
 def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
@@ -237,7 +237,7 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
     with start(bands_repository, tmp_path, request_seconds=1) as client:
         runtime, submitted = runtime_of(client), []
         until(lambda: runtime.unready_reasons() == ())
-        read, submit = runtime.reader.read, runtime.submit
+        read, submit = runtime.reader.read_small, runtime.submit
 
         def slow(*arguments: Any, **options: Any) -> Any:
             volume = read(*arguments, **options)
@@ -248,7 +248,7 @@ def test_nothing_is_computed_for_a_client_that_left_while_its_file_was_read(
             submitted.append(arguments)
             return submit(*arguments)
 
-        monkeypatch.setattr(runtime.reader, "read", slow)
+        monkeypatch.setattr(runtime.reader, "read_small", slow)
         monkeypatch.setattr(runtime, "submit", noting)
         assert client.post("/segment", content=STACK, headers=TIFF).status_code == 504
         assert submitted == []
@@ -518,7 +518,8 @@ def test_answer_is_named_after_the_input(name: str, answer: str) -> None:
 def test_files_that_nobody_can_read_keep_no_others_from_being_looked_at(client: TestClient) -> None:
     """Decoding waits for its turn, and so do folders on a server that does not answer."""
     gate, runtime = threading.Event(), runtime_of(client)
-    stuck = [pool.submit(gate.wait, 60) for pool in (runtime.read_threads, HOST_FILE_THREADS) for _ in range(16)]
+    others = runtime.read_threads.of("others"), runtime.decode_threads.of("testclient")
+    stuck = [pool.submit(gate.wait, 60) for pool in (*others, HOST_FILE_THREADS) for _ in range(16)]
     try:
         inspected = client.post("/inspect", content=STACK, headers=TIFF)
         assert inspected.json()["file"]["shape"] == [1, 3, 8, 8]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+
+import pytest
+from fakes import until
+
+from service.serving.fair_threads import FairThreadPool
+
+
+@contextmanager
+def pool_of(threads: int) -> Iterator[FairThreadPool]:
+    pool = FairThreadPool(threads, "fair")
+    try:
+        yield pool
+    finally:
+        pool.shutdown()
+
+
+class Calls:
+    """Calls that wait at a gate each, by client."""
+
+    def __init__(self, pool: FairThreadPool) -> None:
+        self._pool = pool
+        self.begun: list[str] = []
+        self.gates: list[tuple[str, threading.Event]] = []
+
+    def add(self, client: str) -> Future[str]:
+        gate = threading.Event()
+        self.gates.append((client, gate))
+
+        def call() -> str:
+            self.begun.append(client)
+            gate.wait(20)
+            return client
+
+        return self._pool.submit(client, call)
+
+    def open(self, client: str | None = None) -> None:
+        """Open the first gate of this client, or all."""
+        for number, (owner, gate) in enumerate(self.gates):
+            if client in {None, owner}:
+                gate.set()
+                if client is not None:
+                    del self.gates[number]
+                    return
+
+
+def test_results_and_errors_are_those_of_the_call() -> None:
+    with pool_of(2) as pool:
+        assert pool.of("a").submit(divmod, 7, 2).result(20) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            pool.of("a").submit(divmod, 7, 0).result(20)
+        assert not pool.busy("a")
+
+
+def test_the_last_thread_is_for_a_client_that_has_none() -> None:
+    with pool_of(3) as pool:
+        calls = Calls(pool)
+        for _ in range(5):
+            calls.add("greedy")
+        until(lambda: calls.begun == ["greedy"] * 2)
+        assert pool.busy("greedy")
+        assert not pool.busy("modest")
+        modest = calls.add("modest")
+        until(lambda: calls.begun[2:] == ["modest"])
+        assert pool.busy("modest")
+        assert pool.busy("third")
+        calls.open("modest")
+        assert modest.result(20) == "modest"
+        assert not pool.busy("third")
+        calls.open()
+    assert calls.begun.count("greedy") == 2
+
+
+def test_clients_take_turns_however_much_one_has_asked_for() -> None:
+    with pool_of(1) as pool:
+        calls = Calls(pool)
+        for client in "aaaabcb":
+            calls.add(client)
+        calls.open()
+        until(lambda: len(calls.begun) == 7)
+        assert "".join(calls.begun) == "aabcaba"
+
+
+def test_cancelled_calls_never_begin() -> None:
+    with pool_of(1) as pool:
+        calls = Calls(pool)
+        first, second, third = (calls.add("a") for _ in range(3))
+        assert second.cancel()
+        assert not first.cancel()
+        calls.open()
+        assert third.result(20) == "a"
+        assert calls.begun == ["a", "a"]
+
+
+def test_end_cancels_what_has_not_begun() -> None:
+    pool = FairThreadPool(1, "fair")
+    calls = Calls(pool)
+    first, second = calls.add("a"), calls.add("b")
+    ending = threading.Thread(target=pool.shutdown)
+    ending.start()
+    with pytest.raises(CancelledError):
+        second.result(20)
+    calls.open()
+    assert first.result(20) == "a"
+    ending.join(20)
+    assert not ending.is_alive()
