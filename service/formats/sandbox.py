@@ -1,8 +1,8 @@
-"""Read untrusted TIFFs in child processes, which may run out of memory or time, or crash, without harm.
+"""Read untrusted TIFFs in child processes, which may run out of memory or time, crash, or be taken over, without harm.
 
 A `Reader` keeps a few started children. A child parses and decodes; requests and answers are JSON on a socket, files go
 to it as open descriptors, and pixels come back as a location in one of them, which this process maps. A child that dies
-or takes too long is replaced.
+or takes too long is replaced. `confinement` has what it cannot do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -69,11 +70,12 @@ class Reader:
         decoded_bytes: largest selection from an upload
         shared_bytes: largest selection from a shared file; None: `decoded_bytes`
         processes: number of files that are read at the same time; further callers wait
+        module: what the children run, with the arguments and the socket of `sandbox_child`
 
     Where `cancelled` returns True while a file is read, its child is killed, and Cancelled is raised.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         memory_bytes: int,
@@ -81,10 +83,11 @@ class Reader:
         decoded_bytes: int,
         shared_bytes: int | None = None,
         processes: int = 2,
+        module: str = sandbox_child.__name__,
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
-        self._children = [_Child(memory_bytes, max_bytes, seconds) for _ in range(processes)]
+        self._children = [_Child(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for child in self._children:
             self._idle.put(child)
@@ -136,6 +139,19 @@ class Reader:
         """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
         request = self._request("extract", selection, shared=shared, small_bytes=small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Layers of `confinement` that do not hold on this host, with the reasons; empty until a child has started."""
+        return next((child.missing for child in self._children if child.missing is not None), {})
+
+    def await_start(self) -> None:
+        """Wait until a child has started. Raises NotReady where it does not start."""
+        child = self._idle.get()
+        try:
+            child.await_start()
+        finally:
+            self._idle.put(child)
 
     def close(self) -> None:
         """End the child processes; callers that still wait for an answer get NotReady."""
@@ -193,10 +209,12 @@ class Reader:
 class _Child:
     """One child process, started at once and restarted when it has ended; used by one thread at a time."""
 
-    def __init__(self, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
-        self._arguments = [str(memory_bytes), str(decoded_bytes), str(seconds)]
+    def __init__(self, module: str, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
+        self._arguments = [module, str(memory_bytes), str(decoded_bytes), str(seconds)]
         self._seconds = seconds
         self._retired = False
+        # Layers of confinement that do not hold, with the reasons; None until a process has started.
+        self.missing: dict[str, str] | None = None
         self._process = self._start()
         self._ready = False
 
@@ -208,12 +226,7 @@ class _Child:
         `make_output` takes a number of bytes and returns the descriptor of a file of that length to decode to. An error
         ends the process.
         """
-        if self._retired:
-            raise NotReady("The service is stopping.")
-        if self._process.poll() is not None:
-            self._restart()
-        if not self._ready:
-            self._await_start()
+        self.await_start()
         try:
             return self._converse(request, file, make_output, cancelled)
         except TimeoutError:
@@ -255,36 +268,39 @@ class _Child:
             reply = self._receive(deadline, cancelled)
         return reply
 
+    def await_start(self) -> None:
+        """Wait until the process is ready, a new one where it has ended. Raises NotReady."""
+        if self._retired:
+            raise NotReady("The service is stopping.")
+        if self._process.poll() is not None:
+            self._restart()
+        if self._ready:
+            return
+        try:
+            self.missing = self._receive(time.monotonic() + STARTUP_SECONDS)["missing"]
+        except (EOFError, ConnectionError, TimeoutError):
+            self._log_death()
+            raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
+        self._ready = True
+        for layer, reason in self.missing.items():
+            _warn_of_missing(layer, reason)
+
     def _restart(self) -> None:
         """Replace the process, at once, so that the next caller need not wait for all of its start."""
         self.end()
         self._process, self._ready = self._start(), False
 
-    def _await_start(self) -> None:
-        try:
-            self._receive(time.monotonic() + STARTUP_SECONDS)
-        except (EOFError, ConnectionError, TimeoutError):
-            self._log_death()
-            raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
-        self._ready = True
-
     def _start(self) -> subprocess.Popen[bytes]:
-        root = os.fspath(Path(service.__file__).parents[1])
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment |= {
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "MALLOC_ARENA_MAX": "2",
-            "OMP_NUM_THREADS": "1",
-        }
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._channel, remote = socket.socketpair()
         with remote:
             return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-                [sys.executable, "-m", sandbox_child.__name__, *self._arguments],
+                # -P: not the modules of the working folder, which others may write to.
+                [sys.executable, "-P", "-m", *self._arguments],
                 stdin=remote.fileno(),
                 stdout=self._complaints,
                 stderr=self._complaints,
-                env=environment,
+                env=child_environment(),
             )
 
     def _send(self, message: dict[str, Any], file: int) -> None:
@@ -324,6 +340,12 @@ class _Child:
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
 
 
+@cache
+def _warn_of_missing(layer: str, reason: str) -> None:
+    """Log a warning, once per process."""
+    _log.warning("The processes that read files run without %s: %s.", layer, reason)
+
+
 def descriptor_path(descriptor: int) -> Path:
     """Return a path by which another process can open a file that this one has open."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -348,6 +370,17 @@ def _unnamed_file() -> IO[bytes]:
         return os.fdopen(os.memfd_create("upload"), "wb")
     except (OSError, AttributeError):
         return tempfile.TemporaryFile()
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child: the path of this service, one thread, and no secrets."""
+    root = os.fspath(Path(service.__file__).parents[1])
+    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return environment | {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "MALLOC_ARENA_MAX": "2",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class _Output:

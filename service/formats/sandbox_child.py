@@ -17,6 +17,7 @@ from typing import Any
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Description, Selection, VoxelSize
 from service.formats import tiff_reader
+from service.formats.confinement import confine
 
 
 def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -56,18 +57,19 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
 def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
     """Answer requests that arrive on the socket at descriptor 0, one at a time, until the parent closes it.
 
-    A message is a line of JSON: first an empty one from here, then requests with the descriptor of a file, and replies.
-    A reply with `output_bytes` asks for the descriptor of a file to decode to.
+    A message is a line of JSON: first the layers of confinement that do not hold, with the reasons, then requests with
+    the descriptor of a file, and replies. A reply with `output_bytes` asks for the descriptor of a file to decode to.
     """
     with socket.socket(fileno=0) as channel:
         _limit(memory_bytes, decoded_bytes)
+        missing = confine()
         messages = _receive(channel)
 
         def make_output(nbytes: int) -> int:
             _send(channel, {"output_bytes": nbytes})
             return next(messages)[1]
 
-        _send(channel, {})
+        _send(channel, {"missing": missing})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
             _send(channel, answer(request, file, make_output))
