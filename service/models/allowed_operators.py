@@ -11,7 +11,7 @@ TupleIndex TupleUnpack unchecked_cast unchecked_unwrap_optional Uninitialized
 # `aten::` of PyTorch, called by TorchScript files and by graphs of torch.export.
 _ATEN = """
 __and__ __contains__ __derive_index __getitem__ __is__ __isnot__ __not__ __or__ __range_length _convolution
-_convolution_mode _native_batch_norm_legit_no_training _set_item _softmax _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+_convolution_mode _set_item _softmax _upsample_bicubic2d_aa _upsample_bilinear2d_aa
 _upsample_lanczos2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d abs
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool3d add add_ addcmul addmm alpha_dropout
 amax amin append arange argmax argmin as_tensor avg_pool2d avg_pool3d baddbmm batch_norm bilinear bitwise_and
@@ -32,5 +32,12 @@ threshold threshold_ tile to transpose tril triu type_as unbind unflatten unsque
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
 var_mean view view_as warn where zeros zeros_like
 """
+# Those that do not check their arguments, and read or write beyond tensors or end the process for some: for trusted
+# programs only.
+_UNCHECKED = """
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact2d repeat_interleave
+upsample_bicubic2d upsample_bilinear2d
+"""
 PRIM = frozenset(_PRIM.split())
 ATEN = frozenset(_ATEN.split())
+UNCHECKED = frozenset(_UNCHECKED.split())

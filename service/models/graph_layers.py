@@ -5,26 +5,31 @@ Layers whose values only the next one reads become an `nn.Sequential`, which tel
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from service.core.errors import BrokenModel
 from service.models.architectures import DepthToSpace, SpaceToDepth
+from service.models.size_limit import check_elements, limit_sizes
 
 Shape = tuple[int, ...]
 Shapes = Mapping[Node, Shape]
 
 INPUT_RANK = 5
-# Most elements of a value: as float32 they take 8 GiB, and a file asks for any number in a few bytes.
-MAX_ELEMENTS = 2**31
+# What else than nodes may become Python code: torch writes the code of a graph and runs it.
+PLAIN = (bool, int, float, torch.dtype, type(None))
+TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
 # Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
 INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
-# What a graph may raise that does not fit its image; running it tells the reason.
+# What a graph may raise that does not fit its image.
 _MISFIT = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
@@ -38,6 +43,29 @@ class Layer(NamedTuple):
 
 FindLayer = Callable[[GraphModule, Node, Shapes], Layer | None]
 """Network, a call in it, and shapes of values as far as they are known -> the layer that the call is a part of."""
+
+
+def make_graph_module(root: nn.Module, graph: Graph) -> GraphModule:
+    """Return a graph as a module, which runs Python code that torch writes of the graph.
+
+    Raise BrokenModel where anything but identifiers, numbers, plain texts and nodes would get into that code.
+    """
+    for node in graph.nodes:
+        names = [node.name, *node.kwargs, *(node.target.split(".") if isinstance(node.target, str) else ())]
+        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
+            raise BrokenModel(f"a call has a name that is none: {max(names, key=len)[:80]!r}.")
+        if not _is_plain([*node.args, *node.kwargs.values()]):
+            raise BrokenModel(f"{node.name} is called with something else than numbers, plain texts and values.")
+    return GraphModule(root, graph)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the code of a value is nothing but nodes, numbers, plain texts and lists of these."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if type(value) is str:
+        return TEXT.fullmatch(value) is not None
+    return isinstance(value, Node) or (type(value) in PLAIN and not (type(value) is int and value.bit_length() > 64))
 
 
 def add_layers(
@@ -66,17 +94,19 @@ def add_layers(
 
 
 def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
-    """Return the shapes of all tensors of a forward of an image of `shape`, none where that does not run.
+    """Return the shapes of all tensors of a forward of an image of `shape`.
 
-    Raise BrokenModel where a value has more than `MAX_ELEMENTS`.
+    Raise BrokenModel where it does not run, or a value is larger than a part of a network can be.
     """
-    interpreter = _ShapeInterpreter(network)
+    with torch.no_grad(), suppress(*_MISFIT):
+        return _ShapeInterpreter(network, "meta").find(shape)
     try:
-        with torch.no_grad():
-            interpreter.run(torch.empty(shape, device="meta"))
-    except _MISFIT:
-        return {}
-    return interpreter.shapes
+        # Some graphs run with numbers only.
+        with torch.no_grad(), limit_sizes():
+            return _ShapeInterpreter(network, "cpu").find(shape)
+    except _MISFIT as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise BrokenModel(f"it does not take a window of shape {shape}: {reason[0]}") from error
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -144,31 +174,35 @@ def find_shuffle(shapes: Shapes, permute: Node, order: Any, reshapes: Set[Any]) 
 
 
 class _ShapeInterpreter(Interpreter):
-    """Runs a graph without numbers, and keeps the shapes of its values."""
+    """Runs a graph in float32 on a device, which may be the one without numbers, and keeps the shapes of its values."""
 
-    def __init__(self, network: GraphModule) -> None:
+    def __init__(self, network: GraphModule, device: str) -> None:
         super().__init__(network)
+        self._device = device
         self.shapes: dict[Node, Shape] = {}
+
+    def find(self, shape: Shape) -> dict[Node, Shape]:
+        """Return the shapes of all values for an image of `shape`."""
+        self.run(torch.zeros(shape, device=self._device))
+        return self.shapes
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
             self.shapes[n] = tuple(result.shape)
-            if result.numel() > MAX_ELEMENTS:
-                raise BrokenModel(f"{n.name}: makes a value of {self.shapes[n]}, too large for a part of a network.")
+            check_elements(result.shape)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return _without_numbers(super().get_attr(target, args, kwargs))
+        return self._convert(super().get_attr(target, args, kwargs))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
-        state = {name: _without_numbers(tensor) for name, tensor in module.state_dict().items()}
+        state = {name: self._convert(tensor) for name, tensor in module.state_dict().items()}
         return functional_call(module, state, args, kwargs)
 
-
-def _without_numbers(tensor: Tensor) -> Tensor:
-    return tensor.to("meta", torch.float32 if tensor.is_floating_point() else None)
+    def _convert(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _put_layer(network: GraphModule, layer: Layer) -> Node:

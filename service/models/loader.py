@@ -46,18 +46,22 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     `forward` runs the network on an empty window, whose scores are checked; a caller may measure that run. Raise
     BrokenModel where the weights do not fit, or the scores do not have the shape that the model file states.
     """
+    # Tensors that are made in inference mode do not count how often they are changed.
+    with torch.inference_mode(mode=False):
+        network = _load(spec).eval().requires_grad_(requires_grad=False).float()
+    _check_shapes(network, spec, forward)
+    return network
+
+
+def _load(spec: ModelSpec) -> nn.Module:
     if spec.architecture is not None:
-        network = _build_with_weights(spec.architecture, spec)
-    elif spec.weights.kind == "torchscript" and not spec.weights.trusted:
+        return _build_with_weights(spec.architecture, spec)
+    if spec.weights.kind == "torchscript" and not spec.weights.trusted:
         raise BrokenModel(
             f"{spec.weights_path}: TorchScript is a program, which can do whatever this process can; say "
             "weights.trusted: true in model.yaml if you trust its author like one of a program that you install."
         )
-    else:
-        network = _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
-    network = network.eval().requires_grad_(requires_grad=False).float()
-    _check_shapes(network, spec, forward)
-    return network
+    return _LOADERS[spec.weights.kind](spec.weights_path, (spec.input.channels, *spec.input.roi_size))
 
 
 def weight_bytes(network: nn.Module) -> int:
@@ -88,6 +92,8 @@ def _summarise(error: Exception) -> str:
 def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected = (1, len(spec.outputs), *spec.input.roi_size)
+    stored = [*network.parameters(), *network.buffers()]
+    versions = [tensor._version for tensor in stored]
     try:
         with observe_calls(network):
             scores = forward(network, torch.zeros(shape))
@@ -95,3 +101,5 @@ def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mod
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
     if tuple(scores.shape) != expected:
         raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")
+    if [tensor._version for tensor in stored] != versions:
+        raise BrokenModel(f"{spec.folder}: the network changes its own tensors, and would keep what others have sent.")

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
-from service.models.allowed_operators import ATEN
+from service.models.allowed_operators import ATEN, UNCHECKED
 from service.models.convolution import make_convolution
 from service.models.graph_layers import (
     FindLayer,
@@ -31,6 +31,7 @@ from service.models.graph_layers import (
     find_shuffle,
     first_input,
     is_volume,
+    make_graph_module,
     make_norm,
     make_prelu,
     multiply,
@@ -54,8 +55,9 @@ DTYPES = {
     12: torch.bool,
     13: torch.bfloat16,
 }
-# Operators that only graphs of torch.export call.
-SIZES_AND_COPIES = frozenset(["sym_size", "lift_fresh_copy", "detach_"])
+# Operators that only graphs of torch.export call besides those of the list, and those that graphs may not call.
+ALLOWED = ATEN - UNCHECKED | {"sym_size", "lift_fresh_copy", "detach_"}
+RESULTS = frozenset(["Tensor", "List[Tensor]"])
 PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
@@ -98,6 +100,7 @@ class _Archive:
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
         self._entries = {str(PurePosixPath(*PurePosixPath(e.filename).parts[1:])): e for e in archive.infolist()}
+        self.stored_bytes = sum(entry.compress_size for entry in archive.infolist())
 
     def read_bytes(self, name: str) -> bytes:
         """Read a file. Raise BrokenModel where it is missing or compressed, as nothing in such an archive is."""
@@ -120,7 +123,8 @@ class _GraphReader:
     """Reader of one graph.
 
     _values   nodes by their names in the file
-    _tensors  stored tensors by the nodes that hold them
+    _stored   nodes of stored tensors by file and description: several names may mean one tensor
+    _bytes    how many bytes of tensors may still be read: no more than the archive has
     _configs  tables of the places of tensors in the archive, by file name
     """
 
@@ -134,7 +138,8 @@ class _GraphReader:
         self._root = nn.Module()
         self._graph = Graph()
         self._values: dict[str, Node] = {}
-        self._tensors: dict[Node, Tensor] = {}
+        self._stored: dict[str, Node] = {}
+        self._bytes = archive.stored_bytes
         self._configs: dict[str, Any] = {}
 
     def read(self) -> GraphModule:
@@ -143,7 +148,7 @@ class _GraphReader:
         for call in self._description["nodes"]:
             self._read_call(call)
         self._graph.output(self._values[self._find_output()])
-        return GraphModule(self._root, self._graph)
+        return make_graph_module(self._root, self._graph)
 
     def _read_inputs(self) -> None:
         """Add the image as input; all other inputs are tensors of the file."""
@@ -171,11 +176,17 @@ class _GraphReader:
         entry = self._configs[config][stored]
         if entry["use_pickle"]:
             raise BrokenModel(f"{stored} is pickled, and what is pickled is not read.")
-        tensor = _decode_tensor(self._archive.read_bytes(f"data/{folder}/{entry['path_name']}"), entry["tensor_meta"])
-        attribute = f"tensor_{len(self._tensors)}"
-        self._root.register_buffer(attribute, tensor)
-        self._values[name] = node = self._graph.get_attr(attribute)
-        self._tensors[node] = tensor
+        file, meta = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
+        place = json.dumps([file, meta])
+        if place not in self._stored:
+            tensor = _decode_tensor(self._archive.read_bytes(file), meta)
+            self._bytes -= tensor.nbytes
+            if self._bytes < 0:
+                raise BrokenModel("its tensors are larger than the file.")
+            attribute = f"tensor_{len(self._stored)}"
+            self._root.register_buffer(attribute, tensor)
+            self._stored[place] = self._graph.get_attr(attribute)
+        self._values[name] = self._stored[place]
 
     def _find_output(self) -> str:
         """Return the name of the first output."""
@@ -199,9 +210,10 @@ class _GraphReader:
             result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
         else:
             function = _find_operator(target)
-            # The graph becomes Python code: names of the file must not get into it.
-            if unknown := keywords.keys() - {parameter.name for parameter in function._schema.arguments}:
-                raise BrokenModel(f"{target} has no argument {min(unknown)!r}.")
+            types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
+            for name, value in keywords.items():
+                if name not in types or (isinstance(value, str) and "str" not in types[name]):
+                    raise BrokenModel(f"{target} has no argument {name!r}, or none that is a text.")
             result = self._graph.call_function(function, (), keywords)
         self._name_outputs(result, call["outputs"])
 
@@ -339,12 +351,25 @@ def _find_operator(target: str) -> OpOverload[..., Any]:
     """Return the operator of a name such as `torch.ops.aten.relu.default`. Raise BrokenModel if it is not allowed."""
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
-    if space or (name not in ATEN | SIZES_AND_COPIES) or not overload.isidentifier():
+    if space or name not in ALLOWED or not overload.isidentifier():
         raise BrokenModel(f"its graph calls {target}, which is not on the list in service/models/allowed_operators.py.")
     function = getattr(getattr(torch.ops.aten, name), overload)
-    if not isinstance(function, OpOverload):
-        raise BrokenModel(f"its graph calls {target}, which is no operator.")
+    if not isinstance(function, OpOverload) or not _computes_tensors(function):
+        raise BrokenModel(f"its graph calls {target}, which is no operator that a network needs.")
     return function
+
+
+def _computes_tensors(function: OpOverload[..., Any]) -> bool:
+    """Return whether an operator makes tensors or a size of tensors, and changes none that it is told to write to.
+
+    Others work with lists and texts, whose size nothing limits, or write results into what others read. A division with
+    a rounding mode ends the process for the lowest whole number by -1.
+    """
+    schema = function._schema
+    takes = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
+    makes = [str(result.type) for result in schema.returns]
+    written = any(parameter.is_out for parameter in schema.arguments) or schema.overload_name.endswith("_mode")
+    return takes and not written and (schema.name == "aten::sym_size" or (bool(makes) and RESULTS.issuperset(makes)))
 
 
 def _decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
@@ -353,7 +378,9 @@ def _decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
     dtype = DTYPES[meta["dtype"]]
     if not math.prod(sizes):
         return torch.empty(sizes, dtype=dtype)
-    stored = torch.frombuffer(bytearray(data), dtype=dtype)
+    # Any other byte than 0 and 1 is no truth that operators could work with.
+    stored = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
+    stored = stored.bool() if dtype == torch.bool else stored
     if math.prod(sizes) > len(stored):
         raise BrokenModel(f"a tensor of {sizes} is said to lie in {len(data)} bytes.")
     return stored.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()

@@ -125,6 +125,16 @@ def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
         "torch.ops.prims.device_put.default",
         "os.torch.ops.aten.add.Tensor",
         "builtins.eval",
+        "torch.ops.aten.add.out",
+        "torch.ops.aten.add.str",
+        "torch.ops.aten.mul.left_t",
+        "torch.ops.aten.full.default",
+        "torch.ops.aten.item.default",
+        # Operators that read or write beyond their tensors, or end the process, for arguments that do not fit.
+        "torch.ops.aten._native_batch_norm_legit_no_training.default",
+        "torch.ops.aten.repeat_interleave.Tensor",
+        "torch.ops.aten._upsample_nearest_exact2d.default",
+        "torch.ops.aten.div.Tensor_mode",
     ],
 )
 def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:
@@ -156,6 +166,86 @@ def test_names_of_arguments_do_not_become_code(unet: Path, tmp_path: Path) -> No
     with pytest.raises(BrokenModel, match="has no argument"):
         load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
     assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"as_string": "'); __import__('os').system('false')  #"}, "none that is a text"),
+        ({"as_int": {"__import__('os')": 1}}, "something else than numbers"),
+        ({"as_int": {}}, "something else than numbers"),
+        ({"as_ints": ["', __import__('os').system('false'), '"]}, "something else than numbers"),
+        ({"as_int": 10**50}, "something else than numbers"),
+        ({"as_custom_obj": {"name": "x", "class_fqn": "y"}}, "cannot be honoured"),
+        ({"as_graph": {"name": "x", "graph": {}}}, "cannot be honoured"),
+        ({"as_operator": "torch.ops.aten.save"}, "cannot be honoured"),
+        ({"as_tensor": {"name": "__import__('os')"}}, "cannot be read"),
+        ({"as_ints": [[[[]]]] * 3}, "cannot be read|does not take|called with"),
+    ],
+)
+def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str, Any], reason: str) -> None:
+    def plant(program: dict[str, Any]) -> None:
+        call = program["graph_module"]["graph"]["nodes"][0]
+        next(entry for entry in call["inputs"] if entry["name"] == "stride")["arg"] = argument
+
+    with pytest.raises(BrokenModel, match=reason):
+        load_torch_export(with_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
+
+
+def test_texts_that_operators_take_are_plain(tmp_path: Path) -> None:
+    class Padded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.pad(x, [1] * 6, mode="replicate")
+
+    path = exported(Padded(), tmp_path / "padded.pt2")
+    assert load_torch_export(path, SHAPE[1:])(torch.rand(SHAPE)).shape == (2, 1, 34, 34, 34)
+    text = "replicate'); __import__('os').system('false')  #"
+    hostile = rewritten(path, "models/model.json", lambda content: content.replace(b"replicate", text.encode()))
+    with pytest.raises(BrokenModel, match="something else than numbers, plain texts"):
+        load_torch_export(hostile, SHAPE[1:])
+
+
+def test_names_of_values_may_be_anything_and_are_only_names(unet: Path) -> None:
+    hostile = rewritten(
+        unet, "models/model.json", lambda text: text.replace(b'"conv3d', b'"__import__(\\"os\\")\\n;conv3d')
+    )
+    images = torch.rand(SHAPE)
+    assert b"__import__" in hostile.read_bytes()
+    assert torch.equal(load_torch_export(hostile, SHAPE[1:])(images), load_torch_export(unet, SHAPE[1:])(images))
+
+
+def test_a_stored_tensor_is_read_once_however_often_it_is_named(unet: Path) -> None:
+    def repeat(program: dict[str, Any]) -> None:
+        specs = program["graph_module"]["signature"]["input_specs"]
+        (weight, *_) = (spec for spec in specs if "parameter" in spec)
+        for number in range(10_000):
+            again = {**weight["parameter"], "arg": {"name": f"again_{number}"}}
+            specs.append({"parameter": again})
+
+    network = load_torch_export(with_graph(unet, repeat), SHAPE[1:])
+    plain = load_torch_export(unet, SHAPE[1:])
+    assert sum(t.nbytes for t in network.state_dict().values()) == sum(t.nbytes for t in plain.state_dict().values())
+
+
+def test_tensors_cannot_take_more_than_the_file(unet: Path) -> None:
+    """Many names of parts of one stored tensor, all different."""
+    parts = [f"part_{start}" for start in range(100)]
+
+    def shift(content: bytes) -> bytes:
+        stored = json.loads(content)
+        whole = next(entry for entry in stored["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"])
+        for start, name in enumerate(parts):
+            sizes = {"sizes": [{"as_int": 3000}], "strides": [{"as_int": 1}], "storage_offset": {"as_int": start}}
+            stored["config"][name] = whole | {"tensor_meta": whole["tensor_meta"] | sizes}
+        return json.dumps(stored).encode()
+
+    def name_all(program: dict[str, Any]) -> None:
+        specs = program["graph_module"]["signature"]["input_specs"]
+        specs += [{"parameter": {"parameter_name": name, "arg": {"name": name}}} for name in parts]
+
+    shifted = rewritten(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
+    with pytest.raises(BrokenModel, match="its tensors are larger than the file"):
+        load_torch_export(with_graph(shifted, name_all), SHAPE[1:])
 
 
 def test_pickled_weights_are_refused_and_pickled_examples_not_read(unet: Path) -> None:

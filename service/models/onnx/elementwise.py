@@ -69,7 +69,8 @@ def _divide(a: Value, b: Value) -> Value:
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        return torch.div(a, b, rounding_mode="trunc")
+        # A division that rounds towards zero ends the process for the lowest whole number by -1.
+        return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
     return a / b
 
 

@@ -19,12 +19,13 @@ from torch import Tensor, fx, nn
 from service.core.errors import BrokenModel
 from service.core.volume import Array
 from service.models.convolution import make_convolution
-from service.models.graph_layers import INPUT_RANK, add_layers
+from service.models.graph_layers import INPUT_RANK, add_layers, make_graph_module
 from service.models.onnx import file
 from service.models.onnx.elementwise import UnsupportedCall, Value
 from service.models.onnx.file import Model, Node, TensorInfo
 from service.models.onnx.layers import ADDITIONS, FINDERS
-from service.models.onnx.operators import OPERATORS, check_size, flatten_padding, resize, softmax_flattened
+from service.models.onnx.operators import OPERATORS, flatten_padding, resize, softmax_flattened
+from service.models.size_limit import check_elements, limit_sizes
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored inputs with one axis are numbers for the call, not tensors of the network.
@@ -136,7 +137,7 @@ class _NetworkBuilder:
         if not isinstance(scores, fx.Node):
             raise BrokenModel(f"graph.output {self._model.outputs[0].name}: nothing makes it of the image.")
         self._graph.output(scores)
-        return fx.GraphModule(self._root, self._graph)
+        return make_graph_module(self._root, self._graph)
 
     def _add_node(self, node: Node) -> None:
         if node.operator == "Constant":
@@ -162,8 +163,7 @@ class _NetworkBuilder:
         if any(isinstance(argument, fx.Node) for argument in arguments):
             result: Any = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
         else:
-            _check_result(function, arguments, settings)
-            result = function(*arguments, **settings)
+            result = _compute_constant(function, arguments, settings)
         parts = [result]
         if node.operator == "Split":
             parts = [self._get_part(result, index) for index in range(len(node.outputs))]
@@ -319,16 +319,19 @@ def _check_names(function: Callable[..., Value], settings: Mapping[str, Any]) ->
         raise UnsupportedCall(f"{min(unknown)}: cannot be honoured.")
 
 
-def _check_result(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> None:
-    """Raise UnsupportedCall where a result is too large. Operators that need the numbers check that themselves."""
+def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
+    """Call a function of stored tensors and numbers. Raise BrokenModel or UnsupportedCall for a too large result."""
     try:
         result = function(*(each.to("meta") if isinstance(each, Tensor) else each for each in arguments), **settings)
+        if isinstance(result, Tensor):
+            check_elements(result.shape)
     except UnsupportedCall:
         raise
     except _DAMAGE:
-        return
-    if isinstance(result, Tensor):
-        check_size(result.shape, "inputs")
+        # It needs the numbers.
+        with limit_sizes():
+            return function(*arguments, **settings)
+    return function(*arguments, **settings)
 
 
 def _to_value(value: Any) -> Value:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.models.graph_layers import MAX_ELEMENTS, multiply
+from service.models.graph_layers import multiply
 from service.models.onnx.elementwise import ELEMENTWISE, UnsupportedCall, Value, to_ints, to_number
+from service.models.size_limit import MAX_ELEMENTS
 
 Ints = Sequence[int]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from importing import import_model
-from torch import nn
+from torch import Tensor, nn
 
 from service.__main__ import main
 from service.core.errors import BrokenModel, UnsupportedPackage
@@ -126,6 +126,26 @@ def test_an_exported_graph_is_imported_and_computes_the_same(bands_network: nn.M
     spec, _ = import_model(file, tmp_path / "models", STATED)
     assert (spec.name, spec.network, spec.weights.file) == ("bands", "exported", "weights.pt2")
     assert torch.allclose(load_network(spec)(image), bands_network(image))
+
+
+def test_a_network_that_keeps_what_it_is_sent_is_refused(tmp_path: Path) -> None:
+    """Its answer would hold the pixels of another request."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1, 3, 16, 32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mul(self.gain, x)
+
+    torch.export.save(torch.export.export(Gain().eval(), (torch.rand(1, 1, 16, 32, 32),)), tmp_path / "plain.pt2")
+    import_model(tmp_path / "plain.pt2", tmp_path / "models", STATED)
+    with zipfile.ZipFile(tmp_path / "plain.pt2") as old, zipfile.ZipFile(tmp_path / "keeps.pt2", "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry, old.read(entry).replace(b"aten.mul.Tensor", b"aten.mul_.Tensor"))
+    with pytest.raises(BrokenModel, match="changes its own tensors"):
+        import_model(tmp_path / "keeps.pt2", tmp_path / "models", STATED)
 
 
 def test_the_command_imports_and_then_lists(
