@@ -10,6 +10,7 @@ BIN := .venv/bin
 CONFIG ?= configs/default.yaml
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+CHAOS_MINUTES ?= 2
 
 # One stamp per set of dependencies (run, demo, dev); changing the pins or the set-up itself makes them stale.
 STAMP := .venv/stamp-
@@ -36,6 +37,10 @@ kernels: $(STAMP)run ## compile the C++ kernels for this processor again, where 
 test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", or --cov)
 	$(BIN)/python hatch_build.py --all
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: test ## the tests, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
+	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
 
 .PHONY: lint
 lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, container files

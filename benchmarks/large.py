@@ -29,8 +29,8 @@ import numpy as np
 import tifffile
 import torch
 from common import describe_model, make_model, write_figures
-from crash import Server
 from processes import Sampler, memory
+from server import Server
 from torch import nn
 
 PLANE = (2048, 2048)

@@ -31,8 +31,8 @@ import httpx2
 import numpy as np
 import tifffile
 from common import TIFF, wait_for
-from crash import EAGER, Server, Stack, make_stacks, measure
 from processes import Sampler, descriptors, resident, threads
+from server import EAGER, Server, Stack, make_stacks, measure
 
 PROBE = Path(__file__).with_name("probe.py")
 LONGEST_SECONDS = 120

@@ -3,8 +3,8 @@
 python benchmarks/start.py [--repeats 5] [--case auto] [--tree FOLDER] [--no-compiler] [--log] [--json FILE]
 
 Cases: `auto` is the bundled models with configs/default.yaml, `tune` the same with `engine.tune: first-start`, the
-others are fixed engines for the tiny model of benchmarks/crash.py. Every start is that of a real server, which then is
-killed. Seconds from the beginning of the process to: the line that tells the address, the answer that the service is
+others are fixed engines for the tiny model of benchmarks/common.py. Every start is that of a real server, which then
+is killed. Seconds from the beginning of the process to: the line that tells the address, the answer that the service is
 ready; those of all threads and child processes on a processor until ready; from ready to the result of a first small
 stack; and of a whole first `stackseg segment` of that stack, with empty caches too. With `--tree` the checkouts named,
 this one included only if it is, start in turn. `--no-compiler` hides C++ compilers from them. `--log` prints what was
@@ -30,8 +30,8 @@ from typing import Any
 import httpx2
 import yaml
 from common import ROOT, TIFF, make_model, make_tiff
-from crash import SMALL
 from processes import cpu_seconds
+from server import SMALL
 
 START_SECONDS = 600
 
