@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StackSegError, OSError) as error:
         # Python's own text begins with [Errno 2].
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        sys.stderr.write(f"stackseg: {text}\n")
+        sys.stderr.write(f"stackseg: {options.reword(str(text))}\n")
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if options.extra is None:
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with one subparser per command."""
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
     root.add_argument("--version", action="version", version=version("stackseg"))
-    root.set_defaults(extra=None)
+    root.set_defaults(extra=None, reword=str)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, module, summary in COMMANDS:
         command = commands.add_parser(name, help=summary)

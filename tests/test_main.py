@@ -4,10 +4,13 @@ import csv
 import io
 import json
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,7 +94,7 @@ def test_objects_are_measured_without_a_service(
         (["--overlap", "0.9"], "overlap"),
         (["--model", "livers"], "livers"),
         (["--axes", "CYX"], "channel"),
-        (["--voxel-size", "1"], "voxel_size"),
+        (["--voxel-size", "1"], "--voxel-size"),
     ],
 )
 def test_refusal_is_one_line_and_status_one(
@@ -114,6 +117,11 @@ def test_refusal_is_one_line_and_status_one(
         ("linked.tif", [], "the stack itself"),
         ("out.tif", ["--measurements", "stack.tif"], "the stack itself"),
         ("out.tif", ["--measurements", "out.tif"], "two results"),
+        ("out.png", [], "must end with .tif or .tiff"),
+        ("out.tif", ["--measurements", "objects.xlsx"], "must end with .csv"),
+        ("old.tif", [], "old.tif is there already; choose another name, or replace it with --force"),
+        ("out.tif", ["--measurements", "old.csv"], "old.csv is there already"),
+        ("stack.tif", ["--force"], "the stack itself"),
     ],
 )
 def test_results_that_cannot_be_written_are_refused_before_work_starts(
@@ -127,11 +135,71 @@ def test_results_that_cannot_be_written_are_refused_before_work_starts(
 ) -> None:
     monkeypatch.chdir(stack.parent)
     Path("linked.tif").symlink_to(stack)
+    for old in ("old.tif", "old.csv"):
+        Path(old).touch()
     before = stack.read_bytes()
     # Were anything read first, that would be refused instead.
     assert run("segment", stack, result, "--config", config, "--model", "livers", *more) == 1
     assert word in capsys.readouterr().err
     assert stack.read_bytes() == before
+
+
+def test_results_are_replaced_where_that_is_asked_for(config: Path, stack: Path, tmp_path: Path) -> None:
+    result = tmp_path / "classes.tif"
+    result.write_bytes(b"old")
+    assert run("segment", stack, result, "--config", config, "--force") == 0
+    assert tifffile.imread(result).shape == tifffile.imread(stack).shape
+
+
+@pytest.mark.parametrize(
+    ("pixels", "arguments", "words"),
+    [
+        (np.zeros((3, 2, 40, 50), np.uint8), [], "for example --axes ZCYX."),
+        (np.zeros((4, 40, 50), np.uint8), ["--axes", "TYX"], "choose one with --time 0 to --time 3."),
+        (np.zeros((4, 40, 50), np.uint8), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI': the file has 1"),
+        (np.zeros((4, 40, 50), np.uint8), ["--voxel-size", "1"], "--voxel-size: three positive numbers"),
+        (np.zeros((4, 40, 50), np.uint8), ["--sw-batch-size", "0"], "--sw-batch-size: "),
+    ],
+)
+def test_the_command_line_speaks_of_its_options(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pixels: Any, arguments: list[str], words: str
+) -> None:
+    path = tmp_path / "any.tif"
+    tifffile.imwrite(path, pixels, photometric="minisblack")
+    assert run("segment", path, tmp_path / "out.tif", "--config", config, *arguments) == 1
+    told = capsys.readouterr().err
+    assert words in told
+    assert "=" not in told
+
+
+@pytest.mark.parametrize("command", ["serve", "segment"])
+def test_help_explains_each_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    told = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    explained = re.split(r" (?=--\w[\w-]* [A-Z]|--force)", told)[1:]
+    assert len(explained) >= 6
+    for option in explained:
+        assert "(default: " in option, option
+    if command == "serve":
+        assert "127.0.0.1" in told
+        assert "8000" in told
+
+
+def test_progress_is_shown_on_a_terminal_and_the_result_on_standard_output(
+    config: Path, stack: Path, tmp_path: Path
+) -> None:
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    os.set_blocking(terminal, False)
+    command = [sys.executable, "-m", "service", "segment", stack, tmp_path / "out.tif", "--config", config]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=end, text=True, check=True)
+    shown = os.read(terminal, 2**16).decode()
+    for descriptor in (terminal, end):
+        os.close(descriptor)
+    for step in ("reading", "loading bands/1", "windows"):
+        assert step in shown
+    assert done.stdout.startswith(f"{tmp_path / 'out.tif'}: bands/1 (")
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:

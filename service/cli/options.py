@@ -11,14 +11,18 @@ from service.core.config import Settings, override_settings, read_settings
 def add_settings(command: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add `--config` and `--models`; with argparse.SUPPRESS as default, one given before a subcommand still holds."""
     command.add_argument(
-        "--config", type=Path, default=default, help="configuration file, or a bundled preset: cpu, default or gpu"
+        "--config",
+        type=Path,
+        default=default,
+        metavar="FILE",
+        help="configuration file, or a bundled preset: cpu, default or gpu (default: default)",
     )
     command.add_argument(
         "--models",
         type=Path,
         default=default,
         metavar="FOLDER",
-        help="one subfolder per model, instead of the bundled models; overrides models.folder",
+        help="folder with one subfolder per model (default: the bundled models, or models.folder)",
     )
 
 

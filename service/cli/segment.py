@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,52 +24,104 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
 
-# Parameters that the command shares with POST /segment, under the names they have there.
-PARAMETERS = (
-    "model",
-    "channel",
-    "time",
-    "axes",
-    "voxel_size",
-    "diameter",
-    "skip_below",
-    "output",
-    "sw_batch_size",
-    "overlap",
-)
+# Parameters that the command shares with POST /segment, under the names they have there: placeholder and help.
+PARAMETERS = {
+    "model": (
+        "MODEL",
+        "name of a model, or a model's folder (default: nuclei, or models.default of the configuration)",
+    ),
+    "channel": ("CHANNEL", "index from 0, or name (default: the only channel, or as many as the model takes)"),
+    "time": ("INDEX", "time point, from 0 (default: the only one)"),
+    "axes": ("AXES", "one letter of TZCYXS per stored dimension, as in ZCYX (default: what the file says)"),
+    "voxel_size": ("Z,Y,X", "voxel size in micrometres, as in 0.5,0.2,0.2 (default: what the file says)"),
+    "diameter": (
+        "WIDTH",
+        "how wide objects are: 15px, 7,15,15px (along z, y, x), 6.5um; auto estimates it, none uses the stack as it is"
+        " sampled (default: auto where the model's file says so, as that of nuclei does, else none)",
+    ),
+    "skip_below": (
+        "GREY",
+        "do not compute windows in which nothing is brighter; auto: than the background, none: compute all (default:"
+        " none, or windows.skip_below of the configuration)",
+    ),
+    "output": (
+        "KIND",
+        "labels, classes or probabilities (default: labels where the model tells objects apart, else classes)",
+    ),
+    "sw_batch_size": (
+        "N",
+        "windows per call of the network (default: what suits the device, or windows.sw_batch_size)",
+    ),
+    "overlap": (
+        "SHARE",
+        "share of a window that it has in common with the next (default: 0.25, or windows.overlap of the"
+        " configuration)",
+    ),
+}
+# Ends of the names of results, in any case of letters.
+_TIFF_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff"), (".csv",)
+_NAMES = "|".join(PARAMETERS)
+# A parameter as messages speak of it: with its value, or before what is wrong with it.
+_PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=: )")
 
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
     segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack")
-    segment.add_argument("result", type=Path, metavar="OUT", help="OME-TIFF to write")
-    for name in PARAMETERS:
-        segment.add_argument(f"--{name.replace('_', '-')}", help="as the parameter of POST /segment")
-    segment.add_argument("--measurements", type=Path, metavar="CSV", help="also write a table of the objects")
-    segment.set_defaults(run=run)
+    segment.add_argument("result", type=Path, metavar="OUT", help="OME-TIFF to write, a name that ends with .tif")
+    for name, (placeholder, text) in PARAMETERS.items():
+        segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
+    segment.add_argument(
+        "--measurements", type=Path, metavar="CSV", help="also write a table of the objects (default: labels alone)"
+    )
+    segment.add_argument(
+        "--force", action="store_true", help="replace results that are there already (default: refuse to)"
+    )
+    segment.set_defaults(run=run, reword=name_options)
+
+
+def name_options(text: str) -> str:
+    """Return a message with the options of the command in place of the parameters of a request."""
+    return _PARAMETER.sub(
+        lambda found: f"--{(found[1] or found[3]).replace('_', '-')}{' ' if found[2] else ''}{found[2] or ''}", text
+    )
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
+    from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
 
     query = _parse_query(options)
-    check_results(options.input, [path for path in (options.result, options.measurements) if path is not None])
+    results: dict[Path, tuple[str, ...]] = {options.result: _TIFF_SUFFIXES}
+    if options.measurements is not None:
+        if options.measurements.resolve() == options.result.resolve():
+            raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")
+        results[options.measurements] = _TABLE_SUFFIXES
+    check_results(options.input, results, force=options.force)
     spec = choose_model(query.model, settings)
     stages, limit = Stages(), settings.limits.decoded_bytes
-    with tempfile.TemporaryDirectory(prefix="segment-") as scratch, open_batcher(settings) as device:
+    with (
+        tempfile.TemporaryDirectory(prefix="segment-") as scratch,
+        open_batcher(settings) as device,
+        show_progress() as bar,
+    ):
+        bar.begin("reading")
         with stages.measure("read"):
             volume = tiff_reader.read(options.input, query.selection, limit, Path(scratch))
+        bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
             if options.measurements is not None and (kind := segmenter.estimator.output(query.options)) != "labels":
                 raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
             device.call(segmenter.warm_up)
-        result = segmenter.segment(volume, query.options, run=device.run)
+        bar.begin("windows")
+        result = segmenter.segment(volume, query.options, run=device.run, progress=bar.show)
         stages.update(result.seconds)
+        bar.begin("writing")
         with stages.measure("write"):
             tiff_writer.write(result.segmentation, options.result)
         if options.measurements is not None:
@@ -89,7 +142,7 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> It
     if result.skipped is not None:
         yield f"skipped: {result.skipped}"
     for note in result.notes:
-        yield f"note: {note}"
+        yield f"note: {name_options(note)}"
 
 
 def _parse_query(options: argparse.Namespace) -> Query:
@@ -104,9 +157,13 @@ def _parse_query(options: argparse.Namespace) -> Query:
         raise BadParameter(explain(error.errors())) from error
 
 
-def check_results(stack: Path, results: Sequence[Path]) -> None:
-    """Raise BadParameter for a result that could not be written or would replace the stack or another result."""
-    for path in results:
+def check_results(stack: Path, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
+    """Check results and the ends that their names may have.
+
+    Raises BadParameter for one that could not be written, would replace the stack, is there already unless `force`, or
+    would be called what it is not.
+    """
+    for path, suffixes in results.items():
         if path.is_dir():
             raise BadParameter(f"{path} is a folder; name the file to write.")
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -115,5 +172,7 @@ def check_results(stack: Path, results: Sequence[Path]) -> None:
             )
         if path.exists() and path.samefile(stack):
             raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
-    if len({path.resolve() for path in results}) < len(results):
-        raise BadParameter(f"{results[0]} is named for two results; give each a name of its own.")
+        if not path.name.lower().endswith(suffixes):
+            raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
+        if path.exists() and not force:
+            raise BadParameter(f"{path} is there already; choose another name, or replace it with --force.")

@@ -8,17 +8,25 @@ import logging
 import os
 from pathlib import Path
 
-from service.core.config import Settings, override_settings
+from service.core.config import Server, Settings, override_settings
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(serve: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
-    serve.add_argument("--host", help="address to listen on; overrides server.host")
-    serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one; overrides server.port")
-    serve.add_argument("--ssl-keyfile", type=Path, help="private key, PEM; overrides server.ssl_keyfile")
-    serve.add_argument("--ssl-certfile", type=Path, help="its certificate, PEM; overrides server.ssl_certfile")
+    server = Server()
+    serve.add_argument("--host", help=f"address to listen on (default: {server.host}, or server.host)")
+    serve.add_argument(
+        "--port", type=int, help=f"port to listen on, 0 for a free one (default: {server.port}, or server.port)"
+    )
+    for name, meaning in (("keyfile", "private key"), ("certfile", "its certificate")):
+        serve.add_argument(
+            f"--ssl-{name}",
+            type=Path,
+            metavar="PEM",
+            help=f"{meaning} for HTTPS (default: plain HTTP, or server.ssl_{name})",
+        )
     serve.set_defaults(run=run)
 
 
