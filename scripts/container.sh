@@ -79,7 +79,8 @@ build() {
 # /tmp is not executable, as is usual: what torch compiles goes to the volume.
 start() {
   container=$("${engine[@]}" run --detach --read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges \
-    --memory 6g --volume "$volume:/var/lib/stackseg" "$@" "$image")
+    --memory 6g --volume "$volume:/var/lib/stackseg" --volume "$PWD/tests/attacks.py:/attacks/attacks.py:ro" \
+    "$@" "$image")
 }
 
 # wait_for TITLE COMMAND...: until the command succeeds
@@ -109,6 +110,11 @@ check_lock() {
   [ "$uid" -ne 0 ] || fail "The service runs as root."
   if in_container python -c 'open("/opt/written", "w")' 2>/dev/null; then fail "/opt can be written to."; fi
   say locked "uid $uid, nothing but /tmp and the volume can be written to"
+}
+
+check_confinement() {
+  in_container python /attacks/attacks.py >"$work/attacks" || fail "A taken over reader can: $(cat "$work/attacks")"
+  say confined "$(head -n 4 "$work/attacks" | paste -s -d ,), $(grep -c ': E' "$work/attacks") attempts refused"
 }
 
 check_segmentation() {
@@ -150,6 +156,7 @@ build
 start --network none
 wait_for healthy healthy
 check_lock
+check_confinement
 stop
 
 start --publish 127.0.0.1::8000

@@ -193,6 +193,7 @@ _WITHOUT_ROW = (
     errors.QueueFull,
     errors.NotReady,
     errors.DeviceLost,
+    errors.ReaderKilled,
     errors.Interrupted,
     errors.BrokenModel,
     errors.NonFiniteScores,

@@ -150,7 +150,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """`status`: ok, or unavailable with the `reasons`."""
+    """`status`: ok, or unavailable with the `reasons`. `degraded`: protection that the host lacks."""
 
     status: str
     version: str
@@ -158,6 +158,7 @@ class Health(BaseModel):
     waiting: int
     models: dict[str, str]
     reasons: list[str]
+    degraded: list[str]
 
 
 class Liveness(BaseModel):

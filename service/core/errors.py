@@ -22,6 +22,7 @@ StackSegError
 |   |-- TimedOut            not finished within the time that the operator allows for a request
 |   |-- OutOfStorage        the folder for uploads or jobs is full
 |   |-- OutOfMemory         the volume does not fit after every fallback
+|   |-- ReaderKilled        the process that read the file was killed, mostly for lack of memory
 |   `-- Interrupted         the process died too often while a job ran
 |-- ModelError              the operator's fault
 |   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
@@ -187,6 +188,12 @@ class OutOfMemory(CapacityError):
     def __init__(self, message: str, needed_bytes: int) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+
+
+class ReaderKilled(CapacityError):
+    """The process that read the file was killed, and so was the one that tried again; memory is the likely reason."""
+
+    slug = "reader-killed"
 
 
 class Interrupted(CapacityError):

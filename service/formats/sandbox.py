@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,17 @@ import numpy as np
 
 import service
 from service.core.buffers import LARGE_BYTES
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter, Cancelled, NotReady, TooLarge, UnsupportedMedia
+from service.core.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    Cancelled,
+    NotReady,
+    ReaderKilled,
+    StackSegError,
+    TooLarge,
+    UnsupportedMedia,
+)
 from service.core.volume import Description, Selection, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import Placement, make_file, map_file
@@ -44,6 +55,9 @@ POLL_SECONDS = 0.2
 
 # Variables that Python and its libraries may need; secrets in the environment are not passed on.
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
+
+# Signals that a fault of a process's own raises. Others come from the kernel or a person, whatever the file holds.
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 
 _NONSENSE = "The file is damaged: what was read of it makes no sense."
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
@@ -97,7 +111,7 @@ class Reader:
     ) -> Description:
         """Describe a file and the selected part, as `tiff_reader.inspect` does.
 
-        Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time.
+        Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time, and ReaderKilled.
         """
         request = self._request("inspect", selection, shared=shared)
         with _open(source) as file:
@@ -118,7 +132,8 @@ class Reader:
         maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared` file at any
         time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
 
-        Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time.
+        Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time,
+        and ReaderKilled.
         """
         request = self._request("extract", selection, shared=shared, small_bytes=sys.maxsize)
         volume = self._extract(request, source, scratch, cancelled, shared=shared)
@@ -139,6 +154,11 @@ class Reader:
         """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
         request = self._request("extract", selection, shared=shared, small_bytes=small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
+
+    @property
+    def kills(self) -> int:
+        """How many children were killed by others while they read a file."""
+        return sum(child.kills for child in self._children)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -195,7 +215,11 @@ class Reader:
     ) -> dict[str, Any]:
         child = self._idle.get()
         try:
-            reply = child.ask(request, file.fileno(), output.make if output else _refuse_output, cancelled)
+            make_output = output.make if output else _refuse_output
+            try:
+                reply = child.ask(request, file.fileno(), make_output, cancelled)
+            except ReaderKilled:
+                reply = child.ask(request, file.fileno(), make_output, cancelled)
         finally:
             self._idle.put(child)
         if "errno" in reply:
@@ -215,6 +239,7 @@ class _Child:
         self._retired = False
         # Layers of confinement that do not hold, with the reasons; None until a process has started.
         self.missing: dict[str, str] | None = None
+        self.kills = 0
         self._process = self._start()
         self._ready = False
 
@@ -237,10 +262,7 @@ class _Child:
         except (EOFError, ConnectionError):
             if self._retired:
                 raise NotReady("The service is stopping.") from None
-            self._log_death()
-            raise BadFile(
-                "The file is damaged: the program that decodes it crashed. Export it again, uncompressed."
-            ) from None
+            raise self._explain_death() from None
         except BaseException:
             self._restart()
             raise
@@ -329,7 +351,18 @@ class _Child:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _log_death(self) -> None:
+    def _explain_death(self) -> StackSegError:
+        status = self._log_death()
+        if status >= 0 or -status in _CRASHES:
+            return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
+        self.kills += 1
+        return ReaderKilled(
+            f"The process that reads files was killed twice, by signal {-status}, most likely because the host ran"
+            " out of memory. Send the request again later, or a smaller part of the stack."
+        )
+
+    def _log_death(self) -> int:
+        """Log and return the exit status, after killing a process that does not end."""
         try:
             status = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -338,6 +371,7 @@ class _Child:
         self._complaints.seek(0)
         complaints = self._complaints.read()[-2000:].decode(errors="replace")
         _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
+        return status
 
 
 @cache

@@ -106,6 +106,8 @@ class Runtime:
             shared_bytes=self.settings.references.decoded_bytes,
             processes=SMALL_READERS + LARGE_READERS,
         )
+        # `reader.missing` is known then.
+        self.read_threads.submit("", self.reader.await_start)
         self._trimmer.start()
         self._register_gauges()
         self.models.read_repository()
@@ -227,6 +229,11 @@ class Runtime:
             "stackseg_recompilations",
             "Graphs that were compiled while no model was loaded; there should be none.",
             lambda: self._loading_lock.recompilations,
+        )
+        watch(
+            "stackseg_reader_kills",
+            "Processes that were killed while they read a file, most likely for lack of memory on the host.",
+            lambda: float(self.reader.kills),
         )
         watch_each(
             "stackseg_loaded_models",

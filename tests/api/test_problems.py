@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import doomed_reader
 import numpy as np
 import pytest
+import tifffile
 from fakes import until
 from live import FakeService, as_tiff
 
 from service.api.problems import STATUS, status_of
 from service.core import errors
+from service.formats.sandbox import Reader
 
 TIFF = {"Content-Type": "image/tiff"}
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
@@ -129,3 +133,27 @@ def test_documented_errors_are_those_that_occur(service: FakeService) -> None:
     for status in possible:
         (media,) = responses[status]["content"]
         assert media == "application/problem+json"
+
+
+def test_what_became_of_the_process_that_reads_files_is_told(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
+    packed = io.BytesIO()
+    tifffile.imwrite(packed, np.zeros((5, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
+    service = FakeService(bands_repository, tmp_path)
+    with service.client as client:
+        service.fake()
+        until(lambda: service.runtime.read_threads.waiting == 0)
+        before = client.get("/health").json()["degraded"]
+        service.runtime.reader.close()
+        service.runtime.reader = Reader(
+            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, processes=1, module=doomed_reader.__name__
+        )
+        response = client.post("/segment", params={"axes": "ZYX"}, content=packed.getvalue(), headers=TIFF)
+        assert (response.status_code, response.json()["type"]) == (503, "urn:stackseg:problem:reader-killed")
+        assert "damaged" not in response.json()["detail"]
+        assert "stackseg_reader_kills 2.0" in client.get("/metrics").text
+        degraded = client.get("/health").json()["degraded"]
+        assert degraded[: len(before)] == before
+        assert degraded[-1].startswith("Files are read without seccomp: ")

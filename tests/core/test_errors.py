@@ -75,6 +75,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "internal-error",
         "unknown-job",
         "interrupted",
+        "reader-killed",
         "result-gone",
         "not-finished",
         "output-exists",

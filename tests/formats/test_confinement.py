@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import attacks
+import doomed_reader
 import numpy as np
 import pytest
 import tifffile
@@ -91,23 +92,13 @@ def test_process_says_what_holds(tmp_path: Path) -> None:
         assert status["Threads"] == "1"
 
 
-def test_layer_that_the_host_lacks_is_told_and_no_hindrance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "lacking.py").write_text(
-        "import sys\n"
-        "sys.modules['pyseccomp'] = None\n"
-        "from service.formats import sandbox_child\n"
-        "sandbox_child.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))\n",
-        encoding="ascii",
-    )
+def test_layer_that_the_host_lacks_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, stack = tmp_path / "stack.tif", np.arange(60, dtype=np.uint8).reshape(3, 4, 5)
     tifffile.imwrite(path, stack, photometric="minisblack", compression="zlib", metadata={"axes": "ZYX"})
     sandbox._warn_of_missing.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
-        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module="lacking") as reader,
+        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,
     ):
         assert reader.missing == {}
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import doomed_reader
 import numpy as np
 import pytest
 import tifffile
@@ -32,6 +33,7 @@ from service.core.errors import (
     BadParameter,
     Cancelled,
     NotReady,
+    ReaderKilled,
     RequestError,
     TooLarge,
     UnsupportedMedia,
@@ -233,6 +235,38 @@ def test_a_child_that_dies_at_work_is_a_bad_file(tmp_path: Path, caplog: pytest.
                 reading.result()
         assert reader.inspect(path, Selection()).shape == (1, 10_000, 1, 1)
     assert "ended with status -11" in caplog.text
+
+
+def test_a_child_that_is_killed_at_work_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(path, np.zeros((100, 8, 8), np.uint8), photometric="minisblack", metadata=None)
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        reader.inspect(path, Selection())
+        number = reader._children[0]._process.pid
+        stop(number)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(reader.inspect, path, Selection())
+            until(lambda: asked(reader))
+            os.kill(number, signal.SIGKILL)
+            assert reading.result().shape == (1, 100, 8, 8)
+        assert reader.kills == 1
+    assert caplog.text.count("ended with status -9") == 1
+
+
+def test_a_child_that_is_killed_again_is_not_the_files_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
+    path = tmp_path / "stack.tif"
+    tifffile.imwrite(path, np.zeros((3, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
+    with Reader(
+        memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1, module=doomed_reader.__name__
+    ) as reader:
+        with pytest.raises(ReaderKilled, match="killed twice, by signal 9"):
+            reader.read(path, Selection(axes="ZYX"), tmp_path)
+        assert reader.kills == 2
+        assert reader.inspect(path, Selection(axes="ZYX")).shape == (1, 3, 8, 8)
+    assert caplog.text.count("ended with status -9") == 2
 
 
 def test_taking_too_long_is_too_large_and_does_no_lasting_harm(tmp_path: Path, stack: np.ndarray) -> None:

@@ -29,6 +29,7 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
         waiting=runtime.waiting,
         models={model.name: model.state for model in runtime.models.states()},
         reasons=reasons,
+        degraded=[f"Files are read without {layer}: {reason}." for layer, reason in runtime.reader.missing.items()],
     )
 
 
