@@ -2,17 +2,16 @@
 
 asyncio otherwise reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times: a body of
 33 MB takes 37 ms of the event loop otherwise, and 14 ms here (docs/experiments.md). The file can be deleted: uvicorn
-then serves with its own protocol, without the limits, refusals and draining below, and `server.py` loses `Connection`.
+then serves with its own protocol, without the limits, refusals and draining below, and `server.py` loses `Connection`
+and `Listener`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import socket
-import termios
 import threading
 import weakref
 from collections import deque
@@ -25,11 +24,12 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.api.data_rate import DataRate, Patience, count_acknowledged, count_unsent
 from service.api.headers import get_header
 from service.api.middleware import SECURITY_HEADERS, choose_request_id
-from service.api.problems import PROBLEM_TYPE, problem_document
+from service.api.problems import PROBLEM_TYPE, problem_document, status_of
 from service.core import logs
-from service.core.errors import NotReady, RequestError
+from service.core.errors import Cancelled, NotReady, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
 
@@ -113,20 +113,12 @@ def _close(transport: asyncio.Transport) -> None:
         transport.close()
 
 
-def _has_unsent(transport: asyncio.Transport) -> bool:
-    """Return whether written bytes may not have reached the client.
-
-    A TLS transport does not tell what waits in the transport beneath it, but while anything does, the socket has unsent
-    bytes too.
-    """
-    connection = transport.get_extra_info("socket")
-    if transport.get_write_buffer_size() or connection is None:
-        return True
-    try:
-        return any(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except (OSError, ValueError):
-        # The system does not tell, or the socket was closed.
-        return True
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Tell a request that its client has gone, and the access log, unless it has its answer."""
+    cycle.disconnected = not cycle.response_complete
+    if not cycle.response_started:
+        cycle.scope["state"].setdefault("closed_status", status_of(Cancelled))
+    cycle.message_event.set()
 
 
 class _ReadFlow(FlowControl):
@@ -156,8 +148,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     _framing_bytes = 0
     # Whether the client will send nothing more that is read.
     _input_ended = False
-    # When bytes came last, by the clock of the loop.
-    _last_received = 0.0
+    # Bytes that came, and when they came last, by the clock of the loop.
+    _received, _last_received = 0, 0.0
+    # Since when the connection waits for the head of a request.
+    _head_since = 0.0
     # Since when the connection is closed on this side and all written bytes have reached the client.
     _sent_all_since: float | None = None
     # Requests without a whole answer, the one that is worked on first.
@@ -167,6 +161,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Start reading."""
         super().connection_made(transport)
         self.flow = _ReadFlow(transport, weakref.WeakMethod(self._count_unread))
+        self._receiving, self._sending = DataRate(), DataRate()
+        self._head_since = self._last_received = self.loop.time()
+
+    def fileno(self) -> int:
+        """Return the file descriptor of the connection, -1 once it is closed."""
+        number: int = self.transport.get_extra_info("socket").fileno()
+        return number
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Return the memory for the next bytes."""
@@ -183,6 +184,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._input_ended:
             return
         self._framing_bytes += nbytes
+        self._received += nbytes
         self._last_received = self.loop.time()
         with _READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser takes any buffer
@@ -252,8 +254,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Read nothing more, and close once the requests that came whole are answered; return whether there are any."""
         cut = [cycle for cycle in self._unanswered if cycle.more_body and not cycle.response_started]
         for cycle in cut:
-            cycle.disconnected = True
-            cycle.message_event.set()
+            _disconnect(cycle)
         self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] not in cut)
         self._unanswered = tuple(cycle for cycle in self._unanswered if cycle not in cut)
         self._input_ended = True
@@ -295,10 +296,55 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.write(self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, late.slug, str(late), retry))
             self.transport.close()
 
+    def close_if_late(self, patience: Patience) -> None:
+        """Close the connection if its client is too slow: with a head, with a body, or in taking an answer."""
+        now = self.loop.time()
+        if not (unsent := count_unsent(self.transport)):
+            self._sending.reset()
+        elif self._sending.is_too_low(patience, now, count_acknowledged(self.transport), unsent):
+            self.transport.abort()
+        if not self._waits_for_body:
+            self._receiving.reset()
+        elif self._receiving.is_too_low(patience, now, self._received):
+            rate = f"{patience.bytes_per_second:g} bytes per second over {patience.window_seconds:g} s"
+            self._close_late(f"The body comes too slowly: less than {rate}; send it again on a better line.")
+        if not self._unanswered and now - self._head_since >= patience.head_seconds:
+            self._close_late(f"The request's head has not come within {patience.head_seconds:g} s.")
+
+    def _close_late(self, reason: str) -> None:
+        """Close the connection; give the reason to a client that has begun a request and has no answer to it."""
+        if self.transport.is_closing():
+            return
+        if self._awaits_body or (not self._unanswered and self._framing_bytes):
+            self.transport.write(self._refuse(HTTPStatus.REQUEST_TIMEOUT, TooSlow.slug, reason))
+        self.transport.close()
+
+    @property
+    def dispensable(self) -> tuple[bool, float] | None:
+        """Whether an answer would be cut, and since when the client is waited for; None where work would be lost.
+
+        A connection that is dispensable may be closed to make room for another one.
+        """
+        if not self._unanswered:
+            return False, self._head_since
+        if self._waits_for_body:
+            return False, self._last_received
+        return (True, self._last_received) if self._unanswered[0].scope["method"] in {"GET", "HEAD"} else None
+
+    @property
+    def _waits_for_body(self) -> bool:
+        """Whether it is the client's turn to send more of a body."""
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and cycle.more_body
+            and not (cycle.response_complete or cycle.waiting_for_100_continue or self.flow.read_paused)
+        )
+
     def _abort_if_sent(self, seconds: float) -> None:
         """Abort a closed connection whose client does not end TLS, `seconds` after all bytes have reached it."""
         now = self.loop.time()
-        if _has_unsent(self.transport):
+        if count_unsent(self.transport):
             self._sent_all_since = None
         elif self._sent_all_since is None:
             # Never at once: the system may have sent the last bytes only since the previous turn of the loop.
@@ -315,6 +361,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _refuse(self, status: HTTPStatus, slug: str, reason: str, more: Mapping[str, str] | None = None) -> bytes:
         """Return the bytes of a last answer, a problem document as the application sends it, and log it."""
         request_id = self._request_id()
+        if self._awaits_body:
+            self.cycle.scope["state"]["closed_status"] = int(status)
         log.info(
             "%d %s %s: %s", status, request_id, slug, reason, extra=logs.fields(request_id=request_id, problem=slug)
         )
@@ -341,8 +389,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell all unanswered requests; uvicorn tells the last one alone."""
         for cycle in self._unanswered:
-            cycle.disconnected = not cycle.response_complete
-            cycle.message_event.set()
+            _disconnect(cycle)
         self._unanswered = ()
         super().connection_lost(exc)
 
@@ -395,6 +442,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         for cycle in self._unanswered:
             cast("_JoiningTransport", cycle.transport).flush()
         self._unanswered = tuple(cycle for cycle in self._unanswered if not cycle.response_complete)
+        self._head_since = self.loop.time()
         super().on_response_complete()
         self.flow.body_asked = False
 

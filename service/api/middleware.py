@@ -22,6 +22,8 @@ DRAIN_SECONDS = 20.0
 # Ids that a client may give its request: none can forge a line of the log, or fill it.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+# Of a path, in a line of the log.
+MAX_PATH_LETTERS = 256
 STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
 
 # Content security policies for pages and for all other answers. Swagger UI has inline pictures and styles.
@@ -67,6 +69,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            # What the connection itself has answered, or would have answered to a client that has hung up.
+            status = scope["state"].get("closed_status", status)
             _log_request(scope, request_id, status, time.perf_counter() - began, headers)
             logs.request_id.reset(token)
 
@@ -86,7 +90,7 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
     caller, problem = state.get("caller", "nobody"), state.get("problem")
     _count_request(scope, route, status, caller, problem)
     model, objects = (find_header(headers, name) or None for name in (b"x-stackseg-model", b"x-stackseg-objects"))
-    path = UNPRINTABLE.sub("?", scope["path"])
+    path = UNPRINTABLE.sub("?", scope["path"][:MAX_PATH_LETTERS])
     level = logging.DEBUG if "/health" in route else logging.INFO
     extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
     members: dict[str, Any] = {

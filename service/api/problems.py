@@ -75,6 +75,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.BadParameter: 422,
     errors.UnsupportedMedia: 415,
     errors.TooLarge: 413,
+    errors.TooSlow: 408,
     errors.UnknownModel: 404,
     errors.Unauthorized: 401,
     errors.Misdirected: 421,

@@ -17,7 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from service.api.app import create_app
+from service.api.data_rate import Patience
 from service.api.http_protocol import Connection
+from service.api.listener import Listener, limit_connections
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.serving.runtime import Runtime
@@ -29,14 +31,34 @@ YOUNG_OBJECTS = 50_000
 # While the service stops: how long an upload may stall, and how often that is checked.
 STALLED_SECONDS = 5.0
 POLL_SECONDS = 0.5
+# Of uvicorn's main loop.
+TICKS_PER_SECOND = 10
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that stops being ready as soon as it is told to end."""
+    """A uvicorn server that closes connections of slow clients, and is not ready any more once it is told to end."""
 
     def __init__(self, config: uvicorn.Config, runtime: Runtime, stalled_seconds: float = STALLED_SECONDS) -> None:
         super().__init__(config)
         self._runtime, self._stalled_seconds = runtime, stalled_seconds
+        self.patience = Patience(bytes_per_second=runtime.settings.limits.bytes_per_second)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets, which close connections of this server where there are too many."""
+        self._listeners = [listener for listener in sockets or () if isinstance(listener, Listener)]
+        for listener in self._listeners:
+            listener.connections = self.server_state.connections
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections of slow clients once per second, and return whether to shut down."""
+        if counter % TICKS_PER_SECOND == 0:
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.close_if_late(self.patience)
+            for listener in self._listeners:
+                listener.close_silent(self.patience.head_seconds)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or SIGINT: accept nothing new, and finish what was begun within the time to drain."""
@@ -82,7 +104,8 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         config.load()
     except OSError as error:
         raise ConfigError(f"server.ssl_keyfile and server.ssl_certfile cannot be used: {error}.") from error
-    with listen(host, port) as listener:
+    limit = limit_connections(settings.server.connections)
+    with Listener(listen(host, port), limit) as listener:
         # uvicorn raises the signal once more when it has shut down, which would turn a clean end into a killed process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: None)
@@ -95,7 +118,15 @@ def serve(settings: Settings, host: str, port: int) -> bool:
 def build_config(app: ASGIApp, **more: Any) -> uvicorn.Config:
     """Return the configuration of uvicorn for an application; `more` are further arguments of it."""
     return uvicorn.Config(
-        app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, **more
+        app,
+        http=Connection,
+        ws="none",
+        # `Listener` is asked for connections by asyncio's own loop alone.
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **more,
     )
 
 

@@ -146,6 +146,7 @@ class Limits(_Section):
     at_once          requests of these in work at the same time: prepared, computed, decoded
     read_seconds     for decoding one file
     request_seconds  for a request as a whole, waiting included
+    bytes_per_second   that a client sends of a body, or takes of an answer, at least, averaged over 30 s
     """
 
     upload_bytes: PositiveInt = 4 * 2**30
@@ -158,6 +159,7 @@ class Limits(_Section):
     at_once: PositiveInt = 16
     read_seconds: PositiveFloat = 60.0
     request_seconds: PositiveFloat = 3600.0
+    bytes_per_second: PositiveInt = 4096
 
 
 class Root(_Section):
@@ -203,7 +205,8 @@ class Jobs(_Section):
 class Server(_Section):
     """Address to listen on, and the folder of uploads until they are answered (None: the system's temporary one).
 
-    With `ssl_keyfile` and `ssl_certfile` (PEM) the service speaks HTTPS.
+    With `ssl_keyfile` and `ssl_certfile` (PEM) the service speaks HTTPS. Of all `connections`, those that
+    wait for their clients are closed for new ones.
     """
 
     host: str = "127.0.0.1"
@@ -212,6 +215,7 @@ class Server(_Section):
     ssl_certfile: Path | None = None
     scratch_folder: Path | None = None
     drain_seconds: PositiveFloat = 30.0
+    connections: PositiveInt = 1000
 
     @model_validator(mode="after")
     def _key_with_certificate(self) -> Self:

@@ -7,6 +7,7 @@ StackSegError
 |   |-- BadParameter        a parameter out of range, or at odds with the file or the model
 |   |-- UnsupportedMedia    not a TIFF at all
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
+|   |-- TooSlow             a body that comes too slowly
 |   |-- OutputExists        a file that was named for the result is there already
 |   |-- UnknownModel        no model of that name
 |   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
@@ -81,6 +82,12 @@ class TooLarge(RequestError):
     """The upload or the decoded volume exceeds what the operator allows."""
 
     slug = "too-large"
+
+
+class TooSlow(RequestError):
+    """The head or the body of the request comes more slowly than the operator allows."""
+
+    slug = "too-slow"
 
 
 class OutputExists(RequestError):

@@ -39,6 +39,7 @@ def tree(kind: type[errors.StackSegError]) -> list[type[errors.StackSegError]]:
         (errors.BadParameter, 422),
         (errors.UnsupportedMedia, 415),
         (errors.TooLarge, 413),
+        (errors.TooSlow, 408),
         (errors.UnknownModel, 404),
         (errors.Unauthorized, 401),
         (errors.Misdirected, 421),

@@ -1,0 +1,144 @@
+"""The service's own HTTP server with applications of a few lines, and clients that speak HTTP byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from fakes import until
+from starlette.types import Receive, Scope, Send
+
+from service.api.server import Server, build_config
+from service.core.config import Settings
+
+SECONDS = 20
+
+
+class Echo:
+    """Answers with the body that it received, and keeps the sizes of its pieces."""
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            assert isinstance(message["body"], bytes)
+            self.pieces.append(len(message["body"]))
+            body, more = body + message["body"], message["more_body"]
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
+    with running(uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
+        yield address
+
+
+@contextmanager
+def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> Iterator[tuple[str, int]]:
+    thread = threading.Thread(target=server.run, args=(sockets,))
+    thread.start()
+    try:
+        until(lambda: server.started, SECONDS)
+        yield server.servers[0].sockets[0].getsockname()[:2]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
+    """The service's own server, without the service."""
+    runtime: Any = SimpleNamespace(settings=Settings.model_validate({"server": {"drain_seconds": drain_seconds}}))
+    return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
+
+
+def head(*headers: str) -> bytes:
+    return "\r\n".join(["POST / HTTP/1.1", "Host: here", *headers, "", ""]).encode()
+
+
+def answer(client: socket.socket) -> bytes:
+    """The body of the next answer."""
+    with client.makefile("rb") as file:
+        status, length = file.readline(), 0
+        while (line := file.readline().lower()) not in {b"\r\n", b""}:
+            length = int(line.split(b":")[1]) if line.startswith(b"content-length") else length
+        assert status.startswith(b"HTTP/1.1 200"), status
+        return file.read(length)
+
+
+def key_and_certificate(folder: Path) -> dict[str, str]:
+    files = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "certificate.pem")}
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command = [*made, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed"
+)
+
+
+class Gated(Echo):
+    """Answers once it may, and counts the clients that have hung up before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.asked, self.left = threading.Event(), 0, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked += 1
+        leaving = asyncio.ensure_future(self._listen(receive))
+        while not self.opened.is_set() and not leaving.done():
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left += 1
+
+
+def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
+    """Headers and document of the next answer, which is the last."""
+    response = HTTPResponse(client)
+    response.begin()
+    content = response.read()
+    assert response.status == status
+    with suppress(ConnectionResetError):
+        assert client.recv(1) == b""
+    return {name.lower(): value for name, value in response.getheaders()}, json.loads(content)
+
+
+@contextmanager
+def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> Iterator[ssl.SSLSocket]:
+    context = ssl.create_default_context(cafile=files["ssl_certfile"])
+    with socket.socket() as plain:
+        for option, value in options.items():
+            plain.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
+        plain.settimeout(SECONDS)
+        plain.connect(address)
+        with context.wrap_socket(plain, server_hostname="localhost") as client:
+            yield client
