@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,13 @@ def run_server(folder: Path, *arguments: str, **environment: str) -> Iterator[tu
         process.stdout.close()
 
 
-def request(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+def request(
+    port: int, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
     """Return status and body of the answer to one request; status 0 where the connection broke."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request(method, path, body, TIFF if body is not None else {})
+        connection.request(method, path, body, {**(TIFF if body is not None else {}), **(headers or {})})
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
