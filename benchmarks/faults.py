@@ -37,9 +37,9 @@ AFTERMATH_SECONDS = 10.0
 LATER = {"queue-full", "not-ready", "rate-limited"}
 # The types of problems that a fault may cause to requests and jobs of well-behaved clients.
 EXCUSES = {
-    "disk full": {"out-of-storage"},
+    "disk full": {"out-of-storage", "storage-unavailable"},
     "reader killed": {"reader-killed"},
-    "database locked": {"out-of-storage"},
+    "database locked": {"storage-unavailable"},
     "clock jump": set[str](),
     "memory limit": {"out-of-memory", "reader-killed"},
     "restart": {"connection", "interrupted"},

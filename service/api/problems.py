@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from service.core import errors
+from service.inference.memory import translate_error
 from service.serving.parameters import explain
 
 log = logging.getLogger(__name__)
@@ -120,13 +121,23 @@ def handle_error(request: Request, error: Exception) -> Response:
     status = status_of(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    members = {"needed_bytes": error.needed_bytes} if isinstance(error, errors.OutOfMemory) else {}
+    needed = getattr(error, "needed_bytes", None)
+    members = {} if needed is None else {"needed_bytes": needed}
     response = problem_response(request, status, error.slug, str(error), **members)
     if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
         response.headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, errors.Unauthorized):
         response.headers["WWW-Authenticate"] = 'Bearer realm="stackseg"'
     return response
+
+
+def _handle_foreign_error(request: Request, error: Exception) -> Response:
+    """Answer an error of exhausted memory. Any other is raised again, and is one that was not foreseen."""
+    known = translate_error(error)
+    if not isinstance(known, errors.StackSegError):
+        raise error
+    log.warning("out of memory: %s", error)
+    return handle_error(request, known)
 
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:
@@ -166,6 +177,7 @@ EXCEPTION_HANDLERS: dict[type[Exception], ErrorHandler] = {
     errors.StackSegError: handle_error,
     RequestValidationError: _handle_validation_error,
     HTTPException: _handle_http_exception,
+    **dict.fromkeys((MemoryError, OSError, RuntimeError), _handle_foreign_error),
 }
 
 

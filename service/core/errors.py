@@ -188,11 +188,11 @@ class OutOfStorage(CapacityError):
 
 
 class OutOfMemory(CapacityError):
-    """Not enough memory, with every fallback tried; `needed_bytes` would have been enough."""
+    """Not enough memory, with every fallback tried; `needed_bytes` would have been enough, None: not known."""
 
     slug = "out-of-memory"
 
-    def __init__(self, message: str, needed_bytes: int) -> None:
+    def __init__(self, message: str, needed_bytes: int | None = None) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from service.core import hardware
-from service.core.errors import DeviceLost, OutOfMemory
+from service.core.errors import DeviceLost, OutOfMemory, StackSegError
 from service.inference.estimate import Estimate
+
+# Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), and Python's threads.
+_EXHAUSTED = ("DefaultCPUAllocator", "could not create a primitive", "can't start new thread")
 
 
 def check_memory(estimate: Estimate, available: int | None) -> None:
@@ -23,8 +27,17 @@ def check_memory(estimate: Estimate, available: int | None) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Return whether memory ran out, or the room for threads; some libraries raise a plain RuntimeError for that."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _EXHAUSTED)
+
+
+def translate_error(error: BaseException) -> BaseException:
+    """Return OutOfMemory for a foreign error of exhausted memory, any other error as it is."""
+    if isinstance(error, StackSegError) or not is_out_of_memory(error):
+        return error
+    return OutOfMemory("The service is short of memory; try again later, or send a smaller part of the volume.")
 
 
 @contextmanager

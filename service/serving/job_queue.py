@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from service.core.errors import NotReady, QueueFull, StackSegError
+from service.inference.memory import translate_error
 from service.serving.job import FreeMemory, Job, Needs
 
 RECENT_JOBS = 16
@@ -347,6 +348,8 @@ class JobThreads:
             except StackSegError as error:
                 job.fail(error)
             except Exception as error:
-                log.exception("unexpected failure of a request")
-                job.fail(error)
+                known = translate_error(error)
+                if known is error:
+                    log.exception("unexpected failure of a request")
+                job.fail(known)
             del job  # holds the volume and the labels, and the next job may be hours away

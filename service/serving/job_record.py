@@ -146,7 +146,7 @@ def _decode_failure(text: str | None) -> StackSegError | None:
     classes = (kind for kind in _subclasses(StackSegError) if kind.slug == failure["slug"])
     kind = next(classes, errors.InternalError)
     if issubclass(kind, errors.OutOfMemory):
-        return kind(failure["message"], failure["needed_bytes"] or 0)
+        return kind(failure["message"], failure["needed_bytes"])
     if issubclass(kind, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
         return kind(failure["message"], 5)
     return kind(failure["message"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -116,6 +117,17 @@ def test_unforeseen_error_tells_a_number_and_no_secrets(service: FakeService) ->
     assert "password" not in response.text
     assert response.json()["instance"].startswith("urn:uuid:")
     assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no"), RuntimeError("can't start new thread")])
+def test_exhausted_memory_is_told_wherever_it_shows(
+    service: FakeService, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    service.fake().error = error
+    response = service.client.post("/segment", content=STACK, headers=TIFF)
+    assert (response.status_code, response.json()["type"]) == (507, "urn:stackseg:problem:out-of-memory")
+    assert "needed_bytes" not in response.json()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_wrong_path_and_method_are_problem_documents(service: FakeService) -> None:

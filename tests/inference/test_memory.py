@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from service.inference.memory import check_memory, is_out_of_memory, translate_e
 
 def test_any_allocation_that_is_mentioned_is_not_exhausted_memory():
     assert not is_out_of_memory(RuntimeError("allocation"))
+    assert not is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
 
 
 def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
