@@ -29,7 +29,7 @@ from service.api.headers import get_header
 from service.api.middleware import SECURITY_HEADERS, choose_request_id
 from service.api.problems import PROBLEM_TYPE, problem_document, status_of
 from service.core import logs
-from service.core.errors import Cancelled, NotReady, RequestError, TooSlow
+from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
 
@@ -203,8 +203,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._parse(data)
         except HttpParserError as error:
             refused = error.__context__
-            reason = str(refused) if isinstance(refused, Refused) else "Invalid HTTP request received."
-            self.send_400_response(reason)
+            if isinstance(refused, MemoryError):
+                reason = "The service is short of memory; try again later."
+                self._refuse_rest(HTTPStatus.INSUFFICIENT_STORAGE, OutOfMemory.slug, reason)
+                return
+            self.send_400_response(str(refused) if isinstance(refused, Refused) else "Invalid HTTP request received.")
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -224,12 +227,16 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return b"\r\n".join((first, *headers, b"", b""))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be read as a request, and close the connection; requests before it are answered first.
+        """Refuse what cannot be read as a request."""
+        self._refuse_rest(HTTPStatus.BAD_REQUEST, RequestError.slug, msg)
+
+    def _refuse_rest(self, status: HTTPStatus, slug: str, reason: str) -> None:
+        """Refuse what follows, and close the connection; requests before it are answered first.
 
         The reason is sent only where it cannot be taken for the answer to one of them.
         """
         if not self._unanswered or self._awaits_body:
-            self.transport.write(self._refuse(HTTPStatus.BAD_REQUEST, RequestError.slug, msg))
+            self.transport.write(self._refuse(status, slug, reason))
         elif self._end_input():
             return
         _close(self.transport)

@@ -113,6 +113,21 @@ def test_pieces_that_wait_are_added_in_place() -> None:
     assert (bytes(waiting), cycle.message_event.is_set()) == (b"abc", True)
 
 
+class ShortOfMemory(Connection):
+    def on_body(self, body: bytes) -> None:
+        raise MemoryError
+
+
+def test_body_that_memory_does_not_hold_is_not_called_malformed() -> None:
+    config = build_config(Echo(), host="127.0.0.1", port=0, lifespan="off")
+    config.http = ShortOfMemory
+    with running(uvicorn.Server(config)) as address, socket.create_connection(address, SECONDS) as client:
+        client.sendall(head("Content-Length: 5") + b"12345")
+        answered = client.makefile("rb").read()
+    assert answered.startswith(b"HTTP/1.1 507 ")
+    assert b"urn:stackseg:problem:out-of-memory" in answered
+
+
 def test_connections_that_send_at_the_same_time_do_not_get_each_others_bytes() -> None:
     bodies = [random.Random(seed).randbytes(2 * READ_BYTES) for seed in range(4)]
     with served(Echo()) as address:
