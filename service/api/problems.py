@@ -124,8 +124,8 @@ def handle_error(request: Request, error: Exception) -> Response:
     needed = getattr(error, "needed_bytes", None)
     members = {} if needed is None else {"needed_bytes": needed}
     response = problem_response(request, status, error.slug, str(error), **members)
-    if isinstance(error, errors.QueueFull | errors.NotReady | errors.RateLimited | errors.DeviceLost):
-        response.headers["Retry-After"] = str(error.retry_after)
+    if (retry_after := getattr(error, "retry_after", None)) is not None:
+        response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
         response.headers["WWW-Authenticate"] = 'Bearer realm="stackseg"'
     return response
@@ -205,6 +205,7 @@ def problem_responses() -> dict[int | str, dict[str, Any]]:
 _WITHOUT_ROW = (
     errors.QueueFull,
     errors.NotReady,
+    errors.StorageUnavailable,
     errors.DeviceLost,
     errors.ReaderKilled,
     errors.Interrupted,

@@ -23,18 +23,18 @@ from service.serving.job_store import INPUT
 from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
 from service.serving.runtime import Runtime
-from service.serving.scratch import ScratchFolder, disk_full_as_out_of_storage, path_exists
+from service.serving.scratch import ScratchFolder, path_exists, translate_disk_faults
 
 
 @asynccontextmanager
 async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
     """Name a folder for one request, made by the first who needs it, and delete it with its content at the end.
 
-    A full disk raises OutOfStorage.
+    A full disk raises OutOfStorage, another fault of it StorageUnavailable.
     """
     folder = scratch.next_request_folder()
     try:
-        with disk_full_as_out_of_storage():
+        with translate_disk_faults():
             yield folder
     finally:
         # A small request stays in memory and makes no folder.
@@ -46,9 +46,9 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
     """Make a folder for a job's file, and delete it at the end unless an accepted job has taken it over.
 
-    A full disk raises OutOfStorage.
+    A full disk raises OutOfStorage, another fault of it StorageUnavailable.
     """
-    with disk_full_as_out_of_storage():
+    with translate_disk_faults():
         folder = async_jobs.make_incoming()
         try:
             yield folder

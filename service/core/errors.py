@@ -19,6 +19,7 @@ StackSegError
 |   |-- QueueFull           too many requests are waiting
 |   |-- RateLimited         the caller's key has been used too often, or for too much at a time
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
+|   |-- StorageUnavailable  the folder of jobs, its database or the scratch folder cannot be used now
 |   |-- DeviceLost          the device has failed for good; a new process may find it well
 |   |-- TimedOut            not finished within the time that the operator allows for a request
 |   |-- OutOfStorage        the folder for uploads or jobs is full
@@ -166,6 +167,13 @@ class NotReady(CapacityError):
     def __init__(self, message: str, retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class StorageUnavailable(CapacityError):
+    """A folder of the service or the database of jobs cannot be used now; try again after `retry_after` seconds."""
+
+    slug = "storage-unavailable"
+    retry_after = 5
 
 
 class DeviceLost(CapacityError):

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sqlite3
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from service.core.config import Settings
-from service.core.errors import Cancelled, DeviceLost, NotFinished, OutOfStorage, ResultGone, StackSegError
+from service.core.errors import (
+    Cancelled,
+    DeviceLost,
+    InternalError,
+    NotFinished,
+    OutOfStorage,
+    ResultGone,
+    StackSegError,
+    StorageUnavailable,
+)
 from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.result import Result
 from service.serving.device_worker import Reservation
 from service.serving.job import Job, Needs, Progress
-from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest
+from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as_failure
 from service.serving.job_store import INPUT, JobStore
 from service.serving.parameters import Query
 from service.serving.results import Pixels, ReceivedRequest, describe_answer, read_pixels, settle, write_answer
 from service.serving.runtime import JOIN_SECONDS, Runtime
-from service.serving.scratch import disk_full_as_out_of_storage
+from service.serving.scratch import translate_disk_faults
 
 WRITE_THREADS = 2
 CLEAN_UP_SECONDS = 60.0
+# How often folders are looked after and what a fault of the storage stopped is tried again, and for how long.
+TICK_SECONDS = 1.0
+FAULT_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +74,8 @@ class _ActiveJob:
         self.stages.add("receive", request.receive_seconds)
         self.folder: Path | None = None
         self.pixels: Pixels | None = None
+        # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
+        self.faulted: float | None = None
         self.over = threading.Event()
         self.job: Job[Result]
 
@@ -67,20 +83,28 @@ class _ActiveJob:
 class AsyncJobs:
     """The jobs folder and the threads that write results. All methods but `start` wait for a disk at most.
 
-    `keep_seconds`: how long a job is kept once it is over. Raises ConfigError for a jobs folder that cannot be used.
+    A step that the storage fails is tried again for `fault_seconds`; then the job has failed with the reason, which is
+    kept in memory for as long as it cannot be written. `keep_seconds`: how long a job is kept once it is over. Methods
+    raise OutOfStorage and StorageUnavailable as `JobStore` does. Raises ConfigError for a jobs folder that cannot be
+    used.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self.keep_seconds = settings, settings.jobs.keep_hours * 3600
+        self.fault_seconds = FAULT_SECONDS
         self._store: JobStore
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
         self._active: dict[str, _ActiveJob] = {}
+        # Failures that the database has not taken yet, and when they happened, by the job's id.
+        self._unrecorded: dict[str, tuple[StackSegError, float]] = {}
+        self._again: deque[Callable[[], None]] = deque()
+        self._problem: str | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._runtime: Runtime
         self._write_threads: ThreadPoolExecutor
-        self._cleaner = threading.Thread(target=self._delete_old, name="expire", daemon=True)
+        self._keeper = threading.Thread(target=self._keep_storage, name="storage", daemon=True)
 
     def start(self, runtime: Runtime) -> None:
         """Run the jobs that an earlier process left behind. The runtime starts before this, and stops after it."""
@@ -89,11 +113,18 @@ class AsyncJobs:
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
         for record in self._store.recover():
+            try:
+                active = self._activate(record.id, record.request, record.owner)
+            except Exception as error:
+                # Such as one with parameters of another version; it keeps no other from running.
+                log.exception("job %s of an earlier process cannot run", record.id)
+                self._store.fail(record.id, error)
+                continue
             log.info("job %s of an earlier process runs again", record.id)
-            active = self._activate(record.id, record.request, record.owner)
             active.reservation.device_worker.queue.put(active.job)
             self._read_ahead(active)
-        self._cleaner.start()
+        runtime.checks.append(lambda: self._problem)
+        self._keeper.start()
 
     def stop(self) -> None:
         """Leave waiting jobs on disk, let running ones finish within the time to drain, close the store."""
@@ -109,8 +140,9 @@ class AsyncJobs:
         _wait_until_over(jobs, JOIN_SECONDS)
         self._stopped.set()
         self._write_threads.shutdown()
-        if self._cleaner.ident is not None:
-            self._cleaner.join()
+        if self._keeper.ident is not None:
+            self._keeper.join()
+        self._record_failures()
         self._store.close()
 
     def make_incoming(self) -> Path:
@@ -122,7 +154,7 @@ class AsyncJobs:
 
         The folder has the file that arrived, as INPUT, or an empty one if the query names a file of the host. Either
         was found to be as described, and is read when the job's turn comes. Raises what `Runtime.estimate` raises,
-        QueueFull, NotReady and OutOfStorage.
+        QueueFull and NotReady.
         """
         query, owner, runtime = received.query, received.caller, self._runtime
         spec = runtime.models.spec(query.model)
@@ -132,8 +164,7 @@ class AsyncJobs:
         active = self._activate(received.folder.name, request, owner)
         try:
             active.reservation.device_worker.queue.offer(active.job)
-            with disk_full_as_out_of_storage():
-                self._store.accept(received.folder / INPUT, owner, request)
+            self._store.accept(received.folder / INPUT, owner, request)
         except BaseException:
             active.job.cancel()
             raise
@@ -142,11 +173,11 @@ class AsyncJobs:
 
     def view(self, job: str, owner: str | None) -> JobView:
         """Return a job of this owner. Raises UnknownJob."""
-        return self._view(self._store.find(job, owner))
+        return self._view(self._find(job, owner))
 
     def newest(self, owner: str | None, limit: int) -> list[JobView]:
         """Return the newest jobs of this owner, newest first."""
-        return [self._view(record) for record in self._store.newest(owner, limit)]
+        return [self._view(self._with_failure(record)) for record in self._store.newest(owner, limit)]
 
     def cancel(self, job: str, owner: str | None) -> None:
         """Cancel a job that waits or runs; delete one that is over, with its result. Raises UnknownJob."""
@@ -164,7 +195,7 @@ class AsyncJobs:
 
         Raises UnknownJob, NotFinished, ResultGone, and the error of a job that failed.
         """
-        record = self._store.find(job, owner)
+        record = self._find(job, owner)
         if record.failure is not None:
             raise record.failure
         if record.state == "cancelled":
@@ -174,7 +205,18 @@ class AsyncJobs:
         try:
             return self._store.result_path(job).open("rb"), record.answer
         except FileNotFoundError:
-            raise ResultGone("The result was deleted to make room for newer ones; post the stack again.") from None
+            raise ResultGone("The result was deleted, to make room or by the operator; post the stack again.") from None
+
+    def _find(self, job: str, owner: str | None) -> JobRecord:
+        return self._with_failure(self._store.find(job, owner))
+
+    def _with_failure(self, record: JobRecord) -> JobRecord:
+        """Return the record as it would be if the database had taken the job's failure."""
+        failed = self._unrecorded.get(record.id)
+        if failed is None or record.over:
+            return record
+        failure, ended = failed
+        return replace(record, state="failed", failure=failure, ended=ended)
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs, access = self._settings.jobs, self._settings.access
@@ -212,8 +254,21 @@ class AsyncJobs:
     def _read_ahead(self, active: _ActiveJob, *, large: bool = False) -> None:
         """Decode the file while other jobs are computed; the job may begin after that."""
         threads = self._runtime.decode_threads if large else self._runtime.read_threads
-        reading = threads.submit(active.owner or "", partial(self._read, active, large=large))
-        reading.add_done_callback(partial(self._after_reading, active))
+        threads.submit(active.owner or "", partial(self._prepare, active, large=large))
+
+    def _prepare(self, active: _ActiveJob, *, large: bool) -> None:
+        """Read the file and ask for the model, in a thread that reads. A job for which that fails has failed."""
+        try:
+            self._read(active, large=large)
+            if active.pixels is None:
+                self._read_ahead(active, large=True)
+                return
+            active.faulted = None
+            active.reservation.take(active.job)
+        except Exception as error:  # noqa: BLE001 - the job gets it
+            if not self._try_again(active, error, partial(self._read_ahead, active)):
+                _log_unexpected(active, error)
+                active.job.refuse(error)
 
     def _read(self, active: _ActiveJob, *, large: bool) -> None:
         """Read the file; one that takes long to decode is left alone unless it is its turn as a `large` one."""
@@ -221,9 +276,12 @@ class AsyncJobs:
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
         self._runtime.models.servable_spec(active.request.model)
-        with disk_full_as_out_of_storage(), active.stages.measure("read"):
-            active.folder = active.folder or self._runtime.scratch.make_request_folder()
-            source, place = self._store.input_path(active.id), active.query.input
+        source, place = self._store.input_path(active.id), active.query.input
+        if not source.exists():
+            raise InternalError("The input of the job is lost; post it again.")
+        _delete_pixels(active)
+        with translate_disk_faults(), active.stages.measure("read"):
+            active.folder = self._runtime.scratch.make_request_folder()
             with ExitStack() as stack:
                 if place is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
@@ -233,16 +291,19 @@ class AsyncJobs:
                 if isinstance(pixels, Pixels):
                     active.pixels = pixels
 
-    def _after_reading(self, active: _ActiveJob, reading: Future[None]) -> None:
-        error = Cancelled("not begun") if reading.cancelled() else reading.exception()
-        if error is None and active.pixels is None:
-            self._read_ahead(active, large=True)
-            return
-        if error is None:
-            active.reservation.take(active.job)
-            return
-        _log_unexpected(active, error)
-        active.job.refuse(error)
+    def _try_again(self, active: _ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
+        """Have a step done again soon if the storage has failed it; return False if it has done so for too long."""
+        if not isinstance(error, OutOfStorage | StorageUnavailable) or active.job.cancelled() or self._stopped.is_set():
+            return False
+        now = time.monotonic()
+        if active.faulted is None:
+            active.faulted = now
+            log.warning("job %s: %s Tried again for %g s", active.id, error, self.fault_seconds)
+        if now - active.faulted > self.fault_seconds:
+            log.error("job %s has failed: %s", active.id, error)
+            return False
+        self._again.append(step)
+        return True
 
     def _needs(self, active: _ActiveJob) -> Needs:
         assert active.pixels is not None  # noqa: S101 - they were read
@@ -250,10 +311,18 @@ class AsyncJobs:
 
     def _segment(self, active: _ActiveJob, job: Job[Result]) -> Result:
         """Segment, in a thread of the queue."""
-        if self._runtime.draining or active.pixels is None or not self._store.begin(active.id):
+        if self._runtime.draining or active.pixels is None or not self._begin(active):
             raise Cancelled("not begun")
         active.stages.add("queue", max(job.seconds_waited - active.stages.seconds["read"], 0.0))
         return active.reservation.segment(job, active.pixels.segmented, active.query.options)
+
+    def _begin(self, active: _ActiveJob) -> bool:
+        """Record that the job runs; return False if it must not. A fault of the storage keeps no job from running."""
+        try:
+            return self._store.begin(active.id)
+        except (OutOfStorage, StorageUnavailable) as error:
+            log.warning("job %s begins, which cannot be recorded: %s", active.id, error)
+            return not active.job.cancelled()
 
     def _after_device(self, number: str, future: Future[Result]) -> None:
         """Leave the rest to a thread that writes, so that the device's thread goes on."""
@@ -261,16 +330,24 @@ class AsyncJobs:
             return
         with self._lock:
             active = self._active[number]
-        error = Cancelled("given up") if future.cancelled() else future.exception()
-        if error is not None:
-            self._write_threads.submit(self._end, active, error)
-        else:
-            writing = self._write_threads.submit(self._write, active, future.result())
-            writing.add_done_callback(partial(self._after_writing, active))
+        self._write_later(active, future)
 
-    def _after_writing(self, active: _ActiveJob, writing: Future[None]) -> None:
-        error = writing.exception()
-        _log_unexpected(active, error)
+    def _write_later(self, active: _ActiveJob, future: Future[Result]) -> None:
+        self._write_threads.submit(self._conclude, active, future)
+
+    def _conclude(self, active: _ActiveJob, future: Future[Result]) -> None:
+        """Write the result of a job, or why there is none, in a thread that writes."""
+        error = Cancelled("given up") if future.cancelled() else future.exception()
+        if error is None:
+            try:
+                self._write(active, future.result())
+            except Exception as failure:  # noqa: BLE001 - the job gets it
+                if self._try_again(active, failure, partial(self._write_later, active, future)):
+                    return
+                _log_unexpected(active, failure)
+                error = failure
+                with suppress(StackSegError, OSError):
+                    settle(self._runtime.host_files, self._received(active))
         self._end(active, error)
 
     def _write(self, active: _ActiveJob, result: Result) -> None:
@@ -278,53 +355,83 @@ class AsyncJobs:
         store, host_files = self._store, self._runtime.host_files
         spec = self._runtime.models.servable_spec(active.request.model)
         active.stages.update(result.seconds)
-        source = store.input_path(active.id)
-        received = ReceivedRequest(active.query, source, source.parent, active.owner, active.job.cancelled)
-        with disk_full_as_out_of_storage():
+        received = self._received(active)
+        with translate_disk_faults():
             answer = write_answer(host_files, received, active.pixels.measured, result, spec.identifier)
             active.stages.update(answer.seconds)
             metadata = describe_answer(spec.identifier, active.request.name, answer, result, active.stages.seconds)
-            try:
-                finished = store.finish(active.id, answer.path, metadata)
-            finally:
-                settle(host_files, received)
+            finished = store.finish(active.id, answer.path, metadata)
+            settle(host_files, received)
             if not finished:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(spec.name, active.pixels.segmented.voxels, count, seconds)
 
+    def _received(self, active: _ActiveJob) -> ReceivedRequest:
+        source = self._store.input_path(active.id)
+        return ReceivedRequest(active.query, source, source.parent, active.owner, active.job.cancelled)
+
     def _end(self, active: _ActiveJob, error: BaseException | None) -> None:
         """Record how the job ended. A job that the service cancels, and not its owner, waits for the next process."""
         try:
+            _delete_pixels(active)
             if isinstance(error, Cancelled):
                 self._store.requeue(active.id)
             elif isinstance(error, DeviceLost):
                 log.error("job %s runs again once the service was started anew", active.id)
             elif error is not None:
-                self._fail(active, error)
-        finally:
-            if active.folder is not None:
-                shutil.rmtree(active.folder, ignore_errors=True)
+                self._unrecorded[active.id] = as_failure(error), time.time()
+                self._record_failures()
+                if active.id in self._unrecorded:
+                    log.error("the failure of job %s is recorded once that is possible: %s", active.id, error)
             self._store.delete_unneeded_files(active.id)
+        except (OutOfStorage, StorageUnavailable) as fault:
+            log.warning("job %s is over; its files are deleted later: %s", active.id, fault)
+        except Exception:
+            log.exception("unexpected failure at the end of job %s", active.id)
+        finally:
             with self._lock:
                 del self._active[active.id]
             active.over.set()
 
-    def _fail(self, active: _ActiveJob, error: BaseException) -> None:
-        try:
-            self._store.fail(active.id, error)
-        except OutOfStorage:
-            # A half-written result makes room for the record.
-            self._store.delete_unneeded_files(active.id)
-            self._store.fail(active.id, error)
+    def _record_failures(self) -> None:
+        """Record how jobs have failed, as far as the database takes it. The next tick tries the rest again."""
+        for job, (failure, _) in list(self._unrecorded.items()):
+            with suppress(OutOfStorage, StorageUnavailable):
+                # A half-written result makes room for the record.
+                self._store.delete_unneeded_files(job)
+                self._store.fail(job, failure)
+                self._unrecorded.pop(job, None)
+                self._store.delete_unneeded_files(job)
 
-    def _delete_old(self) -> None:
-        while not self._stopped.wait(CLEAN_UP_SECONDS):
+    def _keep_storage(self) -> None:
+        """Look after the folders, try again what a fault has stopped, delete what is old."""
+        cleaned = time.monotonic()
+        while not self._stopped.wait(TICK_SECONDS):
             try:
-                self._store.delete_old()
-            except (OutOfStorage, OSError, sqlite3.Error):
-                # The thread goes on: without it nothing would ever be deleted again.
-                log.exception("old jobs could not be deleted; they are tried again")
+                self._mend()
+                for _ in range(len(self._again)):
+                    self._again.popleft()()
+                self._record_failures()
+                if time.monotonic() - cleaned > CLEAN_UP_SECONDS:
+                    cleaned = time.monotonic()
+                    self._store.clean_up()
+            except Exception:
+                # The thread goes on: without it nothing would ever be deleted or tried again.
+                log.exception("folders and jobs cannot be looked after; this is tried again")
+
+    def _mend(self) -> None:
+        """Make folders again that somebody has deleted; the service is not ready until they are found whole."""
+        problems = [problem for problem in (self._runtime.scratch.mend(), self._store.mend()) if problem]
+        problem = " ".join(problems) or None
+        if problem != self._problem:
+            log.error("%s", problem or "The folders of the service can be used again.")
+        self._problem = problem
+
+
+def _delete_pixels(active: _ActiveJob) -> None:
+    if active.folder is not None:
+        shutil.rmtree(active.folder, ignore_errors=True)
 
 
 def _wait_until_over(jobs: list[_ActiveJob], seconds: float) -> None:

@@ -131,9 +131,14 @@ def _decode_answer(text: str | None) -> AnswerMetadata | None:
     return AnswerMetadata(**answer | decoded)
 
 
+def as_failure(error: BaseException) -> StackSegError:
+    """Return the error as the job's owner sees it. The text of an unexpected one is left out: it may tell secrets."""
+    return error if isinstance(error, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+
+
 def encode_failure(error: BaseException) -> str:
-    """Encode for the column `failure`. The text of an unexpected error is left out: it may tell secrets."""
-    known = error if isinstance(error, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+    """Encode for the column `failure`."""
+    known = as_failure(error)
     needed = getattr(known, "needed_bytes", None)
     return json.dumps({"slug": known.slug, "message": str(known), "needed_bytes": needed})
 

@@ -3,6 +3,10 @@
 The process may be killed at any moment. A folder gets its final name once its input is whole on disk, the row comes
 after the folder, and the row says `done` once the result is whole on disk. The next start deletes folders without a
 row, and files that a row does not need. Numbers and ids are never given twice.
+
+All methods raise OutOfStorage where the disk is full, and StorageUnavailable where the folder or the database cannot be
+used otherwise: locked by another program, damaged, deleted. Nothing has changed then but files that no row names, which
+`clean_up` deletes.
 """
 
 from __future__ import annotations
@@ -17,10 +21,18 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from service.core.errors import ConfigError, InternalError, Interrupted, OutOfStorage, UnknownJob
+from service.core.errors import (
+    ConfigError,
+    InternalError,
+    Interrupted,
+    OutOfStorage,
+    StackSegError,
+    StorageUnavailable,
+    UnknownJob,
+)
 from service.serving.job_record import (
     INDEX,
     TABLE,
@@ -32,10 +44,17 @@ from service.serving.job_record import (
     encode_answer,
     encode_failure,
 )
+from service.serving.scratch import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
+DATABASE = "jobs.sqlite3"
 VERSION = 1
+# How long another program may hold the database before a call fails. All calls wait for that one meanwhile.
+BUSY_SECONDS = 1.0
+DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+# Faults that pass: a full disk, and another program that holds the database.
+PASSING_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
 class JobStore:
@@ -58,24 +77,76 @@ class JobStore:
         self._keep, self._attempts = keep_seconds, attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
         self._lock = threading.RLock()
+        self._database_fault: str | None = None
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder_lock: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._folder_lock: int | None = self._make_folders()
+        except BlockingIOError as error:
+            raise ConfigError(f"jobs.folder: {folder}: is in use by another service; give each its own.") from error
+        except OSError as error:
+            raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
+        try:
+            self._database = _open_database(folder / DATABASE)
+        except (OSError, sqlite3.Error, ConfigError) as error:
+            os.close(self._folder_lock)
+            raise error if isinstance(error, ConfigError) else ConfigError(_explain(folder, error)) from error
+        self._files = self._identify_files()
+
+    def _make_folders(self) -> int:
+        """Make the folders that do not exist; return an open descriptor that locks the outer one. Raises OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
             # The operator may have made the folder itself, and left it open to others.
             for inner in (self._jobs, self._incoming):
                 inner.mkdir(mode=0o700, exist_ok=True)
                 inner.chmod(0o700)
-        except OSError as error:
-            raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
-        try:
-            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._database = _open_database(folder / "jobs.sqlite3")
-        except (BlockingIOError, sqlite3.Error, ConfigError) as error:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def _identify_files(self) -> list[int]:
+        """Return the inodes of the database and its log, which another file under the same name does not have."""
+        with translate_disk_faults():
+            return [(self._folder / f"{DATABASE}{suffix}").stat().st_ino for suffix in ("", "-wal")]
+
+    def mend(self) -> str | None:
+        """Make again what somebody has deleted of the folders; return what is wrong with the store, in one sentence.
+
+        The rows survive, since the deleted database is still open. Inputs and results do not: their jobs say so.
+        """
+        with self._lock:
+            try:
+                if self._jobs.is_dir() and self._incoming.is_dir() and self._files == self._identify_files():
+                    return self._database_fault
+            except StorageUnavailable:
+                pass
+            try:
+                with self._faults():
+                    self._make_again()
+            except (StackSegError, OSError) as error:
+                return f"The folder of jobs was deleted, and cannot be made again: {error}"
+            return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."
+
+    def _make_again(self) -> None:
+        # The descriptor of the deleted folder locks nothing any more, unless only what is in the folder was deleted.
+        if self._folder_lock is not None:
             os.close(self._folder_lock)
-            if isinstance(error, ConfigError):
-                raise
-            reason = "is in use by another service; give each its own" if isinstance(error, OSError) else f"{error}"
-            raise ConfigError(f"jobs.folder: {folder}: {reason}.") from error
+            self._folder_lock = None
+        self._folder_lock = self._make_folders()
+        path, copy = self._folder / DATABASE, self._folder / f".{DATABASE}.part"
+        if path.exists() and path.stat().st_ino != self._files[0]:
+            raise StorageUnavailable("another database has taken its place; start the service again to use that one.")
+        copy.unlink(missing_ok=True)
+        copy.touch(0o600)
+        with closing(sqlite3.connect(copy)) as database:
+            self._database.backup(database)
+        # Closing deletes the log by its name, so that it comes before the new one is made.
+        self._database.close()
+        copy.replace(path)
+        self._database = _open_database(path)
+        self._files = self._identify_files()
 
     def close(self) -> None:
         """Let another process use the folder. May be called twice."""
@@ -88,7 +159,8 @@ class JobStore:
     def make_incoming(self) -> Path:
         """Make a folder for a file that arrives. Its size does not count until `accept`."""
         folder = self._incoming / uuid.uuid4().hex
-        folder.mkdir()
+        with translate_disk_faults():
+            folder.mkdir()
         return folder
 
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
@@ -96,24 +168,27 @@ class JobStore:
 
         From the moment this returns the job outlives the process. Raises OutOfStorage if the quota has no room.
         """
-        size, job = upload.stat().st_size, upload.parent.name
-        self._make_room(size, owner)
+        job = upload.parent.name
         folder = self._jobs / job
-        _sync(upload, upload.parent)
+        with translate_disk_faults():
+            size = upload.stat().st_size
+            self._make_room(size, owner)
+            _sync(upload, upload.parent)
         values = (job, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
         # Others may have taken the room while the file went to the disk.
         with self._lock:
             self._make_room(size, owner)
-            upload.parent.rename(folder)
-            _sync(self._jobs)
             try:
+                with translate_disk_faults():
+                    upload.parent.rename(folder)
+                    _sync(self._jobs)
                 with self._transaction() as database:
                     database.execute(
                         "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
                         " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                         (*values, request.receive_seconds, time.time(), size),
                     )
-            except OutOfStorage:
+            except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
@@ -150,20 +225,20 @@ class JobStore:
         return self._change(job, ("running",), "state = 'waiting', started = NULL, attempts = attempts - 1")
 
     def finish(self, job: str, written: Path, answer: AnswerMetadata) -> bool:
-        """Change running to done with a result in the job's folder; return False if the job was cancelled.
-
-        Raises OSError and OutOfStorage.
-        """
+        """Change waiting or running to done with a result in the job's folder; return False if the job is over."""
         result = self.result_path(job)
-        _sync(written)
-        written.rename(result)
-        _sync(result.parent)
+        with translate_disk_faults():
+            _sync(written)
+            written.rename(result)
+            _sync(result.parent)
+            size = result.stat().st_size
         change = "state = 'done', ended = ?, result_bytes = ?, outcome = ?"
-        size = result.stat().st_size
-        done = self._change(job, ("running",), change, time.time(), size, encode_answer(answer))
-        if done:
-            self.delete_unneeded_files(job)
-            self._evict(0, self._select("id = ?", job)[0].owner, spare=job)
+        done = self._change(job, ("waiting", "running"), change, time.time(), size, encode_answer(answer))
+        # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
+        with suppress(OutOfStorage, StorageUnavailable):
+            if done:
+                self.delete_unneeded_files(job)
+                self._evict(0, self._select("id = ?", job)[0].owner, spare=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:
@@ -185,36 +260,49 @@ class JobStore:
         """Delete the files that a job in its present state does not need."""
         folder = self._jobs / job
         records = self._select("id = ?", job)
-        if not records or records[0].state in {"failed", "cancelled", "expired"}:
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        kept = RESULT if records[0].state == "done" else INPUT
-        with suppress(FileNotFoundError):
+        with translate_disk_faults(), suppress(FileNotFoundError):
+            if not records or records[0].state in {"failed", "cancelled", "expired"}:
+                shutil.rmtree(folder)
+                return
+            kept = RESULT if records[0].state == "done" else INPUT
             for path in folder.iterdir():
                 if path.name != kept:
                     path.unlink(missing_ok=True)
 
     def recover(self) -> list[JobRecord]:
         """Clean up after a killed process; return the jobs that have to run, oldest first."""
-        shutil.rmtree(self._incoming)
-        self._incoming.mkdir()
+        with translate_disk_faults():
+            shutil.rmtree(self._incoming)
+            self._incoming.mkdir(mode=0o700)
+        for record in self._select("state = 'done'"):
+            if _size(self.result_path(record.id)) != record.result_bytes:
+                self._change(record.id, ("done",), "state = 'expired'")
         for record in self.pending():
-            if self._input_size(record.id) != record.input_bytes:
+            if _size(self.input_path(record.id)) != record.input_bytes:
                 self.fail(record.id, InternalError("The input of the job is lost; post it again."))
             elif record.state == "running" and record.attempts >= self._attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(record.id, Interrupted(f"The service died {times} while it ran; post a smaller part of it."))
             else:
                 self._change(record.id, ("running",), "state = 'waiting', started = NULL")
-        for folder in self._jobs.iterdir():
-            self.delete_unneeded_files(folder.name)
+        for job in self._list_folders():
+            self.delete_unneeded_files(job)
         return self.pending()
 
-    def delete_old(self) -> None:
-        """Delete jobs that have been over for longer than they are kept."""
+    def clean_up(self) -> None:
+        """Delete jobs that have been over for longer than they are kept, and files that a fault has left behind."""
         for record in self._select("ended < ?", time.time() - self._keep):
             if record.over:
                 self.delete(record.id)
+        for job in self._list_folders():
+            # A job is accepted with the lock: its row is not there yet when its folder is.
+            with self._lock:
+                if not self._select("id = ? AND state IN ('waiting', 'running')", job):
+                    self.delete_unneeded_files(job)
+
+    def _list_folders(self) -> list[str]:
+        with translate_disk_faults():
+            return [folder.name for folder in self._jobs.iterdir()]
 
     def _make_room(self, size: int, owner: str | None) -> None:
         """Make room for an input of `size` bytes. Raises OutOfStorage, deleting nothing, where that is not possible."""
@@ -260,12 +348,6 @@ class JobStore:
             self.delete_unneeded_files(record.id)
         return True
 
-    def _input_size(self, job: str) -> int:
-        try:
-            return self.input_path(job).stat().st_size
-        except FileNotFoundError:
-            return -1
-
     def _change(self, job: str, states: tuple[JobState, ...], change: str, *values: object) -> bool:
         """Change a job that is in one of these states; return whether it was."""
         places = ", ".join("?" * len(states))
@@ -277,26 +359,56 @@ class JobStore:
         return [decode_row(row) for row in self._query(f"SELECT * FROM jobs WHERE {condition}", *values)]  # noqa: S608
 
     def _query(self, statement: str, *values: object) -> list[sqlite3.Row]:
-        with self._lock:
+        with self._lock, self._faults():
             return self._database.execute(statement, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit to disk at the end. A full disk raises OutOfStorage."""
+        """Commit to disk at the end."""
         with self._lock:
-            try:
-                with self._database:
-                    yield self._database
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                    raise OutOfStorage("The disk that holds the jobs is full; try again later.") from error
-                raise
+            with self._faults(), self._database:
+                yield self._database
+            self._database_fault = None
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise OutOfStorage for a full disk, and StorageUnavailable for other faults of the disk or the database."""
+        try:
+            with translate_disk_faults():
+                yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code not in PASSING_FAULTS:
+                self._database_fault = f"The database of jobs cannot be used: {error}."
+            if code == sqlite3.SQLITE_FULL:
+                raise OutOfStorage("The disk that holds the jobs is full; try again later.") from error
+            raise StorageUnavailable(f"The database of jobs cannot be used now: {error}; try again later.") from error
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, -1 for one that does not exist."""
+    with translate_disk_faults():
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return -1
+
+
+def _explain(folder: Path, error: Exception) -> str:
+    """Return the message for a database that cannot be opened."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    damaged = isinstance(error, sqlite3.Error) and code in DAMAGE
+    advice = (
+        "Move the folder away to begin without jobs, or rescue what the database holds, as docs/running.md says under "
+        '"Damaged database".'
+    )
+    return f"jobs.folder: {folder / DATABASE} cannot be used: {error}. {advice if damaged else ''}".rstrip()
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
     path.touch(0o600)
     path.chmod(0o600)
-    database = sqlite3.connect(path, check_same_thread=False)
+    database = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_SECONDS)
     try:
         _create_tables(database, path)
     except BaseException:
@@ -313,11 +425,20 @@ def _create_tables(database: sqlite3.Connection, path: Path) -> None:
         database.execute("BEGIN IMMEDIATE")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version == 0:
+            if any((path.parent / "jobs").iterdir()):
+                raise ConfigError(
+                    f"jobs.folder: {path.parent} holds files of jobs, and their database is gone; put it back, or move"
+                    " the folder away to begin without jobs."
+                )
             database.execute(TABLE)
             database.execute(INDEX)
             database.execute(f"PRAGMA user_version = {VERSION}")
     if version not in {0, VERSION}:
         raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg; choose another folder.")
+    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found.splitlines()[-1])
+    database.execute("SELECT number FROM jobs LIMIT 1")
 
 
 def _sync(*paths: Path) -> None:

@@ -74,6 +74,8 @@ class Runtime:
         self._window_settings = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()
+        # Each returns why the service is not ready, in one sentence, or None.
+        self.checks: list[Callable[[], str | None]] = [lambda: self.models.problem]
         self.draining = False
         self._drain_timer: threading.Timer | None = None
 
@@ -151,7 +153,7 @@ class Runtime:
 
     def unready_reasons(self) -> tuple[str, ...]:
         """Return why the service is not ready, one sentence each; empty when it is ready."""
-        reasons = [self.models.problem] if self.models.problem else []
+        reasons = [reason for check in self.checks if (reason := check()) is not None]
         if self.draining:
             reasons.append("The service is stopping.")
         reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]

@@ -16,11 +16,15 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from service.core.errors import ConfigError, OutOfStorage
+from service.core.errors import ConfigError, OutOfStorage, StorageUnavailable
 
 FOLDER_PREFIX = "stackseg-"
 # A folder without this file is not deleted: folders of others may have the same prefix.
 MARKER = ".stackseg-scratch"
+# A file larger than the process may write counts as a full disk.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# A disk that fails or is gone, and files of the service that somebody has deleted.
+DISK_FAULTS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
 
 class ScratchFolder:
@@ -47,6 +51,23 @@ class ScratchFolder:
         self._lock = make_locked_folder(self.path)
         self.requests.mkdir()
         self.results.mkdir()
+
+    def mend(self) -> str | None:
+        """Make the folder again where somebody has deleted it or part of it; return what is wrong, in one sentence."""
+        inner = self.requests, self.results
+        if (self.path / MARKER).exists() and all(folder.is_dir() for folder in inner):
+            return None
+        try:
+            if not self.path.is_dir():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lost, self._lock = self._lock, make_locked_folder(self.path)
+                os.close(lost)
+            (self.path / MARKER).touch(mode=0o600)
+            for folder in inner:
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            return f"The scratch folder was deleted, and cannot be made again: {error.strerror}."
+        return "The scratch folder was deleted, and is made again."
 
     def delete(self) -> None:
         """Delete the folder."""
@@ -123,11 +144,18 @@ def path_exists(path: Path) -> bool:
 
 
 @contextmanager
-def disk_full_as_out_of_storage() -> Iterator[None]:
-    """Raise OutOfStorage for the OSError of a full disk; any other OSError passes through."""
+def translate_disk_faults() -> Iterator[None]:
+    """Raise OutOfStorage for the OSError of a full disk, StorageUnavailable for others of the service's own files.
+
+    Any other OSError passes through, such as that of a connection.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
+        if error.errno in DISK_FULL:
+            raise OutOfStorage("The disk that holds uploads is full; try again later, or send less.") from error
+        if error.errno in DISK_FAULTS:
+            raise StorageUnavailable(
+                f"A file that the service keeps cannot be used ({error.strerror}); try again later."
+            ) from error
+        raise

@@ -68,6 +68,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "device-lost",
         "timed-out",
         "out-of-storage",
+        "storage-unavailable",
         "out-of-memory",
         "broken-model",
         "non-finite-scores",

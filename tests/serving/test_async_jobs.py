@@ -1,14 +1,211 @@
-"""Jobs in a real server that is killed, in one with many clients at once, and in one that is given a large stack."""
+"""Jobs under faults of the storage, in a server that is killed, in one with many clients, and with a large stack."""
 
 from __future__ import annotations
 
+import resource
+import shutil
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import chaos
 import large
 import load
+import pytest
+from fakes import until
+from job_service import STACK, TIFF, Service, start
+
+
+@pytest.fixture
+def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    """A service that gives a fault of the storage three seconds to pass."""
+    with start(bands_repository, tmp_path) as running:
+        running.async_jobs.fault_seconds = 3
+        yield running
+
+
+@contextmanager
+def locked_database(folder: Path) -> Iterator[None]:
+    """As another program does it that writes to the database."""
+    with closing(sqlite3.connect(folder / "jobs" / "jobs.sqlite3", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@contextmanager
+def full_disk(_folder: Path) -> Iterator[None]:
+    """No file of this process may grow, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FAULTS = pytest.mark.parametrize("fault", [locked_database, full_disk])
+Fault = Callable[[Path], Any]
+
+
+def submit_two(service: Service) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job that runs until the gate is opened, and one that waits for it."""
+    service.fake.gate.clear()
+    running = service.submit()
+    service.wait(running, "running")
+    waiting = service.submit()
+    until(lambda: service.show(waiting)["position"] == 1)
+    return running, waiting
+
+
+def state_on_disk(service: Service, job: dict[str, Any]) -> str:
+    return str(service.async_jobs._store.find(job["id"], None).state)
+
+
+def files_on_disk(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
+
+
+@FAULTS
+def test_jobs_begin_and_end_as_they_should_once_a_fault_has_passed(
+    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.async_jobs.fault_seconds = 60
+    jobs = submit_two(service)
+    with fault(tmp_path):
+        service.fake.gate.set()
+        until(lambda: caplog.text.count("Tried again for 60 s") == 2)
+        assert {service.show(job)["state"] for job in jobs} <= {"waiting", "running"}
+        refused = service.client.post("/jobs", content=STACK, headers=TIFF)
+        assert refused.status_code in {503, 507}
+        assert refused.json()["type"].endswith(("storage-unavailable", "out-of-storage"))
+        assert service.client.delete(f"/jobs/{jobs[0]['id']}").status_code in {503, 507}
+    for job in jobs:
+        service.wait(job, "done")
+        assert service.result(job).status_code == 200
+    ids = sorted(job["id"] for job in jobs)
+    assert files_on_disk(tmp_path) == [f"jobs/{part}" for job in ids for part in (job, f"{job}/result")]
+    assert list((tmp_path / "jobs" / "incoming").iterdir()) == []
+
+
+@FAULTS
+def test_jobs_fail_with_the_reason_when_a_fault_lasts(
+    service: Service, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = submit_two(service)
+    with fault(tmp_path):
+        service.fake.gate.set()
+        for job in jobs:
+            failed = service.wait(job, "failed")
+            assert failed["problem"]["type"].endswith(("storage-unavailable", "out-of-storage"))
+            assert failed["ended"] is not None
+            assert service.result(job).status_code in {503, 507}
+            assert state_on_disk(service, job) in {"waiting", "running"}
+            assert f"job {job['id']} has failed: " in caplog.text
+        until(lambda: not service.async_jobs._active)
+    for job in jobs:
+        until(lambda job=job: state_on_disk(service, job) == "failed")
+    until(lambda: files_on_disk(tmp_path) == [])
+    for job in jobs:
+        assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+
+
+@FAULTS
+def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
+    bands_repository: Path, tmp_path: Path, fault: Fault
+) -> None:
+    with ExitStack() as faulty, start(bands_repository, tmp_path) as service:
+        jobs = submit_two(service)
+        faulty.enter_context(fault(tmp_path))
+        service.fake.gate.set()
+        until(lambda: not service.runtime.running)
+    with start(bands_repository, tmp_path) as service:
+        for job in jobs:
+            service.wait(job, "done")
+            assert service.result(job).status_code == 200
+
+
+def test_job_that_another_version_has_kept_fails_and_keeps_none_from_running(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    with start(bands_repository, tmp_path) as service:
+        jobs = submit_two(service)
+    with closing(sqlite3.connect(tmp_path / "jobs" / "jobs.sqlite3")) as database, database:
+        database.execute("UPDATE jobs SET parameters = ? WHERE id = ?", ('{"sharpness": 1}', jobs[0]["id"]))
+    with start(bands_repository, tmp_path) as service:
+        assert service.wait(jobs[0], "failed")["problem"]["type"].endswith("internal-error")
+        service.wait(jobs[1], "done")
+
+
+def test_deleted_folder_of_jobs_is_made_again_and_no_job_is_lost_silently(
+    service: Service, bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = service.wait(service.submit(), "done")
+    jobs = submit_two(service)
+    shutil.rmtree(tmp_path / "jobs")
+    until(lambda: service.client.get("/health/ready").status_code == 503)
+    assert "folder of jobs was deleted" in service.client.get("/health").json()["reasons"][0]
+    until(lambda: service.client.get("/health/ready").status_code == 200)
+    assert "can be used again" in caplog.text
+    gone = service.result(done)
+    assert (gone.status_code, gone.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
+    service.fake.gate.set()
+    jobs = (*jobs, service.submit())
+    for job in jobs:
+        service.wait(job, "done")
+        assert service.result(job).status_code == 200
+    with closing(sqlite3.connect(tmp_path / "jobs" / "jobs.sqlite3")) as database:
+        assert database.execute("SELECT COUNT(*) FROM jobs WHERE state = 'done'").fetchone() == (4,)
+
+
+def test_input_that_is_deleted_before_its_turn_fails_its_job(bands_repository: Path, tmp_path: Path) -> None:
+    with start(bands_repository, tmp_path) as service:
+        jobs = submit_two(service)
+    shutil.rmtree(tmp_path / "jobs" / "jobs" / jobs[1]["id"])
+    with start(bands_repository, tmp_path) as service:
+        service.wait(jobs[0], "done")
+        assert "input of the job is lost" in service.wait(jobs[1], "failed")["problem"]["detail"]
+
+
+def test_folder_in_which_another_database_appears_is_left_alone(service: Service, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "jobs")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "jobs.sqlite3").write_bytes(b"of somebody else")
+    until(lambda: service.client.get("/health/ready").status_code == 503)
+    until(lambda: "another database" in service.client.get("/health/ready").json()["detail"])
+    assert (tmp_path / "jobs" / "jobs.sqlite3").read_bytes() == b"of somebody else"
+    shutil.rmtree(tmp_path / "jobs")
+    until(lambda: service.client.get("/health/ready").status_code == 200)
+    service.wait(service.submit(), "done")
+
+
+@pytest.mark.parametrize("part", [".", "requests", "cache"])
+def test_deleted_scratch_folder_is_made_again(service: Service, part: str) -> None:
+    shutil.rmtree(service.runtime.scratch.path / part)
+    until(lambda: service.client.get("/health/ready").status_code == 503)
+    assert "scratch folder was deleted" in service.client.get("/health/ready").json()["detail"]
+    until(lambda: service.client.get("/health/ready").status_code == 200)
+    service.wait(service.submit(), "done")
+    assert service.client.post("/segment", content=STACK, headers=TIFF).status_code == 200
+
+
+def test_damaged_database_is_not_ready_and_says_so(service: Service, tmp_path: Path) -> None:
+    for _ in range(30):
+        service.submit()
+    database = tmp_path / "jobs" / "jobs.sqlite3"
+    with closing(sqlite3.connect(database)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with database.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (database.stat().st_size - 4096))
+    service.async_jobs._store._database.execute("PRAGMA shrink_memory")
+    answer = service.client.get("/jobs?limit=1000")
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:storage-unavailable")
+    assert str(tmp_path) not in answer.text
+    until(lambda: "database of jobs" in service.client.get("/health/ready").text)
 
 
 def test_nothing_is_lost_and_nothing_half_written_when_the_server_is_killed() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from service.core.errors import (
     BadFile,
@@ -168,6 +171,29 @@ def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store
     assert files(store) == []
 
 
+def test_result_that_is_lost_or_cut_short_is_not_promised_after_a_start(store: JobStore) -> None:
+    lost, short, whole = (accept(store) for _ in range(3))
+    for job in (lost, short, whole):
+        finish(store, job)
+    store.result_path(lost).unlink()
+    store.result_path(short).write_bytes(b"")
+    store.recover()
+    assert [store.find(job, None).state for job in (lost, short, whole)] == ["expired", "expired", "done"]
+    assert files(store) == [whole, f"{whole}/result"]
+
+
+def test_files_that_a_fault_left_are_deleted_in_time_and_those_of_jobs_at_work_are_not(store: JobStore) -> None:
+    running, done = accept(store), accept(store)
+    store.begin(running)
+    finish(store, done)
+    (store.input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
+    store.input_path(done).write_bytes(b"left")
+    (store._jobs / "orphan").mkdir()
+    (store._jobs / "orphan" / INPUT).write_bytes(b"left")
+    store.clean_up()
+    assert files(store) == sorted([running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"])
+
+
 def test_job_that_the_process_dies_of_is_not_begun_for_ever(store: JobStore) -> None:
     job = accept(store)
     for _ in range(2):
@@ -273,11 +299,11 @@ def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
     try:
         done, waiting = accept(store), accept(store)
         finish(store, done)
-        store.delete_old()
+        store.clean_up()
         assert store.find(done, None).state == "done"
         store._keep = 0.01
         time.sleep(0.02)
-        store.delete_old()
+        store.clean_up()
         with pytest.raises(UnknownJob):
             store.find(done, None)
         assert store.find(waiting, None).state == "waiting"
@@ -297,8 +323,50 @@ def test_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> 
         open_store(tmp_path / "file" / "jobs")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigError, match="not a database"):
+    with pytest.raises(ConfigError, match=r"not a database\. Move the folder away"):
         open_store(tmp_path / "odd")
+
+
+def damage(store: JobStore, first: int = 8192) -> None:
+    """Overwrite the database from this byte on."""
+    database = store._folder / "jobs.sqlite3"
+    store.close()
+    with database.open("r+b") as file:
+        file.seek(first)
+        file.write(bytes(4096))
+
+
+def test_damaged_database_is_refused_with_a_way_out(store: JobStore) -> None:
+    for _ in range(20):
+        accept(store)
+    damage(store)
+    with pytest.raises(ConfigError, match=r'cannot be used: .+"Damaged database"'):
+        open_store(store._folder)
+
+
+@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the command sqlite3")
+def test_documented_rescue_of_a_damaged_database_keeps_the_jobs_that_can_be_read(store: JobStore) -> None:
+    jobs = [accept(store, owner="ada") for _ in range(100)]
+    damage(store, first=20480)
+    with pytest.raises(ConfigError, match="Damaged database"):
+        open_store(store._folder)
+    manual = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("### Damaged database")[2]
+    subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
+    with closing(open_store(store._folder)) as rescued:
+        kept = {record.id for record in rescued.recover()}
+        assert kept <= set(jobs)
+        assert len(kept) > 50
+        assert files(rescued) == sorted(part for job in kept for part in (job, f"{job}/{INPUT}"))
+
+
+def test_files_of_jobs_without_their_database_are_not_deleted(store: JobStore) -> None:
+    job = accept(store)
+    store.close()
+    for path in store._folder.glob("jobs.sqlite3*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="their database is gone"):
+        open_store(store._folder)
+    assert files(store) == [job, f"{job}/{INPUT}"]
 
 
 def test_database_of_another_version_is_left_alone(store: JobStore) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import OutOfStorage
-from service.serving.scratch import MARKER, disk_full_as_out_of_storage, make_locked_folder, sweep
+from service.serving.scratch import MARKER, make_locked_folder, sweep, translate_disk_faults
 
 
 def test_folders_of_killed_services_are_swept_and_those_of_living_ones_spared(tmp_path: Path) -> None:
@@ -38,10 +38,10 @@ def test_folders_of_others_are_left_alone_whatever_their_name(tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_is_out_of_storage(number: int) -> None:
-    with pytest.raises(OutOfStorage), disk_full_as_out_of_storage():
+    with pytest.raises(OutOfStorage), translate_disk_faults():
         raise OSError(number, "full")
 
 
 def test_other_errors_of_the_disk_stay_what_they_are() -> None:
-    with pytest.raises(PermissionError), disk_full_as_out_of_storage():
+    with pytest.raises(PermissionError), translate_disk_faults():
         raise PermissionError(errno.EACCES, "denied")

@@ -19,7 +19,7 @@ from service.api.responses import ANSWER, ResultResponse, build_response, open_f
 from service.api.routes.inspect import inspect_file
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import run_in_thread
-from service.core.errors import StackSegError, UnknownJob
+from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
 from service.serving.async_jobs import AsyncJobs, JobView
 from service.serving.job_record import JobRecord
@@ -194,6 +194,8 @@ async def _stream_events(
             view = await run_in_thread(partial(async_jobs.view, view.record.id, caller))
         except UnknownJob:
             return
+        except StorageUnavailable:
+            continue
 
 
 def _utc(seconds: float) -> datetime:

@@ -6,7 +6,6 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +13,16 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import WINDOWS, FakeSegmenter, until
+from job_service import STACK, TIFF, Service, start
 from live import as_tiff
-from runtimes import loaded_segmenter
-from starlette.testclient import TestClient
 
 from service.api.api_keys import generate_key, hash_key
-from service.api.app import create_app
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.formats import tiff_writer
-from service.formats.sandbox import STARTUP_SECONDS
 from service.models.spec import ModelSpec
 from service.serving import async_jobs
 from service.serving.job_store import JobStore
-from service.serving.runtime import Runtime
-
-TIFF = {"Content-Type": "image/tiff"}
-STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
-
-
-class Service:
-    """The application with a fake segmenter, called without a socket; `caller` is who asks."""
-
-    def __init__(self, client: TestClient) -> None:
-        self.client, self.runtime, self.async_jobs = client, client.app.state.runtime, client.app.state.async_jobs
-        self.caller: str | None = None
-
-    @property
-    def fake(self) -> FakeSegmenter:
-        until(lambda: self.runtime.unready_reasons() == ())
-        fake: Any = loaded_segmenter(self.runtime.models, None)
-        return fake
-
-    def submit(self, stack: bytes = STACK, **parameters: Any) -> dict[str, Any]:
-        response = self.client.post("/jobs", content=stack, params=parameters, headers=TIFF)
-        assert response.status_code == 202, response.text
-        return dict(response.json())
-
-    def show(self, job: dict[str, Any]) -> dict[str, Any]:
-        return dict(self.client.get(f"/jobs/{job['id']}").json())
-
-    def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
-        # As long as a process that reads files may take to start: a job of an earlier process waits for that as well.
-        until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
-        return self.show(job)
-
-    def result(self, job: dict[str, Any]) -> Any:
-        return self.client.get(f"/jobs/{job['id']}/result")
-
-
-@contextmanager
-def start(models: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
-    """A service whose jobs live in `folder`, as they do when it is started there again."""
-    (folder / "scratch").mkdir(exist_ok=True)
-    chosen = {
-        "models": {"folder": models},
-        "server": {"scratch_folder": folder / "scratch", "drain_seconds": 0.2},
-        "jobs": {"folder": folder / "jobs"},
-    }
-    settings = Settings.model_validate(chosen | sections)
-    app = create_app(settings)
-    app.state.runtime = Runtime(settings, load)
-    service: list[Service] = []
-
-    @app.middleware("http")
-    async def identify(request: Any, call_next: Any) -> Any:
-        request.state.caller = service[0].caller
-        return await call_next(request)
-
-    with TestClient(app, raise_server_exceptions=False) as client:
-        service.append(Service(client))
-        assert service[0].fake
-        yield service[0]
 
 
 @pytest.fixture(scope="module")
@@ -424,23 +361,6 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
     assert list(results.iterdir()) == []
 
 
-def test_full_disk_fails_the_job_and_leaves_nothing_hidden(
-    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service, results = host
-    store, calls = service.async_jobs._store, []
-
-    def full(*given: Any) -> bool:
-        calls.append(given)
-        raise OutOfStorage("The disk is full.")
-
-    monkeypatch.setattr(store, "finish", full)
-    monkeypatch.setattr(store, "fail", lambda *given: full() if len(calls) < 2 else JobStore.fail(store, *given))
-    failed = service.wait(service.submit(output_to="results/labels.tif"), "failed")
-    assert failed["problem"]["detail"] == "The disk is full."
-    assert [path.name for path in results.iterdir()] == ["labels.tif"]
-
-
 def test_old_jobs_are_deleted_once_that_is_possible_again(
     host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch, bands_repository: Path
 ) -> None:
@@ -452,7 +372,7 @@ def test_old_jobs_are_deleted_once_that_is_possible_again(
             raise OutOfStorage("The disk is full.")
 
     monkeypatch.setattr(async_jobs, "CLEAN_UP_SECONDS", 0.01)
-    monkeypatch.setattr(JobStore, "delete_old", expire)
+    monkeypatch.setattr(JobStore, "clean_up", expire)
     (host[1] / "other").mkdir()
     with start(bands_repository, host[1] / "other"):
         until(lambda: len(calls) > 2)
