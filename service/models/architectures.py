@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
 from service.models.spec import Architecture
+
+# Calls of torch while a network is constructed: some for each layer.
+MAX_CALLS = 20_000
 
 
 def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -138,6 +143,39 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+# Errors of constructors for arguments that do not fit.
+_MISFIT = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
+
+
+def count_parameters(architecture: Architecture) -> int:
+    """Return the numbers in a network's tensors without memory for them. Raise what `build_network` raises."""
+    with torch.device("meta"), _CallLimit():
+        return sum(tensor.numel() for tensor in build_network(architecture).state_dict().values())
+
+
+class _CallLimit(TorchFunctionMode):
+    """Ends the construction of a network that has more layers than any: a model file states any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls += 1
+        if self._calls > MAX_CALLS:
+            raise ValueError("they ask for more layers than any network has")
+        return func(*args, **(kwargs or {}))
+
+
 def build_network(architecture: Architecture) -> nn.Module:
     """Build a freshly initialised network, float32 on the CPU. Raise BrokenModel for unknown names or bad arguments."""
     constructor = ARCHITECTURES.get(architecture.name)
@@ -145,5 +183,5 @@ def build_network(architecture: Architecture) -> nn.Module:
         raise BrokenModel(f"There is no architecture {architecture.name!r}; known are {', '.join(ARCHITECTURES)}.")
     try:
         return constructor(**architecture.arguments)
-    except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:
+    except _MISFIT as error:
         raise BrokenModel(f"{architecture.name} does not take the arguments in the model file: {error}") from error

@@ -6,6 +6,7 @@ Every network maps float [B, C, z, y, x] to raw scores [B, K, z, y, x]; activati
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
-from service.models.architectures import build_network
+from service.models.architectures import build_network, count_parameters
 from service.models.module_tree import observe_calls
 from service.models.onnx.network import load_onnx
+from service.models.size_limit import MAX_ELEMENTS
 from service.models.spec import Architecture, ModelSpec
 from service.models.torch_export import load_torch_export
 from service.models.torchscript import load_torchscript
@@ -72,6 +74,9 @@ def weight_bytes(network: nn.Module) -> int:
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
+    # Before there is memory for it: arguments in a model file ask for any network.
+    if count_parameters(architecture) > spec.weights_path.stat().st_size:
+        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more numbers.")
     network = build_network(architecture)
     try:
         state: dict[str, Any] = load_file(spec.weights_path)
@@ -92,6 +97,8 @@ def _summarise(error: Exception) -> str:
 def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected = (1, len(spec.outputs), *spec.input.roi_size)
+    if max(math.prod(shape), math.prod(expected)) > MAX_ELEMENTS:
+        raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large.")
     stored = [*network.parameters(), *network.buffers()]
     versions = [tensor._version for tensor in stored]
     try:

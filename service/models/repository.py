@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from service.core.bundled import bundled_folder
 from service.core.errors import BrokenModel, ConfigError, UnknownModel, validation_message
+from service.models.documents import read_document
 from service.models.spec import ModelSpec
 
 FILE_NAME = "model.yaml"
@@ -28,8 +28,8 @@ def read_spec(folder: Path) -> ModelSpec:
     """Read and check one model folder, with the SHA-256 of its weights. Raise BrokenModel."""
     path = folder / FILE_NAME
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_document(path)
+    except (OSError, ValueError) as error:
         raise BrokenModel(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise BrokenModel(f"{path}: a mapping of keys is expected at the top level")
@@ -92,6 +92,8 @@ def _describe_errors(error: ValidationError) -> str:
 
 
 def _check_weights(spec: ModelSpec) -> None:
+    if spec.weights_path.exists() and not spec.weights_path.is_file():
+        raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: it is no regular file.")
     try:
         with spec.weights_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

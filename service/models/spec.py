@@ -192,6 +192,6 @@ class ModelSpec(_FrozenModel):
     @model_validator(mode="after")
     def _check_file_names(self) -> Self:
         for file in (self.weights.file, *((self.sample.input, self.sample.expected) if self.sample else ())):
-            if Path(file).name != file or file in {"", ".."}:
+            if Path(file).name != file or file in {"", ".."} or "\0" in file:
                 raise ValueError(f"{file!r} must be a plain file name inside the model folder")
         return self

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from service.core.errors import BrokenModel
-from service.models.architectures import ARCHITECTURES, ShuffleUNet, build_network, depth_to_space, space_to_depth
+from service.models.architectures import (
+    ARCHITECTURES,
+    ShuffleUNet,
+    build_network,
+    count_parameters,
+    depth_to_space,
+    space_to_depth,
+)
 from service.models.spec import Architecture
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -104,3 +111,32 @@ def test_arguments_that_do_not_fit_are_refused(name: str, arguments: dict[str, A
     given_arguments = ARGUMENTS[name] | arguments if arguments else {}
     with pytest.raises(BrokenModel, match=f"^{name} does not take the arguments in the model file: "):
         build_network(Architecture(name=name, arguments=given_arguments))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_counted_before_there_is_memory_for_them(name: str) -> None:
+    architecture = Architecture(name=name, arguments=ARGUMENTS[name])
+    numbers = sum(tensor.numel() for tensor in build_network(architecture).state_dict().values())
+    assert count_parameters(architecture) == numbers > 0
+
+
+def test_a_network_of_any_width_is_counted() -> None:
+    widths = {"in_channels": 1, "out_channels": 1, "widths": [2**20, 2**20]}
+    assert count_parameters(Architecture(name="ShuffleUNet", arguments=widths)) > 2**40
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("SegResNet", {"blocks_down": [10**9, 1]}),
+        ("ShuffleUNet", {"widths": [4] * 100_000}),
+        ("UNet", {"num_res_units": 10**9}),
+        ("UNet", {"norm": "os.system"}),
+        ("UNet", {"act": ["RELU", {"inplace": {}, "extra": 1}]}),
+        ("UNet", {"channels": {}}),
+        ("DynUNet", {"filters": None, "kernel_size": 3}),
+    ],
+)
+def test_arguments_that_ask_for_any_network_are_refused(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(BrokenModel, match=f"{name} does not take the arguments"):
+        count_parameters(Architecture(name=name, arguments=ARGUMENTS[name] | arguments))

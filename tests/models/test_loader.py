@@ -66,6 +66,17 @@ def test_weights_that_are_no_safetensors_are_refused_and_never_unpickled(
         load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": stated}))
 
 
+def test_a_network_or_window_for_which_there_are_no_weights_or_memory_is_not_made(random_nuclei: ModelSpec) -> None:
+    vast = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [2**20, 2**20]})
+    with pytest.raises(BrokenModel, match="do not fit ShuffleUNet, which has more numbers"):
+        load_network(random_nuclei.model_copy(update={"architecture": vast}))
+    wide = random_nuclei.input.model_copy(update={"roi_size": (2**12, 2**12, 2**12)})
+    with pytest.raises(
+        BrokenModel, match=r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too large"
+    ):
+        load_network(random_nuclei.model_copy(update={"input": wide}))
+
+
 def test_window_that_the_network_cannot_take_is_refused(
     write_model: WriteModel, random_nuclei_content: dict[str, Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,27 @@ def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
         read_spec(write_folder(tmp_path, weights=None))
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "", "name: {", "name: !!python/name:os.system"])
+def test_weights_that_never_end_are_not_waited_for(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, weights=None)
+    os.mkfifo(folder / "weights.safetensors")
+    with pytest.raises(BrokenModel, match="no regular file"):
+        read_spec(folder)
+    (folder / "weights.safetensors").unlink()
+    (folder / "weights.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(BrokenModel, match="no regular file"):
+        read_spec(folder)
+
+
+@pytest.mark.parametrize("file", ["../weights", "/etc/passwd", "a/b", "weights\0", "..", ""])
+def test_weights_lie_in_the_folder(file: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match="must be a plain file name"):
+        read_spec(write_folder(tmp_path, changed("weights.file", file)))
+
+
+TEXTS = ["[1, 2]", "", "name: {", "name: !!python/name:os.system", "version: 2001-99-99", "[" * 5000, "a: &a [*a]"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"model\.yaml: "):

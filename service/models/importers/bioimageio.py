@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ import numpy as np
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
 from service.models.architectures import ARCHITECTURES
+from service.models.documents import MAX_BYTES
 from service.models.importers import onnx_package
 from service.models.importers.draft import (
     Draft,
     Fields,
     PackageTest,
     WeightsKind,
+    check_channels,
     collect_problem,
     find_file,
     read_mapping,
@@ -34,6 +37,7 @@ SUPPORTED: tuple[tuple[str, WeightsKind], ...] = (
     ("torchscript", "torchscript"),
 )
 USUAL_EDGE = 64
+MAX_TEST_VOXELS = 2**28
 
 
 def recognises(root: Path) -> bool:
@@ -90,8 +94,10 @@ def _read_description(root: Path) -> tuple[Fields, str]:
 
 def _find_description(root: Path) -> Path | None:
     for path in (root / name for name in FILES):
-        if path.is_file() and "format_version" in path.read_text(encoding="utf-8", errors="replace"):
-            return path
+        if path.is_file():
+            with path.open("rb") as file:
+                if b"format_version" in file.read(MAX_BYTES):
+                    return find_file(root, path.name)
     return None
 
 
@@ -131,11 +137,13 @@ class _Axes:
                 if scale[2:] != [1, 1, 1] or any(offset[2:]):
                     where = parameters.location("scale")
                     raise UnsupportedPackage(f"{where}: the output must have the size of the input.")
-                self.channels = round(reference * scale[1] + 2 * offset[1])
+                self.channels = check_channels(
+                    round(reference * scale[1] + 2 * offset[1]), parameters.location("scale")
+                )
                 self.sizes = [None] * 3
                 return
             minimum, step = parameters.get("min"), parameters.get("step")
-        self.channels = int(minimum[1])
+        self.channels = check_channels(int(minimum[1]), tensor.location("shape"))
         self.sizes = [_choose_size(*pair) for pair in zip(minimum[2:], step[2:], strict=True)]
 
     def _read_list(self, tensor: Fields) -> None:
@@ -147,7 +155,7 @@ class _Axes:
                 f"{self.where}: {', '.join(letters)}; only batch, channel, z, y, x can be honoured."
             )
         self.names = [str(name) for name in axes[1].get("channel_names") or []]
-        self.channels = len(self.names) or int(axes[1].get("size") or 1)
+        self.channels = check_channels(len(self.names) or int(axes[1].get("size") or 1), axes[1].location())
         self.sizes = [_read_size(axis) for axis in axes[2:]]
 
 
@@ -241,11 +249,14 @@ def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fi
 
 def _read_tensor(path: Path) -> Array:
     try:
-        array: Array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        # Mapped, an array cannot be larger than its file.
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
-    if array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
-        raise UnsupportedPackage(f"{path.name}: [1, C, z, y, x] is expected, not {array.shape} of {array.dtype}.")
+    if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
+        raise UnsupportedPackage(f"{path.name}: an array [1, C, z, y, x] of numbers is expected.")
+    if array.size > MAX_TEST_VOXELS:
+        raise UnsupportedPackage(f"{path.name}: {array.size} numbers; a test has no more than {MAX_TEST_VOXELS}.")
     return array
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
 from service.core.errors import UnsupportedPackage
 from service.core.volume import Array
+from service.models.documents import read_document
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
-MAX_TEXT_BYTES = 2**22
+# More channels than a network for stacks has: a description states any number in a few bytes.
+MAX_CHANNELS = 4096
 
 
 class PackageTest(NamedTuple):
@@ -73,7 +72,7 @@ class Fields:
         """Return a text."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
-            raise UnsupportedPackage(f"{self.location(key)}: a text is expected, not {value!r}.")
+            raise UnsupportedPackage(f"{self.location(key)}: a text is expected, not {value!r:.80}.")
         return value
 
     def get_mapping(self, key: str) -> Fields:
@@ -84,7 +83,7 @@ class Fields:
         """Return a list of mappings within this one, empty where there is none."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
-            raise UnsupportedPackage(f"{self.location(key)}: a list is expected, not {items!r}.")
+            raise UnsupportedPackage(f"{self.location(key)}: a list is expected, not {items!r:.80}.")
         return [Fields(item, f"{self.location(key)}[{number}]") for number, item in enumerate(items)]
 
 
@@ -100,11 +99,8 @@ def collect_problem(problems: dict[str, str], key: str) -> Iterator[None]:
 def read_mapping(path: Path) -> Fields:
     """Read a JSON or YAML file. Raise UnsupportedPackage."""
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise UnsupportedPackage(f"{path.name}: larger than a description of a model can be.")
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        content = read_document(path)
+    except (OSError, ValueError) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read: {error}") from error
     return Fields(content)
 
@@ -115,3 +111,10 @@ def find_file(root: Path, name: str) -> Path:
     if not path.is_relative_to(root.resolve()) or not path.is_file():
         raise UnsupportedPackage(f"{name}: not a file inside the package; web addresses are not followed.")
     return path
+
+
+def check_channels(channels: int, where: str) -> int:
+    """Return the number of channels that the field `where` states. Raise UnsupportedPackage for none or too many."""
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise UnsupportedPackage(f"{where}: {channels} channels; 1 to {MAX_CHANNELS} can be honoured.")
+    return channels

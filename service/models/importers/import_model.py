@@ -185,6 +185,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     """
     try:
         with open_archive(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: it is a TorchScript program.")
             content = torch.load(copy_members(archive), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]

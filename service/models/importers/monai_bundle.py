@@ -13,7 +13,16 @@ from typing import Any
 
 from service.core.errors import UnsupportedPackage
 from service.models.architectures import ARCHITECTURES
-from service.models.importers.draft import Draft, Fields, WeightsKind, collect_problem, read_mapping
+from service.models.documents import MAX_CHARACTERS
+from service.models.importers.draft import (
+    Draft,
+    Fields,
+    WeightsKind,
+    check_channels,
+    collect_problem,
+    find_file,
+    read_mapping,
+)
 
 WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"), ("models/model.ts", "torchscript"))
 # Transforms that load a file and lay it out, which is done here by other means, or bring the result back to its grid.
@@ -33,9 +42,8 @@ def recognises(root: Path) -> bool:
 
 def read(root: Path) -> Draft:
     """Read a bundle into a draft. Raise UnsupportedPackage where it is damaged."""
-    metadata = read_mapping(root / "configs" / "metadata.json")
-    stated = read_mapping(_find_inference_config(root)).as_dict()
-    config = Fields(_resolve(stated, stated, 0))
+    metadata = read_mapping(find_file(root, "configs/metadata.json"))
+    config = Fields(_Resolver(read_mapping(_find_inference_config(root)).as_dict()).resolve())
     file, kind = _find_weights(root)
     content: dict[str, Any] = {
         "name": metadata.get_text("name", root.name),
@@ -75,36 +83,48 @@ def read(root: Path) -> Draft:
 def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
     for name, kind in WEIGHTS:
         if (root / name).is_file():
-            return root / name, kind
+            return find_file(root, name), kind
     raise UnsupportedPackage(f"models: there is neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]}.")
 
 
 def _find_inference_config(root: Path) -> Path:
     for name in ("inference.json", "inference.yaml", "inference.yml"):
         if (root / "configs" / name).is_file():
-            return root / "configs" / name
+            return find_file(root, f"configs/{name}")
     raise UnsupportedPackage("configs: there is no inference.json or inference.yaml.")
 
 
-def _resolve(value: Any, config: dict[str, Any], depth: int) -> Any:
-    """Return `value` with every `@` reference to another value of the configuration replaced by that value."""
-    if depth > MAX_DEPTH:
-        raise UnsupportedPackage("configs: references lead in circles.")
-    if isinstance(value, dict):
-        return {key: _resolve(item, config, depth + 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_resolve(item, config, depth + 1) for item in value]
-    if isinstance(value, str) and re.fullmatch(r"@[\w:#]+", value):
-        target = _resolve(_look_up(value[1:], config), config, depth + 1)
-        return value if target is None else target
-    return value
+class _Resolver:
+    """Replaces every `@` reference to another value of a configuration by that value."""
 
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._characters = 0
 
-def _look_up(reference: str, config: dict[str, Any]) -> Any:
-    value: Any = config
-    for key in re.split(r"::|#", reference):
-        value = value.get(key) if isinstance(value, dict) else value
-    return value
+    def resolve(self) -> Any:
+        """Return the configuration without references. Raise UnsupportedPackage for circles or bombs."""
+        return self._resolve(self._config, 0)
+
+    def _resolve(self, value: Any, depth: int) -> Any:
+        self._characters += 1 + (len(value) if isinstance(value, str) else 0)
+        if depth > MAX_DEPTH:
+            raise UnsupportedPackage("configs: references lead in circles.")
+        if self._characters > MAX_CHARACTERS:
+            raise UnsupportedPackage(f"configs: references repeat more than {MAX_CHARACTERS} characters.")
+        if isinstance(value, dict):
+            return {key: self._resolve(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._resolve(item, depth + 1) for item in value]
+        if isinstance(value, str) and re.fullmatch(r"@[\w:#]+", value):
+            target = self._resolve(self._look_up(value[1:]), depth + 1)
+            return value if target is None else target
+        return value
+
+    def _look_up(self, reference: str) -> Any:
+        value: Any = self._config
+        for key in re.split(r"::|#", reference):
+            value = value.get(key) if isinstance(value, dict) else value
+        return value
 
 
 def _check_plain(value: Any, where: str) -> Any:
@@ -114,7 +134,7 @@ def _check_plain(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_check_plain(inner, f"{where}[{number}]") for number, inner in enumerate(value)]
     if isinstance(value, str) and value[:1] in {"$", "@", "%"}:
-        raise UnsupportedPackage(f"{where}: {value!r} is an expression, and no code of a package is run.")
+        raise UnsupportedPackage(f"{where}: {value!r:.80} is an expression, and no code of a package is run.")
     return value
 
 
@@ -144,8 +164,9 @@ def _get_only(formats: Fields, side: str) -> Fields:
 def _read_outputs(output: Fields) -> list[str]:
     definition = output.get_mapping("channel_def").as_dict()
     channels = output.get("num_channels")
-    if not isinstance(channels, int) or channels < 1:
+    if not isinstance(channels, int):
         raise UnsupportedPackage(f"{output.location('num_channels')}: the number of channels is expected.")
+    check_channels(channels, output.location("num_channels"))
     names = [str(definition.get(str(number), f"output {number}")) for number in range(channels)]
     return names if len(set(names)) == channels else [f"output {number}" for number in range(channels)]
 

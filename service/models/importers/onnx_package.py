@@ -23,7 +23,7 @@ def embed_external_data(path: Path) -> bytes:
             return file.read(left if length is None else min(length, left))
 
     try:
-        return onnxfile.embed_external_data(path.read_bytes(), read_part)
+        return onnxfile.embed_external_data(onnxfile.read_bytes(path), read_part)
     except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read as ONNX: {error}") from error
 

@@ -64,10 +64,17 @@ class Model:
 def read(path: Path) -> Model:
     """Read a file that has all tensors inside. Raise BrokenModel, naming what is refused, or that `onnx` is missing."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {error.strerror}") from error
     return parse(data, path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the bytes of a file. Raise BrokenModel, before any is read, where there are more than a message has."""
+    if path.stat().st_size > MAX_BYTES:
+        raise BrokenModel(f"{path}: is larger than 2 GiB, which no ONNX file is.")
+    return path.read_bytes()
 
 
 def parse(data: bytes, path: Path) -> Model:

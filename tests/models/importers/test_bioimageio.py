@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,12 @@ def test_a_zipped_package_is_the_same(bands_network: nn.Module, tmp_path: Path, 
         ({"weights": {"torchscript": {"source": "../weights.ts"}}}, "not a file inside the package"),
         ({"weights": {"torchscript": {"source": "https://example.org/weights.ts"}}}, "not a file inside the package"),
         ({"weights": {"torchscript": {"source": "weights.ts", "sha256": "0" * 64}}}, "weights.torchscript.sha256"),
+        ({"weights": {"torchscript": {"source": "weights.ts\0"}}}, "does not fit together"),
+        ({"weights": {"torchscript": {"source": "/etc/passwd"}}}, "not a file inside the package"),
+        ({"inputs": [{"axes": 5}]}, "inputs"),
+        ({"inputs": [{"axes": "bczyx", "shape": 7}]}, "inputs"),
+        ({"inputs": [{"axes": "bczyx", "shape": [1, 10**9, 8, 8, 8]}]}, "1000000000 channels"),
+        ({"inputs": [{"axes": "bczyx", "shape": {"min": 1, "step": "x"}}]}, "does not fit together"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(
@@ -267,6 +274,41 @@ def test_processing_that_cannot_be_honoured_is_named(
     description = yaml.safe_load((folder / "rdf.yaml").read_text())
     description[side][0][chain] = steps
     with pytest.raises(UnsupportedPackage, match=field):
+        import_model(finished(folder, description), tmp_path / "models", {})
+
+
+def huge(path: Path) -> None:
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1, 100000, 100000, 1000), }".ljust(117) + b"\n"
+    path.write_bytes(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header)
+
+
+def several(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, np.ones(SHAPE))
+
+
+def pickled(path: Path) -> None:
+    np.save(path, np.array([[[[[{}]]]]], object), allow_pickle=True)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.parent.parent / "outside.npy")
+    path.symlink_to(path.parent.parent / "outside.npy")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize("plant", [huge, several, pickled, linked, cut])
+def test_test_tensors_are_arrays_as_large_as_their_files(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray, plant: Callable[[Path], None]
+) -> None:
+    folder = write_05(tmp_path / "package", bands_network, image)
+    plant(folder / "input.npy")
+    description = yaml.safe_load((folder / "rdf.yaml").read_text())
+    del description["inputs"][0]["test_tensor"]["sha256"]
+    with pytest.raises(UnsupportedPackage, match=r"input\.npy: (cannot be read|an array|not a file)"):
         import_model(finished(folder, description), tmp_path / "models", {})
 
 

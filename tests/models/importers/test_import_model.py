@@ -88,6 +88,49 @@ def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
         read_state_dict(tmp_path / "list.pt")
 
 
+STRANGE: dict[str, tuple[Any, str]] = {
+    "repeated": ({"w": torch.ones(1).expand(2**40)}, "more than 8589934592 bytes"),
+    "repeated by many": ({f"w{n}": torch.ones(1).expand(2**28) for n in range(100)}, "more than 8589934592 bytes"),
+    "sparse": ({"w": torch.ones(2).to_sparse()}, "something else"),
+    "without numbers": ({"w": torch.ones(2, device="meta")}, "something else"),
+    "complex": ({"w": torch.ones(2, dtype=torch.complex64)}, "something else"),
+    "nothing": ({}, "something else"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_that_are_not_what_is_stored_are_refused(tmp_path: Path, kind: str) -> None:
+    content, reason = STRANGE[kind]
+    torch.save(content, tmp_path / "strange.pt")
+    with pytest.raises(UnsupportedPackage, match=reason):
+        read_state_dict(tmp_path / "strange.pt")
+
+
+def test_a_tensor_of_a_checkpoint_cannot_be_larger_than_its_bytes(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(200)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "grown.pt", "w") as new:
+        for entry in old.infolist():
+            # 200 as a number of one byte, and 2**31 - 1 as one of four: sizes, and what the storage is said to have.
+            new.writestr(entry, old.read(entry).replace(b"K\xc8", b"J\xff\xff\xff\x7f"))
+    with pytest.raises(UnsupportedPackage, match=r"cannot be read as plain tensors|more than"):
+        read_state_dict(tmp_path / "grown.pt")
+
+
+def test_checkpoints_are_archives_of_one_reading(bands_network: nn.Module, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.jit.script(bands_network).save(str(tmp_path / "program.pt"))
+    torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
+    (tmp_path / "prefixed.pt").write_bytes(b"#!" + (tmp_path / "plain.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "plain.pt") as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in members.items():
+            bomb.writestr(name, bytes(2**26 + 1) if name.endswith("data/0") else content)
+    for name in ("old.pt", "program.pt", "prefixed.pt", "bomb.pt"):
+        with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
+            read_state_dict(tmp_path / name)
+
+
 @pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
 def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")

@@ -159,6 +159,17 @@ def test_known_normalisations_are_translated(
         (changed(window="@nowhere"), "inferer.roi_size|spatial_shape"),
         (changed(a="@b", b="@a"), "circles"),
         (
+            changed(a0="laugh" * 100, **{f"a{n}": [f"@a{n - 1}"] * 9 for n in range(1, 14)}),
+            "references repeat more than",
+        ),
+        (changed(network_def={"_target_": "monai.networks.nets.os.system"}), "network_def._target_"),
+        (
+            changed(network_def={"_target_": "UNet", "_requires_": "$__import__('os')", "channels": "$7"}),
+            "channels: '.7'",
+        ),
+        (changed(network_def=[]), "architecture: network: a mapping"),
+        (changed(inferer=["roi_size"]), "inferer"),
+        (
             changed(postprocessing={"transforms": [{"_target_": "Lambdad", "func": "$print"}]}),
             r"postprocessing.transforms\[0\]",
         ),
@@ -173,6 +184,26 @@ def test_what_cannot_be_honoured_is_named(
     with pytest.raises(UnsupportedPackage, match=field):
         import_model(bundle, tmp_path / "models", {})
     assert not (tmp_path / "models").exists() or not list((tmp_path / "models").iterdir())
+
+
+@pytest.mark.parametrize("channels", [0, 10**9, "3", None])
+def test_a_number_of_channels_that_no_network_has_is_refused(
+    bands_network: nn.Module, tmp_path: Path, channels: Any
+) -> None:
+    formats = json.loads(json.dumps(METADATA["network_data_format"]))
+    formats["outputs"]["pred"]["num_channels"] = channels
+    bundle = write(tmp_path / "bundle", bands_network, network_data_format=formats)
+    with pytest.raises(UnsupportedPackage, match="num_channels"):
+        import_model(bundle, tmp_path / "models", {})
+
+
+@pytest.mark.parametrize("name", ["configs/metadata.json", "configs/inference.json", "models/model.pt"])
+def test_links_out_of_a_bundle_are_not_followed(bands_network: nn.Module, tmp_path: Path, name: str) -> None:
+    bundle = write(tmp_path / "bundle", bands_network)
+    (bundle / name).rename(tmp_path / "outside")
+    (bundle / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(UnsupportedPackage, match=f"{name}: not a file inside the package"):
+        import_model(bundle, tmp_path / "models", {})
 
 
 def test_what_the_operator_states_settles_a_problem(bands_network: nn.Module, tmp_path: Path) -> None:
