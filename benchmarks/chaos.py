@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -136,10 +137,11 @@ def check_log(journal: Journal, lines: list[str]) -> None:
         except ValueError:
             journal.blame("no traceback is logged", line)
             continue
+        event = f"{record['time']} {record['message']}"
         if record.get("status") == 500:
-            journal.blame("no answer is 500", f"{record['method']} {record['path']}, request {record['request_id']}")
+            journal.blame("no answer is 500", event)
         if "exception" in record:
-            journal.blame("no traceback is logged", f"{record['message']}\n{record['exception'][-1500:]}")
+            journal.blame("no traceback is logged", f"{event}\n{record['exception'][-1500:]}")
         if record["level"] in {"warning", "error"}:
             journal.count(f"log: {record['message'][:60]}")
 
@@ -195,12 +197,13 @@ def main() -> int:
     torch.set_num_threads(1)
     # Orphans become children of this process, and are seen.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         options.models = options.models or make_model(folder / "models").parent
         if "disk full" in options.faults:
             (folder / "disk").mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", folder / "disk"], check=True)
+            stack.callback(subprocess.run, ["umount", "--lazy", folder / "disk"], check=True)
         journal = run(options, folder)
         if options.log is not None:
             shutil.copy(folder / "log", options.log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ def write(folder: Path, content: Any) -> Path:
 
 def test_without_file_and_variables_the_defaults_hold() -> None:
     assert read_settings(None, {}) == Settings()
+
+
+def test_limits_are_documented_with_their_defaults() -> None:
+    document = Path(__file__).parents[2] / "docs/security.md"
+    rows = re.findall(r"^\| `(\w+)\.(\w+)` \| ([\d.]+)( GiB)? \|", document.read_text(encoding="utf-8"), re.MULTILINE)
+    defaults = Settings().model_dump()
+    for section, key, number, unit in rows:
+        assert float(number) * (2**30 if unit else 1) == defaults[section][key], f"{section}.{key}"
+    assert {key for section, key, *_ in rows if section == "limits"} == defaults["limits"].keys()
 
 
 def test_environment_of_the_process_counts_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
