@@ -158,7 +158,8 @@ _MISFIT = (
 
 def count_parameters(architecture: Architecture) -> int:
     """Return the numbers in a network's tensors without memory for them. Raise what `build_network` raises."""
-    with torch.device("meta"), _CallLimit():
+    # The limit may end the end of an inner `no_grad`, too: the outer one puts the mode back.
+    with torch.no_grad(), torch.device("meta"), _CallLimit():
         return sum(tensor.numel() for tensor in build_network(architecture).state_dict().values())
 
 

@@ -140,3 +140,4 @@ def test_a_network_of_any_width_is_counted() -> None:
 def test_arguments_that_ask_for_any_network_are_refused(name: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(BrokenModel, match=f"{name} does not take the arguments"):
         count_parameters(Architecture(name=name, arguments=ARGUMENTS[name] | arguments))
+    assert torch.is_grad_enabled()
