@@ -28,6 +28,7 @@ from service.core.errors import (
 )
 from service.core.timing import Stages
 from service.core.volume import Description
+from service.inference.memory import translate_error
 from service.inference.result import Result
 from service.serving.device_worker import Reservation
 from service.serving.job import Job, Needs, Progress
@@ -110,6 +111,10 @@ class AsyncJobs:
         """Run the jobs that an earlier process left behind. The runtime starts before this, and stops after it."""
         self._runtime = runtime
         self._write_threads = ThreadPoolExecutor(WRITE_THREADS, "write")
+        # All threads begin now: one that memory does not allow for later would leave a job without its end.
+        begun = threading.Barrier(WRITE_THREADS)
+        for _ in range(WRITE_THREADS):
+            self._write_threads.submit(begun.wait)
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
         for record in self._store.recover():
@@ -442,5 +447,5 @@ def _wait_until_over(jobs: list[_ActiveJob], seconds: float) -> None:
 
 
 def _log_unexpected(active: _ActiveJob, error: BaseException | None) -> None:
-    if error is not None and not isinstance(error, StackSegError):
+    if error is not None and not isinstance(translate_error(error), StackSegError):
         log.error("unexpected failure of job %s", active.id, exc_info=error)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from service.core import errors
 from service.core.errors import StackSegError
 from service.core.volume import OutputKind, VoxelSize
+from service.inference.memory import translate_error
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired"]
 
@@ -133,7 +134,8 @@ def _decode_answer(text: str | None) -> AnswerMetadata | None:
 
 def as_failure(error: BaseException) -> StackSegError:
     """Return the error as the job's owner sees it. The text of an unexpected one is left out: it may tell secrets."""
-    return error if isinstance(error, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+    known = translate_error(error)
+    return known if isinstance(known, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
 
 
 def encode_failure(error: BaseException) -> str:

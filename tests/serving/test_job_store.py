@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import shutil
 import sqlite3
 import subprocess
@@ -120,6 +121,12 @@ def test_unforeseen_failure_tells_no_secrets(store: JobStore) -> None:
     store.fail(job, KeyError("the password"))
     assert isinstance(store.find(job, None).failure, InternalError)
     assert "password" not in str(store.find(job, None).failure)
+
+
+def test_exhausted_memory_is_told_as_such(store: JobStore) -> None:
+    job = accept(store)
+    store.fail(job, OSError(errno.ENOMEM, "no"))
+    assert isinstance(store.find(job, None).failure, OutOfMemory)
 
 
 def test_what_is_over_stays_as_it_is(store: JobStore) -> None:
