@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
+
+from service.core.config import MAX_STREAMS
 
 FOLDER = "plans"
 
@@ -29,11 +32,11 @@ class EngineConfig:
     """
 
     engine: str
-    precision: str
-    memory_format: str
-    sw_batch_size: int
+    precision: Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
+    memory_format: Annotated[str, Field(pattern="^(contiguous|channels_last_3d)$")]
+    sw_batch_size: PositiveInt
     compile_mode: str | None = None
-    streams: int = 1
+    streams: Annotated[int, Field(ge=1, le=MAX_STREAMS)] = 1
 
     def __str__(self) -> str:
         mode = f" ({self.compile_mode})" if self.compile_mode else ""
@@ -117,7 +120,7 @@ def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePl
 
 def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
     """Return all plans saved for a model with these weights (SHA-256), the newest first."""
-    files = sorted(folder.glob(f"{model}-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(folder.glob(f"{model}-*.json"), key=_modified, reverse=True)
     plans = (plan for plan in map(_read, files) if plan is not None)
     return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights)
 
@@ -125,9 +128,21 @@ def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
 def save(folder: Path, plan: EnginePlan) -> None:
     """Write a plan where `find` looks for it, at once or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
-        file.write(_ADAPTER.dump_json(plan, indent=1))
-    Path(file.name).replace(folder / _file_name(plan.model, plan.circumstances))
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_ADAPTER.dump_json(plan, indent=1))
+        Path(name).replace(folder / _file_name(plan.model, plan.circumstances))
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _modified(file: Path) -> float:
+    """Return the time of the last change; 0 for a file that another process has deleted meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _read(file: Path) -> EnginePlan | None:

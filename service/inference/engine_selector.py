@@ -109,7 +109,9 @@ class EngineSelector:
             return self._build_fixed()
         plan = plans.find(self._plan_folder, self._spec.name, self.circumstances())
         race = tune and settings.tune == "first-start"
-        if plan is not None and (plan.tuned or not race):
+        # Somebody may have edited the file of the plan.
+        known = plan is not None and plan.choice.engine in backends.BACKENDS
+        if plan is not None and known and (plan.tuned or not race):
             try:
                 return replace(self.build(plan.choice, *_failures(plan.trials)), plan=plan, cached=True)
             except backends.ENGINE_FAILURES as error:

@@ -1,4 +1,6 @@
+import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,36 @@ def test_a_damaged_plan_counts_as_none(tmp_path, content):
     file.write_bytes(content)
     assert plans.find(tmp_path, "nuclei", PLAN.circumstances) is None
     assert plans.find_all(tmp_path, "nuclei", "abc") == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"precision": "fp8"}, {"memory_format": "rows"}, {"sw_batch_size": 0}, {"streams": 99}],
+)
+def test_a_plan_that_names_what_there_is_not_counts_as_none(tmp_path, change):
+    plans.save(tmp_path, PLAN)
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_bytes())
+    content["choice"].update(change)
+    file.write_text(json.dumps(content))
+    assert plans.find(tmp_path, "nuclei", PLAN.circumstances) is None
+
+
+def test_a_full_disk_leaves_no_part_of_a_plan(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            plans.save(tmp_path, PLAN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plans_that_another_process_deletes_meanwhile_are_left_out(tmp_path):
+    plans.save(tmp_path, PLAN)
+    (tmp_path / "nuclei-gone.json").symlink_to(tmp_path / "deleted")
+    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN,)
 
 
 def test_every_plan_of_a_model_is_listed_the_newest_first(tmp_path):
