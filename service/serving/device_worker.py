@@ -14,7 +14,7 @@ from typing import Any
 
 from service.core import hardware, host
 from service.core.config import Settings
-from service.core.errors import BrokenModel, DeviceLost, OutOfMemory, StackSegError
+from service.core.errors import BrokenModel, DeviceLost, OutOfMemory
 from service.core.progress import Progress
 from service.core.volume import Options, Volume
 from service.engine import torch_compile
@@ -190,7 +190,11 @@ class DeviceWorker:
         return result
 
     def _free_memory(self) -> FreeMemory:
-        device = None if self._on_host else hardware.free_bytes(self._torch_device)
+        try:
+            device = None if self._on_host else hardware.free_bytes(self._torch_device)
+        except RuntimeError:
+            # The next batch finds out that the device is lost; the threads of the queue have to live until then.
+            device = None
         return FreeMemory(host.available_memory(), device)
 
     def _guess_bytes(self, name: str) -> int:
@@ -280,8 +284,8 @@ class Reservation:
             try:
                 self._request = self._segmenter.estimator.plan_request(volume, options)
                 self._needs = _needs(self._request.estimate)
-            except StackSegError:
-                self._needs = Needs()  # the work raises the error again
+            except Exception:  # noqa: BLE001 - the work raises the error again, where the job gets it
+                self._needs = Needs()
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:

@@ -180,7 +180,7 @@ class ModelCache(Generic[T]):
         while (step := self._wait_for_step()) is not None:
             for name in step.dropped:
                 log.info("%s was unloaded to make room", name)
-                self._unloaded(name)
+                self._free(name)
             if step.name is not None:
                 self._load_model(step.name)
 
@@ -269,10 +269,17 @@ class ModelCache(Generic[T]):
             _hand_out(granted)
             return
         del model
-        self._unloaded(name)
+        self._free(name)
         if nbytes > self._limit:
             self._refuse(name, BrokenModel(too_large_message(name, nbytes, self._limit)))
         # Otherwise it is larger than the guess, and is loaded again once there is room.
+
+    def _free(self, name: str) -> None:
+        """Free the memory of an unloaded model; where that fails, the thread goes on to load others."""
+        try:
+            self._unloaded(name)
+        except Exception:
+            log.exception("memory of %s cannot be freed", name)
 
     def _refuse(self, name: str, error: Exception) -> None:
         with self._changed:

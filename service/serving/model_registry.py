@@ -115,15 +115,16 @@ class ModelRegistry:
 
         A model that cannot be loaded counts if its folder cannot be read, or if it was to be loaded at start.
         """
-        starting = {name for worker in self._device_workers for name in worker.model_cache.starting}
-        failed = {name for worker in self._device_workers for name in worker.model_cache.problems}
         for name, state in self._states.items():
-            if name in starting:
+            if any(name in worker.model_cache.starting for worker in self._device_workers):
                 at = "".join(str(worker.loading.get(name, "")) for worker in self._device_workers)
                 yield f"{name} is being loaded{at and ': '}{at}."
-            elif state.state == "failed" or (name in self.load_first and name in failed):
+            elif state.state == "failed" or self._failed_at_start(name):
                 # Health is open to everybody, and the problem may tell of paths.
                 yield f"{name} cannot be served; GET /models and the log say why."
+
+    def _failed_at_start(self, name: str) -> bool:
+        return name in self.load_first and any(name in worker.model_cache.problems for worker in self._device_workers)
 
     def _update(self, state: ModelState) -> ModelState:
         """Return the model with its present state on the devices."""

@@ -102,4 +102,8 @@ class Watchdog:
 
     def _loop(self) -> None:
         while not self._stopped.wait(INTERVAL_SECONDS):
-            self.check()
+            try:
+                self.check()
+            except Exception:
+                # Without this thread nothing would notice a device that is stuck.
+                log.exception("%s cannot be checked", self._subject)

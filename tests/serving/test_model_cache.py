@@ -79,6 +79,21 @@ def test_the_least_recently_used_makes_room() -> None:
         assert set(recording.model_cache.loaded_models) == {"b"}
 
 
+def test_memory_that_cannot_be_freed_keeps_no_other_model_from_being_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    def lose(name: str) -> None:
+        raise RuntimeError(f"the device is lost with {name}")
+
+    cache = ModelCache[Model](10, lambda name: Model(name, 6), guess=lambda _name: 6, unloaded=lose)
+    cache.start(())
+    for name in "abc":
+        lease = cache.lease(name)
+        assert lease.model.result(10).name == name
+        lease.end()
+    cache.close()
+    assert cache.join(10)
+    assert "the device is lost with b" in caplog.text
+
+
 def test_a_model_in_use_is_never_unloaded_and_the_one_that_waits_for_its_room_has_its_turn() -> None:
     with started_cache(10, a=6, b=6) as recording:
         mine, also_mine = recording.use("a"), recording.use("a")

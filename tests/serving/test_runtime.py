@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeSegmenter, until
+from fakes import FakeEstimator, FakeSegmenter, until
 from runtimes import loaded_segmenter, running, settings, submitted
 
 from service.core.config import Settings
@@ -93,6 +93,27 @@ def test_what_does_not_take_long_is_done_by_the_thread_that_segmented(
         failed = runtime.submit(spec, stack, Options(), lambda _result: runtime.models.spec("nobody"))
         with pytest.raises(UnknownModel):
             failed.future.result(10)
+
+
+def test_planning_that_fails_unforeseen_ends_no_thread_and_leaves_no_request_waiting(
+    bands_repository: Path, tmp_path: Path, stack: Volume
+) -> None:
+    class Unplanned(FakeEstimator):
+        def plan_request(self, volume: Any, options: Any) -> Any:
+            raise RuntimeError("unforeseen")
+
+        def estimate(self, volume: Any, options: Any) -> Any:
+            return super().plan_request(volume, options).estimate
+
+    class Unplannable(FakeSegmenter):
+        @property
+        def estimator(self) -> FakeEstimator:
+            return Unplanned(self.spec, self.settings)
+
+    with running(settings(bands_repository, tmp_path), Unplannable) as runtime:
+        until(lambda: runtime.unready_reasons() == ())
+        for _ in range(40):
+            assert submitted(runtime, runtime.models.spec(None), stack, Options()).future.result(10) is not None
 
 
 def test_full_queue_refuses_at_once(bands_repository: Path, tmp_path: Path, stack: Volume) -> None:

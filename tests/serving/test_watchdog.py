@@ -107,6 +107,22 @@ def test_stopped_watchdog_looks_no_more() -> None:
     assert not watchdog._thread.is_alive()
 
 
+def test_watchdog_that_cannot_check_once_checks_again(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[int] = []
+
+    def pulse() -> int:
+        looks.append(1)
+        if len(looks) == 1:
+            raise RuntimeError("the driver does not answer")
+        return len(looks)
+
+    watchdog = Watchdog(pulse, lambda: True, batch_seconds=1, grace_seconds=1)
+    watchdog.start()
+    until(lambda: len(looks) > 1)
+    watchdog.stop()
+    assert "the driver does not answer" in caplog.text
+
+
 STUCK = """
 import logging, sys, time
 from service.serving.watchdog import Watchdog
