@@ -25,6 +25,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -143,7 +144,7 @@ def check_log(journal: Journal, lines: list[str]) -> None:
         if "exception" in record:
             journal.blame("no traceback is logged", f"{event}\n{record['exception'][-1500:]}")
         if record["level"] in {"warning", "error"}:
-            journal.count(f"log: {record['message'][:60]}")
+            journal.count(f"log: {re.sub('[0-9a-f]{32}', 'ID', record['message'])[:80]}")
 
 
 PROMISES = (

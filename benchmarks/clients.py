@@ -156,9 +156,8 @@ class User(threading.Thread):
         return stack.content + (self._rng.randbytes(16) if self._rng.random() < 0.5 else b"")
 
     def choose_stack(self) -> Stack:
-        # The last one is the large one.
         stacks = self._world.stacks
-        return self._rng.choices(stacks, [10] * (len(stacks) - 1) + [2])[0]
+        return self._rng.choices(stacks, [10] * (len(stacks) - 2) + [2, 2])[0]
 
     def compare(self, answer: httpx2.Response, stack: Stack, name: str) -> None:
         self._journal.count(name)
@@ -216,7 +215,7 @@ class RudeUser(User):
     def hostile_file(self) -> bytes:
         if self._world.hostile and self._rng.random() < 0.5:
             return self._rng.choice(self._world.hostile).read_bytes()
-        content = bytearray(self._rng.choice(self._world.stacks[:-1]).content)
+        content = bytearray(self._rng.choice(self._world.stacks[:-2]).content)
         for _ in range(self._rng.randrange(1, 8)):
             # The tags lie in the first bytes, and behind the pixels.
             place = self._rng.choice([self._rng.randrange(400), self._rng.randrange(len(content))])

@@ -132,7 +132,9 @@ class World:
         self.storage, chosen = folder / "disk", {"kind": options.engine, "cache_folder": str(folder / "cache")}
         self.temporary = self.storage / "tmp"
         self.temporary.mkdir(parents=True)
-        self.stacks = make_stacks(options.models, chosen)
+        alone = make_stacks(options.models, chosen)
+        # The last two are large.
+        self.stacks = [kind for stack in alone for kind in (stack, stack.deflated())]
         self.hostile = [path for path in sorted(options.hostile.rglob("*")) if path.is_file()]
         self.keys = {name: f"stackseg_{name}{'0' * 32}" for name in (*KEYS, RUDE_KEY)}
         self.clock, environment = make_clock(folder)

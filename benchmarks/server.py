@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ class Stack:
     def __init__(self, shape: tuple[int, int, int], seed: int, segmenter: Segmenter) -> None:
         self.content, pixels = make_tiff(shape, seed)
         self.expected: NDArray[Any] = segmenter.segment(Volume.from_array(pixels[None]), Options()).segmentation.pixels
+
+    def deflated(self) -> Stack:
+        """The stack in a file that takes its reader longer."""
+        other, file = copy(self), io.BytesIO()
+        tifffile.imwrite(file, tifffile.imread(io.BytesIO(self.content)), compression="zlib", metadata={"axes": "ZYX"})
+        other.content = file.getvalue()
+        return other
 
     def is_segmented(self, answer: bytes) -> bool:
         """Whether a label TIFF holds these classes, voxel by voxel."""
