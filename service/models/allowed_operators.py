@@ -32,11 +32,12 @@ threshold threshold_ tile to transpose tril triu type_as unbind unflatten unsque
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
 var_mean view view_as warn where zeros zeros_like
 """
-# Those that do not check their arguments, and read or write beyond tensors or end the process for some: for trusted
-# programs only.
+# Those, whole or single overloads, that read or write beyond tensors or end the process for some arguments, or change
+# what others read unseen: for trusted programs only. Whole numbers divided towards zero end it for the lowest by -1.
 _UNCHECKED = """
 _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact2d repeat_interleave
-upsample_bicubic2d upsample_bilinear2d
+upsample_bicubic2d upsample_bilinear2d view.dtype
+div.Tensor_mode div.Scalar_mode div_.Tensor_mode div_.Scalar_mode
 """
 PRIM = frozenset(_PRIM.split())
 ATEN = frozenset(_ATEN.split())

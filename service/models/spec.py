@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+# Nothing that a terminal, a header or OME-XML would take for more than text.
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Text = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
 
@@ -85,7 +88,7 @@ class Input(_FrozenModel):
     """
 
     channels: PositiveInt = 1
-    channel_names: tuple[str, ...] = ()
+    channel_names: tuple[Line, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
@@ -136,13 +139,13 @@ class ModelSpec(_FrozenModel):
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     version: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    summary: str
-    licence: str
-    training_data: str
+    summary: Text
+    licence: Text
+    training_data: Text
     architecture: Architecture | None = None
     weights: Weights
     input: Input
-    outputs: Annotated[tuple[str, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[Line, ...], Field(min_length=1)]
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
     sample: Sample | None = None

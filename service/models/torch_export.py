@@ -351,7 +351,7 @@ def _find_operator(target: str) -> OpOverload[..., Any]:
     """Return the operator of a name such as `torch.ops.aten.relu.default`. Raise BrokenModel if it is not allowed."""
     space, _, rest = target.rpartition("torch.ops.aten.")
     name, _, overload = rest.partition(".")
-    if space or name not in ALLOWED or not overload.isidentifier():
+    if space or name not in ALLOWED or rest in UNCHECKED or not overload.isidentifier():
         raise BrokenModel(f"its graph calls {target}, which is not on the list in service/models/allowed_operators.py.")
     function = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(function, OpOverload) or not _computes_tensors(function):
@@ -362,13 +362,12 @@ def _find_operator(target: str) -> OpOverload[..., Any]:
 def _computes_tensors(function: OpOverload[..., Any]) -> bool:
     """Return whether an operator makes tensors or a size of tensors, and changes none that it is told to write to.
 
-    Others work with lists and texts, whose size nothing limits, or write results into what others read. A division with
-    a rounding mode ends the process for the lowest whole number by -1.
+    Others work with lists and texts, whose size nothing limits, or write results into what others read.
     """
     schema = function._schema
     takes = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
     makes = [str(result.type) for result in schema.returns]
-    written = any(parameter.is_out for parameter in schema.arguments) or schema.overload_name.endswith("_mode")
+    written = any(parameter.is_out for parameter in schema.arguments)
     return takes and not written and (schema.name == "aten::sym_size" or (bool(makes) and RESULTS.issuperset(makes)))
 
 

@@ -51,7 +51,8 @@ def load_torchscript(path: Path) -> TorchScriptNetwork:
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except (RuntimeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise BrokenModel(f"{path}: cannot be read as TorchScript: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise BrokenModel(f"{path}: cannot be read as TorchScript: {reason[0]}") from error
     if refused:
         names = ", ".join(refused)
         raise BrokenModel(

@@ -135,6 +135,9 @@ def test_it_can_be_prepared_for_bfloat16(unet: Path) -> None:
         "torch.ops.aten.repeat_interleave.Tensor",
         "torch.ops.aten._upsample_nearest_exact2d.default",
         "torch.ops.aten.div.Tensor_mode",
+        "torch.ops.aten.div_.Scalar_mode",
+        # Changes what it shares memory with, which no count of changes tells.
+        "torch.ops.aten.view.dtype",
     ],
 )
 def test_only_operators_of_the_list_are_called(unet: Path, target: str) -> None:

@@ -79,7 +79,7 @@ def read(root: Path) -> Draft:
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_package.read_input(file)
-    return Draft(content, file, kind, tests, problems, (f"Taken from weights.{name} of {rdf.get_text('name')}.",))
+    return Draft(content, file, kind, tests, problems, (f"Taken from weights.{name} of {rdf.get_text('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:

@@ -31,6 +31,7 @@ from service.models.zip_archive import copy_members, open_archive
 
 MAX_PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors of readers that a description causes whose values have other types or sizes than they should.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
@@ -102,6 +103,9 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
     """Write a model folder beside `models/<name>`, check it, and move it there."""
     content = _override(draft.content, stated)
     content["name"] = name or stated.get("name") or _make_slug(str(content["name"]))
+    for key in {"summary", "licence", "training_data"} & content.keys():
+        if isinstance(content[key], str):
+            content[key] = CONTROL_CHARACTERS.sub("", content[key])
     content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
     problems = [f"{key}: {problem}" for key, problem in draft.problems.items() if not _has_key(stated, key)]
     if problems:

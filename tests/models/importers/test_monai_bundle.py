@@ -88,9 +88,10 @@ def write(folder: Path, network: nn.Module, inference: dict[str, Any] = INFERENC
 
 
 def test_a_bundle_is_served_like_the_model_it_holds(bands_network: nn.Module, tmp_path: Path, phantom: Any) -> None:
-    bundle = write(tmp_path / "bundle", bands_network)
+    bundle = write(tmp_path / "bundle", bands_network, description="Bands\r\nof \x1b[31mbrightness.")
     imported = import_model(bundle, tmp_path / "models", {})
     spec = imported.spec
+    assert spec.summary == "Bands\nof [31mbrightness."
     assert (spec.identifier, spec.licence, spec.activation) == ("three-bands/0.2.1", "CC0", "softmax")
     assert (spec.outputs, spec.input.roi_size) == (("background", "dim", "bright"), (16, 32, 32))
     assert [file.name for file in (tmp_path / "models").iterdir()] == ["three-bands"]
