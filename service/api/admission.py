@@ -20,12 +20,15 @@ from service.api.uploads import is_multipart
 from service.core.errors import BadParameter
 from service.inference.estimate import Estimator
 from service.models.spec import ModelSpec
-from service.serving.parameters import Query, explain
+from service.serving.parameters import MAX_NAME_LETTERS, Query, explain
 from service.serving.results import check_host_files
 from service.serving.runtime import Runtime
 
 # Query strings whose parsed parameters are kept.
 CACHED_QUERIES = 64
+# A query string has each parameter once, the longest with a thousand letters, each of up to twelve bytes.
+MAX_PARAMETERS = 32
+MAX_QUERY_BYTES = 2**15
 
 RESPOND_ASYNC = "respond-async"
 
@@ -138,10 +141,14 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
 @lru_cache(maxsize=CACHED_QUERIES)
 def _parse_query_string(query_string: bytes) -> Query:
     """Return the parameters of a query string. Raises BadParameter."""
+    if len(query_string) > MAX_QUERY_BYTES or query_string.count(b"&") >= MAX_PARAMETERS:
+        raise BadParameter(
+            f"The address has more than {MAX_PARAMETERS} parameters, or {MAX_QUERY_BYTES} bytes of them."
+        )
     given: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
         if name in given:
-            raise BadParameter(f"The parameter {name} is given twice.")
+            raise BadParameter(f"The parameter {name[:MAX_NAME_LETTERS]} is given twice.")
         given[name] = value
     return _validate(given)
 
@@ -151,7 +158,8 @@ def _validate(given: Mapping[str, Any]) -> Query:
     try:
         return Query.model_validate(given)
     except ValidationError as error:
-        raise BadParameter(explain(error.errors())) from error
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise BadParameter(explain(faults)) from error
 
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:

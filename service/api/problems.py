@@ -17,12 +17,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from service.core import errors
+from service.core.errors import without_folders
 from service.inference.memory import translate_error
 from service.serving.parameters import explain
 
 log = logging.getLogger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
+# Of a detail, which may have words of the request or of its file.
+MAX_DETAIL_LETTERS = 2000
+MAX_PATH_LETTERS = 256
 
 
 class Problem(BaseModel):
@@ -54,7 +58,7 @@ def problem_document(slug: str, status: int, detail: str, request_id: str) -> di
         "type": f"urn:stackseg:problem:{slug}",
         "title": slug.replace("-", " ").capitalize(),
         "status": status,
-        "detail": detail,
+        "detail": detail[:MAX_DETAIL_LETTERS],
         "instance": _instance_urn(request_id),
     }
 
@@ -123,7 +127,7 @@ def handle_error(request: Request, error: Exception) -> Response:
         log.error("%s: %s", type(error).__name__, error)
     needed = getattr(error, "needed_bytes", None)
     members = {} if needed is None else {"needed_bytes": needed}
-    response = problem_response(request, status, error.slug, str(error), **members)
+    response = problem_response(request, status, error.slug, without_folders(str(error)), **members)
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
@@ -148,7 +152,7 @@ def _handle_validation_error(request: Request, error: Exception) -> Response:
 def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
-    detail = f"{phrase}: {request.method} {request.url.path}. See /docs."
+    detail = f"{phrase}: {request.method} {request.scope['path'][:MAX_PATH_LETTERS]}. See /docs."
     answer = problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         answer.headers.update(error.headers)

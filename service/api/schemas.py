@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from service.core.errors import without_folders
 from service.core.hardware import CpuStatus, GpuStatus
 from service.core.volume import Description, OutputKind
 from service.inference.estimate import Estimate
 from service.inference.result import EngineReport
 from service.models.spec import Input
 from service.serving.job_record import JobState
+
+
+def _report_without_folders(report: EngineReport) -> EngineReport:
+    trials = tuple(replace(trial, verdict=without_folders(trial.verdict)) for trial in report.trials)
+    return replace(report, warnings=tuple(map(without_folders, report.warnings)), trials=trials)
+
+
+# What may quote an error with paths of the host.
+Text = Annotated[str, AfterValidator(without_folders)]
+Report = Annotated[EngineReport, AfterValidator(_report_without_folders)]
 
 
 class Inspection(BaseModel):
@@ -28,7 +40,7 @@ class Inspection(BaseModel):
     normalisation: dict[str, Any]
     diameter: str | None
     estimate: Estimate | None
-    problem: str | None
+    problem: Text | None
 
 
 class JobProgress(BaseModel):
@@ -42,7 +54,7 @@ class JobProblem(BaseModel):
     """Why a job failed, as the problem document of its result says it."""
 
     type: str
-    detail: str
+    detail: Text
 
 
 class JobReport(BaseModel):
@@ -98,7 +110,7 @@ class JobReport(BaseModel):
     progress: JobProgress
     seconds_left: float | None
     seconds: dict[str, float]
-    warnings: list[str]
+    warnings: list[Text]
     diameter: str | None
     skipped: str | None
     objects: int | None
@@ -136,10 +148,10 @@ class ModelInfo(BaseModel):
     input: Input | None = None
     outputs: tuple[str, ...] = ()
     decoding: str | None = None
-    engine: EngineReport | None = None
+    engine: Report | None = None
     loaded: bool = False
     devices: list[Loaded] = []
-    problem: str | None = None
+    problem: Text | None = None
 
 
 class ModelList(BaseModel):
@@ -157,8 +169,8 @@ class Health(BaseModel):
     uptime_seconds: float
     waiting: int
     models: dict[str, str]
-    reasons: list[str]
-    degraded: list[str]
+    reasons: list[Text]
+    degraded: list[Text]
 
 
 class Liveness(BaseModel):
@@ -175,7 +187,7 @@ class DeviceReport(BaseModel):
     running: int
     models: list[str]
     loaded_bytes: int
-    problem: str | None
+    problem: Text | None
 
 
 class GpuReport(BaseModel):
@@ -185,4 +197,4 @@ class GpuReport(BaseModel):
     gpus: list[GpuStatus]
     cpu: CpuStatus
     devices: list[DeviceReport]
-    models: dict[str, EngineReport]
+    models: dict[str, Report]

@@ -39,6 +39,7 @@ A message is one or two sentences for the person who can act on it: what was fou
 HTTP status codes are not known here; `service.api.problems` has the one table.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -257,6 +258,15 @@ class Cancelled(StackSegError):
     """The work was given up because nobody waits for its result."""
 
     slug = "cancelled"
+
+
+# Folders of an absolute path, up to its last name; none in an address or in a relative path.
+_FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
+
+
+def without_folders(message: str) -> str:
+    """Return a message for callers: absolute paths of this host, which tell how it is set up, become file names."""
+    return _FOLDERS.sub("", message)
 
 
 def validation_message(fault: Mapping[str, Any]) -> str:

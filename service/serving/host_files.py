@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from service.core import config
 from service.core.config import Root
-from service.core.errors import BadParameter, ConfigError, OutputExists
+from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.formats.sandbox import descriptor_path
 
 COPY_BYTES = 2**26
@@ -46,7 +46,10 @@ class HostFiles:
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
     def check(self, place: str | None, output: str | None, caller: str | None, *, overwrite: bool = False) -> None:
-        """Check that a request can begin. Raises BadParameter, and OutputExists for an output that exists."""
+        """Check that a request can begin.
+
+        Raises BadParameter, OutputExists for an output that exists, and OutOfStorage where nothing can be written.
+        """
         if place is not None:
             with self.open_input(place, caller):
                 pass
@@ -54,8 +57,9 @@ class HostFiles:
             with self._output_folder(output, caller) as (folder, name):
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
                     raise BadParameter(f"output_to: the service lacks permission to write {output}.")
-                if not overwrite:
-                    _check_absent(folder, name, output)
+                _check_target(folder, name, output, overwrite=overwrite)
+                if os.fstatvfs(folder).f_bavail == 0:
+                    raise _disk_full(output)
 
     @contextmanager
     def open_input(self, place: str, caller: str | None) -> Iterator[Source]:
@@ -81,7 +85,7 @@ class HostFiles:
         """Copy a finished file to `place`, where it appears whole and after it is on disk.
 
         A second call with the same `ticket`, as after a crash, recognises its own file until `settle`. Raises OSError,
-        and OutputExists for a file of others unless `overwrite`.
+        OutOfStorage, and OutputExists for a file of others unless `overwrite`.
         """
         with self._output_folder(place, caller) as (folder, name):
             partial = _partial_name(ticket)
@@ -92,11 +96,11 @@ class HostFiles:
             try:
                 with _os_errors_as_bad_parameter("output_to", place):
                     _copy(file, partial, folder)
-                if overwrite:
-                    os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-                else:
-                    _rename_new(folder, partial, name, place)
-                os.fsync(folder)
+                    if overwrite:
+                        os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    else:
+                        _rename_new(folder, partial, name, place)
+                    os.fsync(folder)
             except BaseException:
                 with suppress(FileNotFoundError):
                     os.unlink(partial, dir_fd=folder)
@@ -168,7 +172,7 @@ def _open_parent(parameter: str, root: Root, parts: list[str], place: str) -> It
 
 @contextmanager
 def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
-    """Raise BadParameter for OSError, without the system's message, which may tell of paths."""
+    """Raise BadParameter or OutOfStorage for OSError, without the system's message, which may tell of paths."""
     try:
         yield
     except OSError as error:
@@ -181,6 +185,10 @@ def _os_errors_as_bad_parameter(parameter: str, place: str) -> Iterator[None]:
                 )
             case errno.EACCES | errno.EPERM:
                 problem = "cannot be opened: the service lacks permission"
+            case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
+                problem = f"cannot be used: {os.strerror(error.errno)}"
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise _disk_full(place) from error
             case _:
                 raise
         raise BadParameter(f"{parameter}: {place} {problem}.") from None
@@ -194,9 +202,17 @@ def _is_same_file(folder: int, one: str, other: str) -> bool:
     return os.path.samestat(first, second)
 
 
-def _check_absent(folder: int, name: str, place: str) -> None:
+def _disk_full(place: str) -> OutOfStorage:
+    return OutOfStorage(f"output_to: the disk that {place} lies on is full; try again later, or choose another folder.")
+
+
+def _check_target(folder: int, name: str, place: str, *, overwrite: bool = False) -> None:
+    """Raise BadParameter for a folder, and OutputExists for anything else that must not be overwritten."""
     with suppress(FileNotFoundError):
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise BadParameter(f"output_to: {place} is a folder; add the name of a file.")
+        if overwrite:
+            return
         raise OutputExists(f"output_to: {place} is there already; choose another name, or say overwrite=true.")
 
 
@@ -219,11 +235,11 @@ def _rename_new(folder: int, partial: str, name: str, place: str) -> None:
     try:
         os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
-        _check_absent(folder, name, place)
+        _check_target(folder, name, place)
         raise
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
         # A file that appears between these two lines is overwritten; without hard links nothing prevents that.
-        _check_absent(folder, name, place)
+        _check_target(folder, name, place)
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)

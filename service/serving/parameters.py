@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from service.core.errors import BadParameter, validation_message
 from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse_diameter, parse_skip_below
 
+# What is told of the faults of a request: it may have thousands.
+MAX_FAULTS = 3
+MAX_NAME_LETTERS = 40
+
 
 class Query(BaseModel):
     """Parameters of `/segment` and `/inspect`: which part of the file to read, what it does not say, what to do."""
@@ -18,7 +22,9 @@ class Query(BaseModel):
     # Requests with one address share an object and its cached properties, so it is never copied with changes.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Annotated[str | None, Field(description="Name of the model; the default model if not given.")] = None
+    model: Annotated[
+        str | None, Field(max_length=64, description="Name of the model; the default model if not given.")
+    ] = None
     channel: Annotated[
         str | None,
         Field(max_length=256, description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"]),
@@ -34,7 +40,9 @@ class Query(BaseModel):
     ] = None
     voxel_size: Annotated[
         str | None,
-        Field(description="Voxel size Z,Y,X in micrometres; overrides the file.", examples=["0.5,0.2,0.2"]),
+        Field(
+            max_length=64, description="Voxel size Z,Y,X in micrometres; overrides the file.", examples=["0.5,0.2,0.2"]
+        ),
     ] = None
     sw_batch_size: Annotated[int | None, Field(ge=1, description="Windows per call of the network.")] = None
     overlap: Annotated[
@@ -127,15 +135,17 @@ class Query(BaseModel):
         return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)
 
 
-def explain(faults: Iterable[Mapping[str, Any]]) -> str:
-    """Return pydantic's errors about parameters as sentences that name them."""
+def explain(faults: Sequence[Mapping[str, Any]]) -> str:
+    """Return pydantic's errors about parameters, the first few of them, as sentences that name them."""
     sentences = []
-    for fault in faults:
-        name = str(fault["loc"][-1]) if fault["loc"] else "parameters"
+    for fault in faults[:MAX_FAULTS]:
+        name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
             sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
         else:
             sentences.append(f"{name}: {validation_message(fault)}.")
+    if len(faults) > MAX_FAULTS:
+        sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults.")
     return " ".join(sentences)
 
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+import time
+from urllib.parse import quote
 
-from service.api.admission import merge_fields
+import pytest
+from live import FakeService
+
+from service.api.admission import MAX_PARAMETERS, MAX_QUERY_BYTES, merge_fields
 from service.core.errors import BadParameter
 from service.serving.parameters import Query
 
@@ -16,3 +20,44 @@ def test_fields_join_the_query() -> None:
         merge_fields(query, {"overlap": "0.5"})
     with pytest.raises(BadParameter, match="sw_batch_size"):
         merge_fields(query, {"sw_batch_size": "many"})
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "&".join(f"p{number}=" for number in range(8500)),
+        "&".join(f"{name}=" for name in "abcdefghijklmnopqrstuvwxyz"),
+        "&".join(f"{number}{'n' * 2000}=" for number in range(MAX_PARAMETERS - 1)),
+        "n" * MAX_QUERY_BYTES + "=1",
+        f"model={'n' * 10_000}",
+        f"{'n' * 10_000}=1&{'n' * 10_000}=1",
+        f"voxel_size={',' * 10_000}",
+        f"time={'9' * 10_000}",
+        "&" * 30_000,
+    ],
+)
+def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: FakeService, query: str) -> None:
+    service.client.post("/segment?warm=up")
+    for path in ("/segment", "/inspect", "/jobs"):
+        began = time.perf_counter()
+        response = service.client.post(f"{path}?{query}")
+        assert time.perf_counter() - began < 0.5
+        assert response.status_code == 422, response.text
+        assert len(response.content) < 2500
+
+
+def test_form_with_faulty_fields_is_refused_in_a_few_words(service: FakeService) -> None:
+    for number in (20, 5000):
+        fields = {f"{index}{'n' * 2000}": (None, "1") for index in range(number)}
+        response = service.client.post("/segment", files={"file": b"II*", **fields})
+        assert response.status_code == 422
+        assert len(response.content) < 2500
+
+
+def test_all_parameters_may_be_given_at_their_longest() -> None:
+    longest = {
+        name: next((limit.max_length for limit in field.metadata if hasattr(limit, "max_length")), 20)
+        for name, field in Query.model_fields.items()
+    }
+    assert len(longest) <= MAX_PARAMETERS
+    assert sum(len(name) + 2 + length * len(quote("😀")) for name, length in longest.items()) <= MAX_QUERY_BYTES

@@ -32,6 +32,28 @@ def test_line_in_the_log_cannot_be_forged(service: FakeService, caplog: pytest.L
     assert "\n" not in line
 
 
+def test_lines_and_answers_about_strangers_words_stay_short(
+    service: FakeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "x" * 30_000
+    with caplog.at_level(logging.DEBUG):
+        answers = [
+            service.client.get(f"/{long}"),
+            service.client.get(f"/models/{long}"),
+            service.client.get(f"/jobs/{long}"),
+            service.client.get(f"/jobs?limit={long}"),
+            service.client.post("/segment", content=STACK, headers={"Content-Type": long}),
+            service.client.post("/segment", content=STACK, headers={"Content-Encoding": long}),
+            service.client.post("/segment", content=STACK, headers=TIFF | {"X-Filename": long, "X-Request-ID": long}),
+            service.client.get("/nowhere", headers={"Host": "[" + long}),
+        ]
+    assert {answer.status_code for answer in answers} == {404, 422, 415, 200}
+    assert max(len(answer.content) for answer in answers) < 3000
+    ours = [record for record in caplog.records if record.name.startswith("service")]
+    assert len(ours) >= len(answers)
+    assert max(len(record.getMessage()) for record in ours) < 1000
+
+
 def test_requests_are_counted_by_route_not_by_path(service: FakeService) -> None:
     service.client.get("/models/bands")
     service.client.get("/models/made-up-by-a-stranger")

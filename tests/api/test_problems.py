@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import doomed_reader
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import tifffile
 from fakes import until
 from live import FakeService, as_tiff
+from runtimes import loaded_segmenter
 
 from service.api.problems import STATUS, status_of
 from service.core import errors
@@ -170,3 +174,61 @@ def test_what_became_of_the_process_that_reads_files_is_told(
         degraded = client.get("/health").json()["degraded"]
         assert degraded[: len(before)] == before
         assert degraded[-1].startswith("Files are read without seccomp: ")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("/srv/models/nuclei/model.yaml: cannot be read", "model.yaml: cannot be read"),
+        ("[Errno 2] No such file or directory: '/srv/a b/c'", "[Errno 2] No such file or directory: 'a b/c'"),
+        ("/models/nuclei: the name is taken by /models/other", "nuclei: the name is taken by other"),
+        ("output_to: results/2026/a/labels.tif is there", "output_to: results/2026/a/labels.tif is there"),
+        ("see https://example.org/a/b or GET /models", "see https://example.org/a/b or GET /models"),
+    ],
+)
+def test_messages_tell_names_of_files_and_not_where_they_lie(message: str, told: str) -> None:
+    assert errors.without_folders(message) == told
+
+
+def test_no_answer_tells_where_the_host_has_its_files(bands_repository: Path, tmp_path: Path) -> None:
+    models, scratch = tmp_path / "models", tmp_path / "scratch"
+    scratch.mkdir()
+    for name in ("bands", "mute", "strange", "light", "failing"):
+        shutil.copytree(bands_repository / "bands", models / name)
+        described = (models / name / "model.yaml").read_text()
+        (models / name / "model.yaml").write_text(described.replace("name: bands", f"name: {name}"))
+    (models / "mute" / "model.yaml").unlink()
+    (models / "strange" / "model.yaml").write_text("a: [")
+    (models / "light" / "weights.safetensors").write_bytes(b"none")
+    running = FakeService(models, scratch)
+    with running.client as client:
+        until(lambda: client.get("/models/bands").json()["state"] == "ready")
+        bands: Any = loaded_segmenter(running.runtime.models, "bands")
+        bands.error = OSError(2, "No such file", str(models / "bands" / "weights.safetensors"))
+        answers = [
+            client.get(path)
+            for path in ("/models", "/models/strange", "/models/failing", "/health", "/health/ready", "/gpu", "/jobs")
+        ]
+        for name in ("bands", "mute", "strange", "light", "failing"):
+            for path in ("/segment", "/inspect", "/jobs"):
+                answers.append(client.post(f"{path}?model={name}", content=STACK, headers=TIFF))
+        for answer in [answer for answer in answers if answer.status_code == 202]:
+            url = answer.headers["Location"]
+            until(lambda url=url: client.get(url).json()["state"] not in {"waiting", "loading", "running"})
+            answers += [client.get(url), client.get(f"{url}/events"), client.get(f"{url}/result")]
+        assert {"failed", "cannot be read"} <= {
+            word for word in ("failed", "cannot be read") for answer in answers if word in answer.text
+        }
+        for answer in answers:
+            assert str(tmp_path) not in answer.text, answer.url
+            for said in strings(json.loads(answer.text)) if answer.text.startswith("{") else ():
+                assert said in {"/health", "/docs"} or said.startswith("/jobs/") or errors.without_folders(said) == said
+
+
+def strings(value: object) -> list[str]:
+    """All strings in a JSON document."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.core import config
-from service.core.errors import BadParameter, ConfigError, OutputExists
+from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.serving.host_files import HostFiles
 
 
@@ -172,6 +175,49 @@ def test_nothing_is_put_elsewhere(host: Path, place: str) -> None:
     with pytest.raises(BadParameter, match="output_to"):
         references(host).put(host / "secret" / "key", place, None, "one")
     assert sorted(host.rglob("*")) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_folder_in_the_place_of_the_result_is_refused_before_and_after(host: Path, *, overwrite: bool) -> None:
+    made, result = references(host), host / "result.tif"
+    result.write_bytes(b"labels")
+    with pytest.raises(BadParameter, match="is a folder"):
+        made.check(None, "results/2026", None, overwrite=overwrite)
+    with pytest.raises(BadParameter, match=r"folder|directory"):
+        made.put(result, "results/2026", None, "ticket", overwrite=overwrite)
+    assert names(host / "results") == ["2026"]
+
+
+def test_result_that_the_disk_does_not_hold_is_no_fault_of_the_service(host: Path) -> None:
+    made, result = references(host), host / "result.tif"
+    result.write_bytes(bytes(10_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OutOfStorage, match="results/labels"):
+            made.put(result, "results/labels.tif", None, "ticket")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(host / "results") == ["2026"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs the right to mount")
+def test_full_disk_is_told_before_anything_is_computed(host: Path) -> None:
+    made, full = references(host), host / "results" / "2026"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=False, capture_output=True)
+    if mount.returncode:
+        pytest.skip("the system lets nobody mount")
+    try:
+        made.check(None, "results/2026/labels.tif", None)
+        with pytest.raises(OSError, match="No space"), (full / "filler").open("wb") as file:
+            file.write(bytes(2**20))
+        with pytest.raises(OutOfStorage, match="results/2026/labels"):
+            made.check(None, "results/2026/labels.tif", None)
+        subprocess.run(["mount", "-o", "remount,ro", full], check=True)
+        with pytest.raises(BadParameter, match="permission"):
+            made.check(None, "results/2026/labels.tif", None)
+    finally:
+        subprocess.run(["umount", full], check=True)
 
 
 def test_link_in_the_place_of_the_result_is_replaced_and_not_written_through(host: Path) -> None:

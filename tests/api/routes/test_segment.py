@@ -425,6 +425,8 @@ def test_result_is_written_on_the_host_and_the_answer_says_so(host: tuple[TestCl
         ("input=scans/other.tif", b"", "not there"),
         ("input=scans/stack.tif&output_to=results/labels.png", b"", "tif"),
         ("input=scans/stack.tif&output_to=results/no/labels.tif", b"", "make it first"),
+        ("input=scans/stack.tif&output_to=results/folder.tif", b"", "is a folder"),
+        ("input=scans/stack.tif&output_to=results/folder.tif&overwrite=true", b"", "is a folder"),
         ("input=scans/stack.tif&overwrite=true", b"", "output_to"),
     ],
 )
@@ -432,6 +434,7 @@ def test_reference_that_cannot_be_used_is_refused(
     host: tuple[TestClient, Path], query: str, body: bytes, word: str
 ) -> None:
     client, folder = host
+    (folder / "results" / "folder.tif").mkdir(exist_ok=True)
     for endpoint in ("/segment", "/jobs", "/inspect"):
         response = client.post(f"{endpoint}?{query}", content=body, headers=TIFF)
         assert (response.status_code, response.json()["type"]) == (422, "urn:stackseg:problem:bad-parameter")
