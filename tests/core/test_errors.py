@@ -79,6 +79,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "reader-killed",
         "result-gone",
         "not-finished",
+        "too-slow",
         "output-exists",
         "configuration",
         "cancelled",
