@@ -117,11 +117,12 @@ async def receive_file(
             if is_multipart(request):
                 query = await admit_form(request, runtime, query, upload.fields)
             caller = get_caller(request)
-            source = Source(upload.path, upload.name)
+            source, name = Source(upload.path, upload.name), ""
             if (place := _choose_host_file(query, upload)) is not None:
                 opening = runtime.host_files.open_input(place, caller)
                 source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
-            received = ReceivedRequest(query, source.path, path, caller)
+                name = source.name
+            received = ReceivedRequest(query, source.path, path, caller, name=name)
             yield ReceivedFile(received, get_client(request), source.name, upload, stack)
 
 

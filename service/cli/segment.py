@@ -94,6 +94,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
+    from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
 
     query = _parse_query(options)
     results: dict[Path, tuple[str, ...]] = {options.result: _TIFF_SUFFIXES}
@@ -123,7 +124,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
-            tiff_writer.write(result.segmentation, options.result)
+            origin = describe_origin(query, result, options.input.name, hash_file(options.input))
+            tiff_writer.write(result.segmentation, options.result, origin)
         if options.measurements is not None:
             with stages.measure("measure"):
                 every_channel = replace(query.selection, channel=None)

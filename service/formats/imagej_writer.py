@@ -6,18 +6,23 @@ Micro-Manager writes both descriptions, too.
 
 from __future__ import annotations
 
+import colorsys
 import os
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from service.core.volume import Segmentation
 from service.formats import ifd
 
-IMAGE_DESCRIPTION = 270
+IMAGE_DESCRIPTION, COLOR_MAP = 270, 320
 _ASCII = 2
 
 
 def describe(segmentation: Segmentation) -> str:
-    """Return dimensions and sampling in ImageJ's syntax; lengths in cm, the smallest unit of the resolution tags."""
+    """Return dimensions and sampling in ImageJ's syntax; lengths in cm, the smallest unit of the resolution tags.
+
+    The display range of labels is such that each of up to 255 has a colour of its own.
+    """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
     if pixels.ndim == 4:
@@ -25,8 +30,28 @@ def describe(segmentation: Segmentation) -> str:
     if segmentation.voxel_size is not None:
         lines += ["unit=cm", f"spacing={segmentation.voxel_size.z / 1e4:.10g}"]
     if segmentation.count is not None:
-        lines += ["min=0.0", f"max={max(1, segmentation.count)}.0"]
+        lines += ["min=0.0", f"max={max(255, segmentation.count)}.0"]
     return "\n".join(lines) + "\n"
+
+
+def describe_origin(origin: Mapping[str, str]) -> str:
+    """Return facts about an image as further lines of a description, which ImageJ shows with Image > Show Info."""
+    lines = (f"stackseg_{name}={''.join(filter(str.isprintable, fact))}\n" for name, fact in origin.items())
+    return "".join(lines).encode("ascii", "replace").decode()
+
+
+def label_colours() -> tuple[int, ...]:
+    """Return 256 reds, greens and blues of 16 bits, as the tag ColorMap has them; 0 is black, neighbours differ.
+
+    Hues follow the golden ratio, so that any run of labels is spread over the circle. ImageJ reads the tag with grey
+    images of 8, 16 and 32 bits; other readers look at it for palette images only.
+    """
+    colours = [(0.0, 0.0, 0.0)]
+    for label in range(255):
+        colours.append(
+            colorsys.hsv_to_rgb(label * 0.618034 % 1, (1.0, 0.55, 0.8)[label % 3], (1.0, 0.9, 0.7)[label % 3])
+        )
+    return tuple(round(65535 * colour[channel]) for channel in range(3) for colour in colours)
 
 
 def append_description(stream: BinaryIO, text: str) -> int:

@@ -18,18 +18,25 @@ STRIP_OFFSETS, STRIP_BYTE_COUNTS = 273, 279
 UUID_PLACEHOLDER = "00000000-0000-4000-8000-000000000000"
 
 
+def origin_placeholder(room: int) -> dict[str, str]:
+    """Return what stands in the template for the origin of each file, where there is room for one."""
+    return {"room": "0" * room} if room else {}
+
+
 @dataclass(frozen=True)
 class TiffTemplate:
-    """A classic little-endian TIFF, complete but for pixels, UUID and description for ImageJ.
+    """A classic little-endian TIFF, complete but for pixels, UUID, origin and description for ImageJ.
 
     offsets, counts   positions in `content` of each page's 32-bit strip offset and byte count, [P]
     description_slot  position of the description for ImageJ, and its greatest length
+    origin_slot       position of the origin in the OME-XML, and its greatest length
     """
 
     content: bytes
     offsets: NDArray[np.intp]
     counts: NDArray[np.intp]
     description_slot: tuple[int, int]
+    origin_slot: tuple[int, int]
 
     @cached_property
     def _positions(self) -> NDArray[np.intp]:
@@ -37,8 +44,11 @@ class TiffTemplate:
         return np.stack((self.offsets, self.counts))[..., None] + np.arange(4)
 
     @classmethod
-    def prepare(cls, write: Callable[[BinaryIO], None], description: str) -> TiffTemplate:
-        """Lay out a file from `write`, with any pixels of one strip per page, and the longest possible description."""
+    def prepare(cls, write: Callable[[BinaryIO], None], description: str, room: int) -> TiffTemplate:
+        """Lay out a file from `write`, with any pixels of one strip per page, and the longest possible description.
+
+        room  of the `origin_placeholder` that it has written
+        """
         stream = io.BytesIO()
         write(stream)
         position = imagej_writer.append_description(stream, description)
@@ -46,11 +56,19 @@ class TiffTemplate:
         offsets, counts = (
             np.array([page[tag] for page in pages], np.intp) for tag in (STRIP_OFFSETS, STRIP_BYTE_COUNTS)
         )
-        return cls(stream.getvalue(), offsets, counts, (position, len(description)))
+        content = stream.getvalue()
+        placeholder = "".join(f'<M K="{name}">{fact}</M>' for name, fact in origin_placeholder(room).items()).encode()
+        slot = (content.index(placeholder), len(placeholder))
+        return cls(content, offsets, counts, (position, len(description)), slot)
 
-    def render(self, pages: Sequence[bytes], uuid: str, description: str) -> bytes:
-        """Return the file with these compressed pages, this UUID, and this description padded by empty lines."""
+    def render(self, pages: Sequence[bytes], uuid: str, origin: bytes, description: str) -> bytes:
+        """Return the file with these compressed pages, this UUID, and origin and description padded by white space.
+
+        origin  elements <M> of a MapAnnotation, in UTF-8
+        """
         file = bytearray(self.content.replace(UUID_PLACEHOLDER.encode(), uuid.encode()))
+        position, length = self.origin_slot
+        file[position : position + length] = origin.ljust(length)
         position, length = self.description_slot
         file[position : position + length] = description.ljust(length, "\n").encode("ascii")
         counts = np.array([len(page) for page in pages])

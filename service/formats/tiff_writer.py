@@ -7,11 +7,13 @@ import math
 import random
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, Self
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 from isal import isal_zlib
@@ -23,16 +25,24 @@ from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
 from service.formats import imagej_writer, tiff_template
 from service.formats.tiff_template import TiffTemplate
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+ORIGIN_NAMESPACE = "stackseg/origin"
+
 # A classic TIFF has 32-bit offsets, and might not hold its pages beyond this many bytes of pixels.
 _CLASSIC_BYTES = 2**32 - 2**26
 # Files up to this size and number of pages are made in memory.
 _SMALL_BYTES, _SMALL_PAGES = 4 * 2**20, 2**10
+# Steps of the bytes that a template has for the origin of a segmentation.
+_ROOM_STEP = 512
 # Bytes that are read of a mapped array between two releases of its memory.
 _RELEASE_BYTES = 2**24
 
 
 class _Form(NamedTuple):
-    """Everything that decides about a file but its pixels, UUID and number of objects."""
+    """Everything that decides about a file but its pixels, UUID, number of objects and origin.
+
+    room  bytes that a template has for the origin
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -40,11 +50,12 @@ class _Form(NamedTuple):
     names: tuple[str, ...]
     voxel_size: VoxelSize | None
     counted: bool
+    room: int = 0
 
     @classmethod
-    def of(cls, segmentation: Segmentation) -> Self:
+    def of(cls, segmentation: Segmentation, room: int = 0) -> Self:
         shape, dtype, counted = segmentation.pixels.shape, segmentation.pixels.dtype, segmentation.count is not None
-        return cls(shape, dtype, segmentation.kind, segmentation.names, segmentation.voxel_size, counted)
+        return cls(shape, dtype, segmentation.kind, segmentation.names, segmentation.voxel_size, counted, room)
 
     @property
     def pages(self) -> int:
@@ -56,12 +67,15 @@ class _Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize <= _SMALL_BYTES and self.pages <= _SMALL_PAGES
 
 
-def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None) -> None:
+def write(
+    segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NOTHING, *, bigtiff: bool | None = None
+) -> None:
     """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
 
     One page per plane, Deflate and no predictor, which every reader opens. BigTIFF, unless chosen, only where a classic
     TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a second
-    description for ImageJ's own reader.
+    description for ImageJ's own reader. So does `origin`, facts about how the segmentation was made by their names: it
+    is an annotation of the image in the OME-XML, and lines of that description. Labels and classes have colours.
     """
     form = _Form.of(segmentation)
     if bigtiff is None:
@@ -69,23 +83,29 @@ def write(segmentation: Segmentation, path: Path, *, bigtiff: bool | None = None
     partial = path.with_name(f".{path.name}.part")
     try:
         with partial.open("w+b") as file:
-            if not bigtiff and (content := encode(segmentation)) is not None:
+            if not bigtiff and (content := encode(segmentation, origin)) is not None:
                 file.write(content)
             else:
-                _write_pages(file, form, _compress_planes(segmentation.pixels), _make_uuid(), bigtiff=bigtiff)
-                imagej_writer.append_description(file, imagej_writer.describe(segmentation))
+                pages = _compress_planes(segmentation.pixels)
+                _write_pages(file, form, pages, _make_uuid(), _clean(origin), bigtiff=bigtiff)
+                description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
+                imagej_writer.append_description(file, description)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def encode(segmentation: Segmentation) -> bytes | None:
+def encode(segmentation: Segmentation, origin: Mapping[str, str] = NOTHING) -> bytes | None:
     """Return the bytes that `write` writes, or None where the file is too large to be made in memory."""
-    form = _Form.of(segmentation)
-    if not form.is_small:
+    if not _Form.of(segmentation).is_small:
         return None
     streams = [_compress(plane) for plane in _planes(segmentation.pixels)]
-    return _template(form).render(streams, _make_uuid(), imagej_writer.describe(segmentation))
+    xml = "".join(f"<M K={quoteattr(name)}>{escape(fact)}</M>" for name, fact in _clean(origin).items()).encode()
+    lines = imagej_writer.describe_origin(origin)
+    # Templates have room for origins of several lengths, so that few of them serve all.
+    room = -(-max(len(xml), len(lines)) // _ROOM_STEP) * _ROOM_STEP
+    description = imagej_writer.describe(segmentation) + lines
+    return _template(_Form.of(segmentation, room)).render(streams, _make_uuid(), xml, description)
 
 
 def _make_uuid() -> str:
@@ -106,12 +126,20 @@ def _template(form: _Form) -> TiffTemplate:
 
     def write(stream: BinaryIO) -> None:
         pages = itertools.repeat(b"\0", form.pages)
-        _write_pages(stream, form, pages, tiff_template.UUID_PLACEHOLDER, bigtiff=False)
+        origin = tiff_template.origin_placeholder(form.room)
+        _write_pages(stream, form, pages, tiff_template.UUID_PLACEHOLDER, origin, bigtiff=False)
 
-    return TiffTemplate.prepare(write, imagej_writer.describe(segmentation))
+    return TiffTemplate.prepare(write, imagej_writer.describe(segmentation) + "\n" * form.room, form.room)
 
 
-def _write_pages(file: BinaryIO, form: _Form, pages: Iterator[bytes], number: str, *, bigtiff: bool) -> None:
+def _clean(origin: Mapping[str, str]) -> dict[str, str]:
+    """Leave out control characters, which XML cannot carry."""
+    return {name: "".join(filter(str.isprintable, fact)) for name, fact in origin.items()}
+
+
+def _write_pages(  # noqa: PLR0913
+    file: BinaryIO, form: _Form, pages: Iterator[bytes], number: str, origin: Mapping[str, str], *, bigtiff: bool
+) -> None:
     """Write a TIFF with this UUID from pages that are compressed already."""
     has_channels = len(form.shape) == 4
     # XML cannot carry control characters.
@@ -123,6 +151,9 @@ def _write_pages(file: BinaryIO, form: _Form, pages: Iterator[bytes], number: st
         "Name": form.kind,
         "Channel": {"Name": names if has_channels else form.kind},
     }
+    if origin:
+        metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
+    colours = imagej_writer.label_colours() if form.kind != "probabilities" else ()
     resolution = None
     if form.voxel_size is not None:
         for axis, edge in zip("ZYX", form.voxel_size, strict=True):
@@ -140,6 +171,7 @@ def _write_pages(file: BinaryIO, form: _Form, pages: Iterator[bytes], number: st
             resolutionunit="CENTIMETER" if resolution else None,
             metadata=metadata,
             software="StackSeg",
+            extratags=[(imagej_writer.COLOR_MAP, "H", len(colours), colours, True)] if colours else (),
         )
 
 

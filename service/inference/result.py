@@ -21,6 +21,8 @@ class Result(NamedTuple):
     fallbacks   how often memory did not hold the batch, and a smaller one was taken
     recomputed  whether the scores had to be computed a second time, in float32
     skipped     windows that were not computed; None where all had to be
+    model       name and version of the model
+    engine      that computed the windows, with its precision
     """
 
     segmentation: Segmentation
@@ -31,6 +33,8 @@ class Result(NamedTuple):
     diameter: Diameter | None = None
     estimated: bool = False
     skipped: Skipped | None = None
+    model: str = ""
+    engine: str = ""
 
     @property
     def width(self) -> str | None:

@@ -176,9 +176,17 @@ class Segmenter:
             with stages.measure("decode"):
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:])
         notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *scored.notes)
-        estimated = plan.estimated and sized.diameter is not None
         return Result(
-            segmentation, stages.seconds, notes, scored.fallbacks, scored.recomputed, sized.diameter, estimated, skipped
+            segmentation,
+            stages.seconds,
+            notes,
+            scored.fallbacks,
+            scored.recomputed,
+            sized.diameter,
+            plan.estimated and sized.diameter is not None,
+            skipped,
+            self.spec.identifier,
+            f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
         )
 
     def _plan_by_diameter(

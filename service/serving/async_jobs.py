@@ -35,6 +35,7 @@ from service.serving.job import Job, Needs, Progress
 from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as_failure
 from service.serving.job_store import INPUT, JobStore
 from service.serving.parameters import Query
+from service.serving.provenance import hash_file
 from service.serving.results import Pixels, ReceivedRequest, describe_answer, read_pixels, settle, write_answer
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.scratch import translate_disk_faults
@@ -362,6 +363,8 @@ class AsyncJobs:
         active.stages.update(result.seconds)
         received = self._received(active)
         with translate_disk_faults():
+            if received.source.is_file():
+                received = received._replace(digest=hash_file(received.source))
             answer = write_answer(host_files, received, active.pixels.measured, result, spec.identifier)
             active.stages.update(answer.seconds)
             metadata = describe_answer(spec.identifier, active.request.name, answer, result, active.stages.seconds)
@@ -374,7 +377,8 @@ class AsyncJobs:
 
     def _received(self, active: _ActiveJob) -> ReceivedRequest:
         source = self._store.input_path(active.id)
-        return ReceivedRequest(active.query, source, source.parent, active.owner, active.job.cancelled)
+        name, cancelled = active.request.name, active.job.cancelled
+        return ReceivedRequest(active.query, source, source.parent, active.owner, cancelled, name)
 
     def _end(self, active: _ActiveJob, error: BaseException | None) -> None:
         """Record how the job ended. A job that the service cancels, and not its owner, waits for the next process."""

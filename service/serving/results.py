@@ -24,6 +24,7 @@ from service.inference.result import Result
 from service.serving.host_files import HostFiles
 from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
+from service.serving.provenance import describe_origin
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
@@ -55,6 +56,8 @@ class ReceivedRequest(NamedTuple):
     source     the file, in `folder` unless the request names one of the host
     folder     the request's own folder
     cancelled  whether nobody wants the answer any more
+    name       of the file for the record, "" where the result may answer a request with the same file of another name
+    digest     of the file, None where it is not known
     """
 
     query: Query
@@ -62,6 +65,8 @@ class ReceivedRequest(NamedTuple):
     folder: Path
     caller: str | None = None
     cancelled: Cancelling = never
+    name: str = ""
+    digest: str | None = None
 
 
 class Pixels(NamedTuple):
@@ -123,7 +128,7 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = tiff_writer.encode(result.segmentation)
+        content = tiff_writer.encode(result.segmentation, _origin(received, result))
     if content is None:
         return None
     return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
@@ -138,7 +143,7 @@ def write_answer(
     Cancelled, and what `HostFiles.put` and writing raise.
     """
     place = received.query.output_to
-    answer = _write_files(received, measured, result.segmentation)
+    answer = _write_files(received, measured, result)
     if place is None:
         return answer
     if received.cancelled():
@@ -212,7 +217,12 @@ def answer_name(name: str, suffix: str) -> str:
     return (TIFF_SUFFIX.sub("", name) or "stack") + suffix
 
 
-def _write_files(received: ReceivedRequest, measured: Volume, segmentation: Segmentation) -> Answer:
+def _origin(received: ReceivedRequest, result: Result) -> dict[str, str]:
+    return describe_origin(received.query, result, received.name, received.digest)
+
+
+def _write_files(received: ReceivedRequest, measured: Volume, result: Result) -> Answer:
+    segmentation = result.segmentation
     folder, wanted, stages = received.folder, received.query.measurements, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
     labels, table = folder / LABELS, folder / MEASUREMENTS
@@ -222,7 +232,7 @@ def _write_files(received: ReceivedRequest, measured: Volume, segmentation: Segm
     if wanted == "csv":
         return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)
     with stages.measure("write"):
-        tiff_writer.write(segmentation, labels)
+        tiff_writer.write(segmentation, labels, _origin(received, result))
         if wanted == "zip":
             _pack(folder / ARCHIVE, (labels, table))
     if wanted == "zip":

@@ -6,6 +6,7 @@ import uuid
 import zlib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_small_files_of_one_form_have_their_own_pixels_and_numbers(tmp_path: Pat
         tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=count), path)
         with tifffile.TiffFile(path) as file:
             np.testing.assert_array_equal(file.asarray(), labels)
-            assert (file.imagej_metadata or {})["max"] == count
+            assert (file.imagej_metadata or {})["max"] == max(255, count)
             identifiers.add(str(file.ome_metadata).partition('UUID="urn:uuid:')[2][:36])
     assert len(identifiers) == 3
     assert all(str(uuid.UUID(identifier)) == identifier for identifier in identifiers)
@@ -187,3 +188,61 @@ def test_pages_are_streams_of_zlib(tmp_path: Path, dtype: str) -> None:
         for page, plane in zip(file.pages, stack, strict=True):
             (begin,), (count,) = page.dataoffsets, page.databytecounts
             assert zlib.decompress(content[begin : begin + count]) == plane.tobytes()
+
+
+def origin_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The origin as the OME-XML of the only image has it, and as the description for ImageJ has it."""
+    with tifffile.TiffFile(path) as file:
+        root = ElementTree.fromstring(str(file.ome_metadata))
+        imagej = file.imagej_metadata or {}
+    for element in root.iter():
+        element.tag = element.tag.partition("}")[2]
+    referred = {element.get("ID") for element in root.iterfind("Image/AnnotationRef")}
+    annotations = root.findall("StructuredAnnotations/MapAnnotation")
+    assert referred == {annotation.get("ID") for annotation in annotations}
+    assert {annotation.get("Namespace") for annotation in annotations} <= {"stackseg/origin"}
+    found = {str(entry.get("K")): entry.text or "" for entry in root.iterfind("StructuredAnnotations/*/Value/M")}
+    lines = {name.removeprefix("stackseg_"): str(text) for name, text in imagej.items() if name.startswith("stackseg_")}
+    return found, lines
+
+
+ORIGIN = {"model": "nuclei/1", "parameters": '{"overlap": 0.5, "channel": "<DAPI> & \u00b5"}', "source": "Stück 1.tif"}
+
+
+@pytest.mark.parametrize("bigtiff", [None, True])
+@pytest.mark.parametrize("facts", [1, 60])
+def test_files_tell_how_they_were_made(tmp_path: Path, bigtiff: bool | None, facts: int) -> None:
+    """Small ones have room for it in their template."""
+    labels, path = noise(5, 17, 23), tmp_path / "labels.ome.tif"
+    origin = ORIGIN | {"warnings": "Too few objects. " * facts}
+    tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=7), path, origin, bigtiff=bigtiff)
+    in_xml, for_imagej = origin_of(path)
+    assert in_xml == origin
+    assert for_imagej == {name: text.strip().replace("µ", "?").replace("ü", "?") for name, text in origin.items()}
+    assert tiff_reader.inspect(path, ALL, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    np.testing.assert_array_equal(pixels(path)[0], labels)
+
+
+@given(st.dictionaries(st.sampled_from(["model", "source", "warnings"]), st.text(max_size=900)))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_text_breaks_a_file(tmp_path: Path, origin: dict[str, str]) -> None:
+    path = tmp_path / "any.ome.tif"
+    tiff_writer.write(Segmentation(noise(2, 3, 4), "labels", count=1), path, origin)
+    expected = {name: "".join(filter(str.isprintable, text)) for name, text in origin.items()}
+    assert origin_of(path)[0] == expected
+
+
+@pytest.mark.parametrize("bigtiff", [None, True])
+def test_labels_have_a_colour_each_for_imagej(tmp_path: Path, bigtiff: bool | None) -> None:
+    path = tmp_path / "labels.ome.tif"
+    tiff_writer.write(Segmentation(noise(2, 17, 23), "labels", count=7), path, bigtiff=bigtiff)
+    with tifffile.TiffFile(path) as file:
+        colours = np.reshape(file.pages.first.tags["ColorMap"].value, (3, 256)).T
+        assert file.pages.first.photometric == tifffile.PHOTOMETRIC.MINISBLACK
+        assert (file.imagej_metadata or {})["max"] == 255
+    assert tuple(colours[0]) == (0, 0, 0)
+    assert len(np.unique(colours, axis=0)) == 256
+    assert np.abs(np.diff(colours[1:].astype(int), axis=0)).max(axis=1).min() > 10_000
+    tiff_writer.write(Segmentation(noise(2, 2, 17, 23, dtype="float32"), "probabilities", names=("a", "b")), path)
+    with tifffile.TiffFile(path) as file:
+        assert "ColorMap" not in file.pages.first.tags

@@ -193,7 +193,7 @@ class _SegmentRequest:
 
     def _finish(self, result: Result) -> _NewResult:
         """Encode a small result in the thread that has segmented it; this may be called before `submit` returns."""
-        answer = encode_small_answer(self._file.received, result)
+        answer = encode_small_answer(self._file.received._replace(digest=self._digest), result)
         if answer is not None:
             # Nothing needs the input's pixels any more.
             del self._pixels
@@ -243,7 +243,7 @@ class _SegmentRequest:
 
         One call does both, so that a client that disconnects meanwhile leaves nothing on the host but its result.
         """
-        received = self._file.received
+        received = self._file.received._replace(digest=self._digest)
         answer = write_answer(self._runtime.host_files, received, self._pixels.measured, result, self._spec.identifier)
         settle(self._runtime.host_files, received)
         return answer, FileSnapshot.read(answer.path)

@@ -1,0 +1,47 @@
+"""What a result was made of, by what and how, as it is written into the file of the result."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from blake3 import blake3
+
+from service.inference.result import Result
+from service.serving.parameters import Query
+
+
+def describe_origin(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:
+    """Return facts about a result by name, without those that are not known.
+
+    Args:
+        query: the parameters that were given
+        result: the segmentation, with the model and the engine that made it
+        source: name of the file that was segmented
+        digest: BLAKE3 of that file in hexadecimal, None where it was not read as a whole
+    """
+    given = query.model_dump(exclude={"model"}, exclude_none=True)
+    facts = {
+        "software": _software(),
+        "model": result.model,
+        "engine": result.engine,
+        "parameters": json.dumps(given) if given else "",
+        "diameter": result.width,
+        "skipped": None if result.skipped is None else str(result.skipped),
+        "warnings": " ".join(result.notes),
+        "source": source,
+        "source_blake3": digest,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def hash_file(path: Path) -> str:
+    """Return BLAKE3 of a file in hexadecimal, as `b3sum` prints it."""
+    return blake3().update_mmap(path).hexdigest()
+
+
+@cache
+def _software() -> str:
+    return f"StackSeg {version('stackseg')}"
