@@ -106,6 +106,17 @@ def submit_gigabytes(port: int) -> AbstractContextManager[None]:
     return repeat(step, 4)
 
 
+def fill_queue(port: int) -> AbstractContextManager[None]:
+    """Jobs and requests of minutes of work, and more of them than may wait."""
+    body, paths = make_tiff((64, 256, 256), 1)[0], iter(("/jobs", "/segment") * 100_000)
+
+    def step() -> None:
+        with begin(port, next(paths), body) as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
 @contextmanager
 def stall_uploads(port: int) -> Iterator[None]:
     """Uploads that announce more than the service has room for, and stall."""
@@ -131,7 +142,8 @@ def leave_results(port: int) -> Iterator[None]:
 ATTACKS: dict[str, Attack] = {
     "nothing": lambda _: nullcontext(),
     **{attack.__name__: attack for attack in (
-        decode_gigabytes, decode_megabytes, parse_pages, submit_gigabytes, stall_uploads, leave_results
+        decode_gigabytes, decode_megabytes, parse_pages, submit_gigabytes, fill_queue, stall_uploads,
+        leave_results
     )},
 }  # fmt: skip
 

@@ -236,9 +236,10 @@ class JobStore:
         done = self._change(job, ("waiting", "running"), change, time.time(), size, encode_answer(answer))
         # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
-            if done:
+            # Its owner may have deleted it meanwhile.
+            for record in self._select("id = ? AND state = 'done'", job) if done else ():
                 self.delete_unneeded_files(job)
-                self._evict(0, self._select("id = ?", job)[0].owner, spare=job)
+                self._evict(0, record.owner, spare=job)
         return done
 
     def fail(self, job: str, error: BaseException) -> bool:

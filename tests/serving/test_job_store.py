@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sqlite3
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -226,6 +228,12 @@ def test_numbers_and_ids_are_not_given_twice(store: JobStore) -> None:
     store.delete(first)
     second = accept(store)
     assert (store.find(second, None).number, second != first) == (number + 1, True)
+
+
+def test_nothing_is_lost_or_left_when_the_process_is_killed_between_two_lines(tmp_path: Path) -> None:
+    """`python tests/serving/killed_store.py FOLDER` kills between any two."""
+    command = [sys.executable, str(ROOT / "tests" / "serving" / "killed_store.py"), str(tmp_path), "61"]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def test_oldest_results_make_room(store: JobStore) -> None:
