@@ -67,8 +67,16 @@ _PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=:
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
-    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack")
-    segment.add_argument("result", type=Path, metavar="OUT", help="OME-TIFF to write, a name that ends with .tif")
+    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack, or a folder of stacks")
+    segment.add_argument(
+        "result", type=Path, nargs="?", metavar="OUT", help="OME-TIFF to write, a name that ends with .tif, or a folder"
+    )
+    segment.add_argument("-o", "--out", type=Path, metavar="OUT", help="another way to say OUT (default: none)")
+    segment.add_argument(
+        "--glob",
+        metavar="PATTERN",
+        help="which files of the folder IN are stacks, as '**/*.tif' (default: all TIFFs in it, not in its subfolders)",
+    )
     for name, (placeholder, text) in PARAMETERS.items():
         segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
     segment.add_argument(
@@ -97,6 +105,13 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
 
     query = _parse_query(options)
+    if (options.result is None) == (options.out is None):
+        raise BadParameter("Say once where the result goes: stackseg segment IN OUT.")
+    options.result = options.result or options.out
+    if options.input.is_dir():
+        return _run_folder(options, query, settings)
+    if options.glob is not None:
+        raise BadParameter(f"--glob: {options.input} is not a folder.")
     results: dict[Path, tuple[str, ...]] = {options.result: _TIFF_SUFFIXES}
     if options.measurements is not None:
         if options.measurements.resolve() == options.result.resolve():
@@ -133,6 +148,14 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
                 write_csv(measure(result.segmentation, volume), options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
     return 0
+
+
+def _run_folder(options: argparse.Namespace, query: Query, settings: Settings) -> int:
+    from service.cli import segment_folder  # noqa: PLC0415
+
+    if options.measurements is not None:
+        raise BadParameter("--measurements: the table of a folder is objects.csv among its results.")
+    return segment_folder.run(options, query, settings)
 
 
 def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> Iterator[str]:

@@ -21,7 +21,7 @@ from service.core.volume import Diameter, Options, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.decoding.decoders import make_decoder
-from service.inference.diameter import DiameterCache, DiameterEstimator, estimate_anisotropy
+from service.inference.diameter import DiameterCache, DiameterEstimator, Sizing, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
@@ -189,15 +189,26 @@ class Segmenter:
             f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
         )
 
+    def estimate_diameter(
+        self, volume: Volume, options: Options, *, run: RunWindows = SlidingWindow.run
+    ) -> Sizing | None:
+        """Estimate how wide the objects of a volume are; None where `segment` with these options would not.
+
+        Raises what `segment` raises.
+        """
+        request = self.estimator.plan_request(volume, options)
+        if not request.plan.estimated:
+            return None
+        compute = partial(run, cancelled=lambda: False, progress=lambda _done, _total: None)
+        with torch.inference_mode(), translate_errors(request.estimate, self._device):
+            source, _notes = normalise_volume(volume, self.spec)
+            return self._measure_diameter(source, volume, request.plan, compute)
+
     def _plan_by_diameter(
         self, image: NormalisedImage, volume: Volume, options: Options, request: PlannedRequest, compute: ComputeSlabs
     ) -> _Sized:
         """Estimate the diameter of the objects, and plan anew with it where resampling by it brings something."""
-        size = working_size(volume, self.spec)
-        z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
-        score_windows = partial(self._scores.score_windows, plan=request.plan, run=compute)
-        estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
-        sizing = self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
+        sizing = self._measure_diameter(image, volume, request.plan, compute)
         if sizing.diameter is None or sizing.fits:
             return _Sized(request, sizing.diameter, (sizing.note,))
         try:
@@ -208,6 +219,13 @@ class Segmenter:
             return _Sized(request, sizing.diameter, (note,))
         plan = request.plan._replace(diameter=sizing.diameter)
         return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
+
+    def _measure_diameter(self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs) -> Sizing:
+        size = working_size(volume, self.spec)
+        z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
+        score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
+        estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
+        return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
 
     def _resample(self, image: NormalisedImage, volume: Volume, diameter: Diameter | None) -> PreparedImage:
         """Resample an image to the grid of the network, and bring it to the device."""

@@ -1,0 +1,135 @@
+"""What `stackseg segment FOLDER` keeps in its output folder: records by which it resumes, the table, the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+RECORDS, TABLE, REPORT = "stacks.jsonl", "objects.csv", "report.html"
+
+_STYLE = """
+body { font: 15px sans-serif; margin: 2em }
+td, th { padding: .4em 1em .4em 0; text-align: left; vertical-align: top }
+img { max-width: 256px; max-height: 256px }
+small { color: #666; display: block; max-width: 50em }
+.failed { color: #b00 }
+"""
+
+
+class StackRecord(NamedTuple):
+    """How one stack went.
+
+    key          of the parameters, the model and the software
+    size, mtime  of the file in bytes and nanoseconds
+    result       label file, relative to the output folder
+    problem      why there is no result, "" where there is one
+    """
+
+    key: str
+    size: int
+    mtime: int
+    result: str = ""
+    objects: int | None = None
+    seconds: float = 0.0
+    notes: Sequence[str] = ()
+    problem: str = ""
+
+
+class Records(dict[str, StackRecord]):
+    """The latest record of each stack by its name, each kept as a line of JSON as soon as it is there.
+
+    A last line that an end of the process has cut short counts as absent.
+    """
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self._out, self._path = out, out / RECORDS
+        self._series: dict[str, tuple[str, str]] = {}
+        lines = self._path.read_text(encoding="utf-8").split("\n") if self._path.exists() else [""]
+        for line in lines[:-1]:
+            content = json.loads(line)
+            if "series" in content:
+                self._series[content["series"]] = (content["diameter"], content["note"])
+            else:
+                name = content.pop("stack")
+                self[name] = StackRecord(**content)
+        if lines[-1]:
+            self._path.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+
+    @staticmethod
+    def belongs(out: Path) -> bool:
+        """Return whether a folder has records."""
+        return (out / RECORDS).is_file()
+
+    def add(self, name: str, record: StackRecord) -> None:
+        """Record how a stack went."""
+        self[name] = record
+        self._append({"stack": name, **record._asdict()})
+
+    def is_done(self, name: str, key: str, stack: Path) -> bool:
+        """Return whether there is a result of this very file with these parameters."""
+        record, status = self.get(name), stack.stat()
+        if record is None or record.problem or not (self._out / record.result).is_file():
+            return False
+        return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
+
+    def series(self, parameters: str) -> tuple[str, str] | None:
+        """Return the width that holds for all stacks with these parameters, and the note about it, if on record."""
+        return self._series.get(parameters)
+
+    def set_series(self, parameters: str, width: tuple[str, str]) -> None:
+        """Record the width that holds for all stacks with these parameters, and the note about it."""
+        self._series[parameters] = width
+        self._append({"series": parameters, "diameter": width[0], "note": width[1]})
+
+    def _append(self, content: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+
+
+def write_table(out: Path, stacks: Iterable[tuple[str, str]]) -> None:
+    """Write one table of the objects of all stacks (name, place), with a first column that names the stack.
+
+    Stacks of other channels have other columns; a cell that a stack does not have is empty.
+    """
+    tables = [(name, path) for name, place in stacks if (path := out / f"{place}_objects.csv").is_file()]
+    columns = {"stack": None}
+    for _, path in tables:
+        with path.open(encoding="utf-8", newline="") as file:
+            columns |= dict.fromkeys(next(csv.reader(file)))
+    with (out / TABLE).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for name, path in tables:
+            with path.open(encoding="utf-8", newline="") as table:
+                writer.writerows({"stack": name, **row} for row in csv.DictReader(table))
+
+
+def write_report(out: Path, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
+    """Write a page with a row for each stack (name, place, record): picture, objects, seconds, and what to know."""
+    rows = "\n".join(_row(name, place, record) for name, place, record in stacks)
+    heads = "".join(f"<th>{head}</th>" for head in ("", "stack", "objects", "seconds", "notes"))
+    done = sum(record is not None and not record.problem for _, _, record in stacks)
+    page = (
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>StackSeg</title><style>{_STYLE}</style>\n'
+        f"<h1>{done} of {len(stacks)} stacks, {escape(model)}</h1>\n<table><tr>{heads}</tr>\n{rows}\n</table></html>\n"
+    )
+    (out / REPORT).write_text(page, encoding="utf-8")
+
+
+def _row(name: str, place: str, record: StackRecord | None) -> str:
+    if record is None:
+        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>not begun</td></tr>"
+    if record.problem:
+        problem = f'<td class="failed">{escape(record.problem)}</td>'
+        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td>{problem}</tr>"
+    picture = f'<img src="{quote(place)}.png" alt="">'
+    link = f'<a href="{quote(record.result)}">{escape(name)}</a>'
+    notes = "".join(f"<small>{escape(note)}</small>" for note in record.notes)
+    objects = "" if record.objects is None else record.objects
+    return f"<tr><td>{picture}</td><td>{link}</td><td>{objects}</td><td>{record.seconds:.1f}</td><td>{notes}</td></tr>"
