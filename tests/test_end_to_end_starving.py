@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def live(bands_repository: Path) -> Iterator[Live]:
 
 
 @contextmanager
-def sending(live: Live, key: str, path: str, body: bytes) -> Iterator[socket.socket]:
-    """A connection that has sent a request and hangs up at the end of the block."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+def sending(live: Live, key: str, path: str, body: bytes, length: int | None = None) -> Iterator[socket.socket]:
+    """A connection that has sent a request, all of it unless `length` is more, and hangs up at the end of the block."""
+    length = length or len(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: {length}\r\n\r\n"
     with socket.create_connection((live.host, live.port)) as connection:
         connection.sendall(head.encode() + body)
         yield connection
@@ -68,6 +69,53 @@ def test_large_file_in_few_bytes_blocks_nobody_and_ends_with_its_client(live: Li
     # The rest of either file would have taken several times as long.
     assert time.monotonic() - gone < 3
     assert post(live, "greedy", "/segment", stack).status_code == 200
+
+
+def test_uploads_that_stall_leave_room_for_those_of_others(bands_repository: Path, phantom: Any) -> None:
+    stack = as_tiff(phantom.image)
+    limits = {"scratch_bytes": 4 * len(stack)}
+    with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
+        for _ in range(2):
+            stalled.enter_context(sending(live, "greedy", "/segment", stack[:-1], len(stack)))
+        until(lambda: live.runtime.scratch_space.used == 2 * len(stack))
+        for path in ("/segment", "/jobs", "/inspect"):
+            refused = post(live, "greedy", path, stack)
+            assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (429, "rate-limited")
+            assert int(refused.headers["retry-after"]) > 0
+            assert post(live, "modest", path, stack).is_success
+        stalled.close()
+        until(lambda: post(live, "greedy", "/segment", stack).status_code == 200)
+        until(lambda: live.runtime.scratch_space.used == 0)
+
+
+def test_results_that_nobody_takes_leave_room_for_those_of_others(
+    bands_repository: Path, phantom: Any, phantom_maker: Any
+) -> None:
+    large, stack = as_tiff(phantom_maker((16, 512, 512), seed=3).image), as_tiff(phantom.image)
+    limits = {"scratch_bytes": 2**27}
+    with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as waiting:
+        path = "/segment?output=probabilities"
+        for _ in range(2):
+            connection = waiting.enter_context(sending(live, "greedy", path, large))
+            until(lambda before=live.runtime.scratch_space.used: live.runtime.scratch_space.used > before + 2**24, 60)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert post(live, "greedy", path, large).status_code == 429
+        assert post(live, "modest", path, stack).status_code == 200
+        waiting.close()
+        until(lambda: live.runtime.scratch_space.used == 0)
+        assert post(live, "greedy", path, large).status_code == 200
+
+
+def test_jobs_wait_for_space_to_decode_to(bands_repository: Path) -> None:
+    bomb = make_bomb(10, (2048, 2048))
+    limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
+    with serve(eager(bands_repository, limits=limits)) as live:
+        posted = [live.client.post("/jobs?axes=ZYX&skip_below=1", content=bomb) for _ in range(3)]
+        jobs = [answer.headers["location"] for answer in posted]
+        until(lambda: decodes(live))
+        assert live.runtime.scratch_space.used <= limits["scratch_bytes"] // 2
+        until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), 60)
+        until(lambda: live.runtime.scratch_space.used == 0)
 
 
 def test_too_many_windows_are_refused_before_a_pixel_is_decoded(bands_repository: Path) -> None:

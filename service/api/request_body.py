@@ -24,6 +24,7 @@ from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
 from service.serving.runtime import Runtime
 from service.serving.scratch import ScratchFolder, path_exists, translate_disk_faults
+from service.serving.scratch_space import Hold
 
 
 @asynccontextmanager
@@ -60,16 +61,16 @@ class ReceivedFile:
     """A file that came with a request or is named by it; lives as long as `receive_file`, or its resources.
 
     received   parameters, those of a form included, caller, folder and path of the file
-    client     whom the request's share of the service is counted for
     name       of the file
     shared     whether it is a file of the host, which others may change
+    space      what the request holds on disk, and for whom
     resources  folder and file, released at the end of `receive_file` unless they were taken from here
     """
 
     def __init__(
-        self, received: ReceivedRequest, client: str, name: str, upload: Upload, resources: AsyncExitStack
+        self, received: ReceivedRequest, name: str, upload: Upload, space: Hold, resources: AsyncExitStack
     ) -> None:
-        self.received, self.client, self.name = received, client, name
+        self.received, self.name, self.space = received, name, space
         self.resources, self._upload = resources, upload
         self.shared = received.query.input is not None
 
@@ -108,7 +109,8 @@ async def receive_file(
     async with AsyncExitStack() as stack:
         path = await stack.enter_async_context(folder or work_folder(runtime.scratch))
         async with time_limit(limits.request_seconds):
-            upload = Upload(path / INPUT, limits.upload_bytes)
+            space = stack.enter_context(runtime.scratch_space.hold(get_client(request)))
+            upload = Upload(path / INPUT, limits.upload_bytes, space)
             stack.callback(upload.close)
             with stages.measure("receive"):
                 await receive(request, upload)
@@ -123,7 +125,7 @@ async def receive_file(
                 source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
                 name = source.name
             received = ReceivedRequest(query, source.path, path, caller, name=name)
-            yield ReceivedFile(received, get_client(request), source.name, upload, stack)
+            yield ReceivedFile(received, source.name, upload, space, stack)
 
 
 def _choose_host_file(query: Query, upload: Upload) -> str | None:

@@ -79,6 +79,13 @@ class FileSnapshot(NamedTuple):
         status = path.stat()
         return cls(status, path.read_bytes() if status.st_size <= SMALL_BYTES else None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        if self.content is not None:
+            return len(self.content)
+        return 0 if self.status is None else self.status.st_size
+
 
 class ResultResponse(FileResponse):
     """A response that sends a result and then, however that ended, closes `resources`.

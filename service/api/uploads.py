@@ -18,6 +18,7 @@ from service.api.headers import get_header
 from service.api.multipart import MAX_FORM_BYTES, FormParser
 from service.api.threads import run_in_thread
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.serving.scratch_space import Hold
 
 MULTIPART = "multipart/form-data"
 RAW_TYPES = frozenset(
@@ -65,16 +66,19 @@ UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 class Upload:
     """A file on its way to disk, or into memory where it is small, with its name and the fields of its form.
 
+    `space` counts the announced bytes, or those that have arrived, as if all were on disk.
+
     path  where the complete file lies, unless it is kept in memory
     """
 
-    def __init__(self, path: Path, limit_bytes: int, budget: MemoryBudget = UPLOAD_MEMORY) -> None:
+    def __init__(self, path: Path, limit_bytes: int, space: Hold, budget: MemoryBudget = UPLOAD_MEMORY) -> None:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
         self.received = 0
         self.limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
+        self._space, self._announced = space, 0
         self._budget = budget
         # Bytes of the budget for pending blocks, and for a file that is kept in memory.
         self._reserved = 0
@@ -89,11 +93,18 @@ class Upload:
         """Set the name that the client gives the file."""
         self.name = plain_name(name)
 
+    def announce(self, nbytes: int) -> None:
+        """Reserve space for a file of so many bytes. Raises what `Hold.reserve` raises."""
+        self._space.reserve(nbytes - self._announced)
+        self._announced = nbytes
+
     def add_data(self, data: bytes | memoryview) -> None:
-        """Add bytes of the file, which must not change afterwards. Raises TooLarge."""
+        """Add bytes of the file, which must not change afterwards. Raises TooLarge, and what `announce` raises."""
         self.received += len(data)
         if self.received > self.limit_bytes:
             raise too_large(self.limit_bytes)
+        if self.received > self._announced:
+            self.announce(self.received + BLOCK_BYTES)
         self._pending.append(data)
         self._pending_bytes += len(data)
 
@@ -190,12 +201,12 @@ def is_multipart(request: Request) -> bool:
 async def receive(request: Request, upload: Upload) -> None:
     """Receive the posted file and write all but its end. An empty body makes an empty file.
 
-    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, and Cancelled when the client disconnects before
-    it has sent everything.
+    Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, RateLimited or OutOfStorage where there is too
+    little space for it, and Cancelled when the client disconnects before it has sent everything.
     """
     form = _make_form_parser(request, upload)
     feed = upload.add_data if form is None else form.feed
-    _check_length(request, upload.limit_bytes)
+    upload.announce(_stated_length(request, upload.limit_bytes))
     more = True
     try:
         while more:
@@ -247,13 +258,16 @@ def _make_form_parser(request: Request, upload: Upload) -> FormParser | None:
     )
 
 
-def _check_length(request: Request, limit_bytes: int) -> None:
-    """Refuse a stated length before the body is read; a form may add its frame and fields. Raises TooLarge."""
-    length = get_header(request.scope, b"content-length")
-    if not length.isdecimal() or int(length) <= limit_bytes:
-        return
-    if not is_multipart(request) or int(length) > limit_bytes + MAX_FORM_BYTES:
+def _stated_length(request: Request, limit_bytes: int) -> int:
+    """Return the length of the body, 0 where it is not stated.
+
+    Raises TooLarge for one beyond the limit; a form may add its frame and fields.
+    """
+    stated = get_header(request.scope, b"content-length")
+    length = int(stated) if stated.isdecimal() else 0
+    if length > limit_bytes + (MAX_FORM_BYTES if is_multipart(request) else 0):
         raise too_large(limit_bytes)
+    return length
 
 
 def plain_name(name: str) -> str:

@@ -142,6 +142,7 @@ class Limits(_Section):
     overlap          of a request
     windows          of one volume, by its size, overlap and diameter
     cache_bytes      of results kept for equal requests; 0: none
+    scratch_bytes    on disk, of uploads, decoded pixels and results until they are taken; at most what is free at start
     waiting          requests that wait for the device, beyond one that runs
     at_once          requests of these in work at the same time: prepared, computed, decoded
     read_seconds     for decoding one file
@@ -155,6 +156,7 @@ class Limits(_Section):
     overlap: Overlap = 0.75
     windows: PositiveInt = 200_000
     cache_bytes: NonNegativeInt = 2**30
+    scratch_bytes: PositiveInt = 64 * 2**30
     waiting: NonNegativeInt = 16
     at_once: PositiveInt = 16
     read_seconds: PositiveFloat = 60.0

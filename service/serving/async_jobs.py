@@ -22,6 +22,7 @@ from service.core.errors import (
     InternalError,
     NotFinished,
     OutOfStorage,
+    RateLimited,
     ResultGone,
     StackSegError,
     StorageUnavailable,
@@ -36,9 +37,18 @@ from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as
 from service.serving.job_store import INPUT, JobStore
 from service.serving.parameters import Query
 from service.serving.provenance import hash_file
-from service.serving.results import Pixels, ReceivedRequest, describe_answer, read_pixels, settle, write_answer
+from service.serving.results import (
+    LargePixels,
+    Pixels,
+    ReceivedRequest,
+    describe_answer,
+    read_pixels,
+    settle,
+    write_answer,
+)
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.scratch import translate_disk_faults
+from service.serving.scratch_space import Hold
 
 WRITE_THREADS = 2
 CLEAN_UP_SECONDS = 60.0
@@ -79,6 +89,7 @@ class _ActiveJob:
         # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
         self.faulted: float | None = None
         self.over = threading.Event()
+        self.space: Hold
         self.job: Job[Result]
 
 
@@ -250,6 +261,7 @@ class AsyncJobs:
     def _activate(self, number: str, request: JobRequest, owner: str | None) -> _ActiveJob:
         active = _ActiveJob(number, request, owner, self._runtime.reserve(request.model, owner))
         work, needs = partial(self._segment, active), partial(self._needs, active)
+        active.space = self._runtime.scratch_space.hold(owner or "")
         active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
         with self._lock:
             self._active[active.id] = active
@@ -265,10 +277,11 @@ class AsyncJobs:
     def _prepare(self, active: _ActiveJob, *, large: bool) -> None:
         """Read the file and ask for the model, in a thread that reads. A job for which that fails has failed."""
         try:
-            self._read(active, large=large)
-            if active.pixels is None:
-                self._read_ahead(active, large=True)
+            pixels = self._read(active, large=large)
+            if isinstance(pixels, LargePixels):
+                self._decode_later(active, pixels.nbytes)
                 return
+            active.pixels = pixels
             active.faulted = None
             active.reservation.take(active.job)
         except Exception as error:  # noqa: BLE001 - the job gets it
@@ -276,8 +289,19 @@ class AsyncJobs:
                 _log_unexpected(active, error)
                 active.job.refuse(error)
 
-    def _read(self, active: _ActiveJob, *, large: bool) -> None:
-        """Read the file; one that takes long to decode is left alone unless it is its turn as a `large` one."""
+    def _decode_later(self, active: _ActiveJob, nbytes: int) -> None:
+        """Have a large file decoded once there is space for so many bytes: a job that was accepted waits for that."""
+        active.space.add(-active.space.nbytes)
+        try:
+            if not active.job.cancelled():
+                active.space.reserve(nbytes)
+        except (OutOfStorage, RateLimited):
+            self._again.append(partial(self._decode_later, active, nbytes))
+            return
+        self._read_ahead(active, large=True)
+
+    def _read(self, active: _ActiveJob, *, large: bool) -> Pixels | LargePixels:
+        """Read the file; one that takes long to decode is only described unless it is its turn as a `large` one."""
         if active.job.cancelled():
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
@@ -291,11 +315,9 @@ class AsyncJobs:
             with ExitStack() as stack:
                 if place is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
-                pixels = read_pixels(
+                return read_pixels(
                     self._runtime.reader, active.query, source, active.folder, active.job.cancelled, large=large
                 )
-                if isinstance(pixels, Pixels):
-                    active.pixels = pixels
 
     def _try_again(self, active: _ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
         """Have a step done again soon if the storage has failed it; return False if it has done so for too long."""
@@ -401,6 +423,7 @@ class AsyncJobs:
         finally:
             with self._lock:
                 del self._active[active.id]
+            active.space.close()
             active.over.set()
 
     def _record_failures(self) -> None:

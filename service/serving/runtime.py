@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from service.serving.metrics import Metrics
 from service.serving.model_registry import ModelRegistry
 from service.serving.result_cache import ResultCache
 from service.serving.scratch import ScratchFolder
+from service.serving.scratch_space import ScratchSpace
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
@@ -65,6 +67,7 @@ class Runtime:
         self.result_cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
             self.scratch.results, settings.limits.cache_bytes
         )
+        self.scratch_space: ScratchSpace
         self.reader: Reader
         # As many as there are processes that read files: who waits for one holds no thread.
         self.read_threads = FairThreadPool(SMALL_READERS, "read")
@@ -101,6 +104,8 @@ class Runtime:
     def start(self) -> None:
         """Read the model repository, and begin to load the models that are wanted at start."""
         self.scratch.create()
+        free_bytes = shutil.disk_usage(self.scratch.path).free
+        self.scratch_space = ScratchSpace(min(self.settings.limits.scratch_bytes, free_bytes))
         self.reader = Reader(
             memory_bytes=READER_BYTES,
             seconds=self.settings.limits.read_seconds,
@@ -216,6 +221,7 @@ class Runtime:
         watch, watch_each = self.metrics.watch, self.metrics.watch_each
         watch("stackseg_waiting", "Requests that wait for the device.", lambda: self.waiting)
         watch("stackseg_running", "Requests that are worked on.", lambda: len(self.running))
+        watch("stackseg_scratch_bytes", "Bytes on disk that requests hold.", lambda: float(self.scratch_space.used))
         watch("stackseg_cache_bytes", "Bytes of earlier results.", lambda: float(self.result_cache.nbytes))
         watch(
             "stackseg_ready",

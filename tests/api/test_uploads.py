@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,16 @@ from starlette.requests import Request
 from service.api import uploads
 from service.api.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from service.api.uploads import BLOCK_BYTES, UPLOAD_MEMORY, MemoryBudget, Upload, plain_name, receive
-from service.core.errors import BadParameter, Cancelled, StackSegError, TooLarge, UnsupportedMedia
+from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
+from service.serving.scratch_space import Hold, ScratchSpace
 
 TIFF = {"content-type": "image/tiff"}
 FORM = {"content-type": "multipart/form-data; boundary=frontier"}
+
+
+def hold(nbytes: int = 2**40) -> Hold:
+    """What one request holds of so many bytes."""
+    return ScratchSpace(nbytes).hold("client")
 
 
 def post(
@@ -41,7 +48,7 @@ def post(
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     request = Request({"type": "http", "method": "POST", "headers": raw}, next_message)
-    upload = Upload(folder / "request" / "upload.tif", limit, budget)
+    upload = Upload(folder / "request" / "upload.tif", limit, hold(), budget)
     folder.mkdir(exist_ok=True)
     try:
         asyncio.run(receive(request, upload))
@@ -97,7 +104,7 @@ def test_bodies_for_which_there_is_no_room_lie_on_disk(tmp_path: Path) -> None:
 def test_what_has_arrived_of_stalled_bodies_takes_room_too(tmp_path: Path) -> None:
     """However many they are, and whether they are to lie in memory or not."""
     budget = MemoryBudget(20)
-    made = [Upload(tmp_path / str(n) / "upload.tif", 100, budget) for n in range(5)]
+    made = [Upload(tmp_path / str(n) / "upload.tif", 100, hold(), budget) for n in range(5)]
 
     async def arrive() -> None:
         for data in (b"II*\0", b"rest"):
@@ -135,7 +142,7 @@ def test_no_piece_of_a_stalled_body_stays_in_memory_once_it_is_written(tmp_path:
             return message
 
         request = Request({"type": "http", "method": "POST", "headers": []}, next_message)
-        upload = Upload(tmp_path / "upload.tif", 2**20, MemoryBudget(0))
+        upload = Upload(tmp_path / "upload.tif", 2**20, hold(), MemoryBudget(0))
         receiving = asyncio.ensure_future(receive(request, upload))
         async with asyncio.timeout(10):
             # The thread that has written it may be about to let go.
@@ -276,3 +283,40 @@ def test_client_that_leaves_early_is_noticed(tmp_path: Path) -> None:
 )
 def test_file_name_is_only_a_name(sent: str, kept: str) -> None:
     assert plain_name(sent) == kept
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_bytes_are_held_once_they_are_announced_or_have_arrived(tmp_path: Path, stated: bool) -> None:
+    space = ScratchSpace(2**30)
+
+    async def stall(held: Hold, length: int) -> None:
+        """Upload the first kilobyte, of `length` bytes, and leave."""
+        stalled = asyncio.Event()
+        messages = [{"type": "http.request", "body": bytes(1000), "more_body": True}]
+
+        async def next_message() -> Any:
+            if not messages:
+                stalled.set()
+                await asyncio.sleep(60)
+            return messages.pop()
+
+        headers = [(b"content-type", b"image/tiff"), (b"content-length", str(length).encode())]
+        request = Request({"type": "http", "method": "POST", "headers": headers[: 1 + stated]}, next_message)
+        upload = Upload(tmp_path / "upload.tif", 2**30, held)
+        receiving = asyncio.ensure_future(receive(request, upload))
+        await asyncio.wait([receiving, asyncio.ensure_future(stalled.wait())], return_when="FIRST_COMPLETED")
+        receiving.cancel()
+        try:
+            with suppress(asyncio.CancelledError):
+                await receiving
+        finally:
+            upload.close()
+
+    first, second, third = (space.hold("client") for _ in range(3))
+    asyncio.run(stall(first, 2**28))
+    assert first.nbytes == 2**28 if stated else 1000 <= first.nbytes <= 1000 + BLOCK_BYTES
+    first.reserve(2**28 - first.nbytes)
+    asyncio.run(stall(second, 2**28))
+    space.hold("client").reserve(2**29 - space.used)
+    with pytest.raises(RateLimited):
+        asyncio.run(stall(third, 1000))

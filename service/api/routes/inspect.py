@@ -30,7 +30,7 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
         selection = file.received.query.selection
         return runtime.reader.inspect(file.source, selection, shared=file.shared, cancelled=cancelled.is_set)
 
-    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.client), cancelled)
+    return await run_in_thread(complete_and_inspect, runtime.read_threads.of(file.space.client), cancelled)
 
 
 @router.post("/inspect", openapi_extra=REQUEST)

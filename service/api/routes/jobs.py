@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
 from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
 from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response, open_file_path
 from service.api.routes.inspect import inspect_file
@@ -99,13 +101,19 @@ async def events(
 
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=ANSWER)
-async def result(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> ResultResponse:
+async def result(
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
+) -> ResultResponse:
     """Fetch the answer of a job as `/segment` gives it: the labels with their headers, or the problem of the job."""
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     # The file is open already, so that a result that has to make room meanwhile is still sent whole.
-    response = build_response(open_file_path(file), metadata)
-    response.resources.callback(file.close)
-    return response
+    with ExitStack() as opened:
+        opened.callback(file.close)
+        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
+        space.reserve(os.fstat(file.fileno()).st_size)
+        response = build_response(open_file_path(file), metadata)
+        response.resources.callback(opened.pop_all().close)
+        return response
 
 
 @router.delete("/jobs/{job}", status_code=204)

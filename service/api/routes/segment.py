@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -99,10 +100,10 @@ class _SegmentRequest:
 
     def __init__(self, runtime: Runtime, file: ReceivedFile, spec: ModelSpec, stages: Stages) -> None:
         self._runtime, self._file, self._spec, self._stages = runtime, file, spec, stages
-        self._caller, self._client = file.received.caller, file.client
+        self._caller, self._client = file.received.caller, file.space.client
         self._digest: str | None = None
         self._pixels: Pixels
-        self._voxels = 0
+        self._voxels = self._decoded_bytes = 0
         self._job: Job[_NewResult] | None = None
         # Set when nobody waits for the answer any more.
         self._cancelled = threading.Event()
@@ -179,6 +180,8 @@ class _SegmentRequest:
             pixels = read_pixels(self._runtime.reader, query, file.source, received.folder, cancelled, large=large)
         if isinstance(pixels, LargePixels):
             self._runtime.estimate(self._spec, pixels.segmented, query.options)
+            file.space.reserve(pixels.nbytes)
+            self._decoded_bytes = pixels.nbytes
             return pixels
         self._pixels = pixels
         file.drop_content()
@@ -204,6 +207,8 @@ class _SegmentRequest:
         seconds = {**self._stages.seconds, "total": self._stages.total}
         metadata = replace(metadata, file_name=answer_name(self._file.name, suffix), seconds=seconds)
         file = cached.result.file
+        # It may have to make room for others in the cache while it is sent.
+        self._file.space.add(os.fstat(file.fileno()).st_size)
         response = build_response(open_file_path(file), metadata, ETag=make_etag(cached.key), X_Cache="hit")
         response.resources.callback(file.close)
         return response
@@ -218,6 +223,8 @@ class _SegmentRequest:
             answer, snapshot = await run_in_thread(partial(self._write, result), threads)
         else:
             answer, snapshot = new.answer, FileSnapshot(None, new.answer.content)
+        # Nothing refers to decoded pixels once this returns; the result stays until the client has taken it.
+        self._file.space.add(snapshot.nbytes - self._decoded_bytes)
         stages.update(answer.seconds)
         runtime.metrics.count_segmentation(spec.name, self._voxels, result.segmentation.count, stages.seconds)
         seconds = {**stages.seconds, "total": stages.total}
