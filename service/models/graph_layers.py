@@ -6,6 +6,7 @@ Layers whose values only the next one reads become an `nn.Sequential`, which tel
 from __future__ import annotations
 
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -29,6 +30,8 @@ PLAIN = (bool, int, float, torch.dtype, type(None))
 TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
 # Axes [B, C, z, bz, y, by, x, bx] and [B, K, bz, by, bx, z, y, x] in the order of the result of a pixel shuffle.
 INTO_CHANNELS, OUT_OF_CHANNELS = (0, 1, 3, 5, 7, 2, 4, 6), (0, 1, 5, 2, 6, 3, 7, 4)
+# Most elements of all values that exist at a time for one window: as float32 they take 32 GiB.
+MAX_LIVE_ELEMENTS = 2**33
 # What a graph may raise that does not fit its image.
 _MISFIT = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
@@ -180,6 +183,7 @@ class _ShapeInterpreter(Interpreter):
         super().__init__(network)
         self._device = device
         self.shapes: dict[Node, Shape] = {}
+        self._live = 0
 
     def find(self, shape: Shape) -> dict[Node, Shape]:
         """Return the shapes of all values for an image of `shape`."""
@@ -191,6 +195,11 @@ class _ShapeInterpreter(Interpreter):
         if isinstance(result, Tensor):
             self.shapes[n] = tuple(result.shape)
             check_elements(result.shape)
+            self._live += result.numel()
+            if self._live > MAX_LIVE_ELEMENTS:
+                raise BrokenModel(f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would exist at a time.")
+        read = self.user_to_last_uses.get(n, ())
+        self._live -= sum(math.prod(self.shapes[each]) for each in read if each in self.shapes)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -33,6 +33,8 @@ NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expa
 UNCHANGED = {"Identity", "Dropout"}
 # Stored whole numbers along one axis up to so many are numbers in the code of the graph.
 INLINED_NUMBERS = 64
+# Most elements of all tensors that are computed while a file is loaded, of those that it stores: 2 GiB as float32.
+MAX_CONSTANTS = 2**29
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
 # Mode, coordinate transformation and rounding of ONNX -> mode of `functional.interpolate` that samples the same points.
 TORCH_MODES = {
@@ -111,6 +113,7 @@ class _NetworkBuilder:
     _values   results by their names in the file: nodes of what is computed from the image; else tensors, numbers or
               tuples of numbers
     _tensors  nodes that hold stored tensors, by these
+    _constants  elements of tensors that were computed of stored ones
     """
 
     def __init__(self, model: Model) -> None:
@@ -118,6 +121,7 @@ class _NetworkBuilder:
         self._root, self._graph = nn.Module(), fx.Graph()
         self._values: dict[str, Value] = {name: _to_value(array) for name, array in model.tensors.items()}
         self._tensors: dict[Tensor, fx.Node] = {}
+        self._constants = 0
 
     def build(self, image: TensorInfo) -> fx.GraphModule:
         """Build the network. Raise BrokenModel."""
@@ -164,6 +168,9 @@ class _NetworkBuilder:
             result: Any = self._graph.call_function(function, tuple(map(self._to_argument, arguments)), settings)
         else:
             result = _compute_constant(function, arguments, settings)
+            self._constants += result.numel() if isinstance(result, Tensor) else 0
+            if self._constants > MAX_CONSTANTS:
+                raise UnsupportedCall(f"its constants have more than {MAX_CONSTANTS} elements.")
         parts = [result]
         if node.operator == "Split":
             parts = [self._get_part(result, index) for index in range(len(node.outputs))]
