@@ -273,10 +273,11 @@ class Reservation:
 
     def take(self, job: Job[Any]) -> None:
         """Ask for the model. The job is in the device's queue; it may begin once the model is loaded, or fails."""
-        self._lease = self.device_worker.model_cache.lease(self.model)
+        lease = self._lease = self.device_worker.model_cache.lease(self.model)
+        # At once where the job was cancelled meanwhile.
         job.add_done_callback(self._end_lease)
         # A weak reference: the job would otherwise hold itself, and its result with it.
-        self._lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
+        lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
     def needs(self, volume: Volume, options: Options) -> Needs:
         """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtimes import settings
+from fakes import until
+from runtimes import running, settings
 
 from service.core import host
 from service.serving.device_worker import device_worker_settings
+from service.serving.job import Job
 
 
 def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Path, tmp_path: Path) -> None:
@@ -17,3 +19,13 @@ def test_threads_of_the_processor_are_shared_by_its_workers(bands_repository: Pa
     assert device_worker_settings(settings(bands_repository, tmp_path)) == [
         (None, settings(bands_repository, tmp_path))
     ]
+
+
+def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path, tmp_path: Path) -> None:
+    with running(settings(bands_repository, tmp_path)) as runtime:
+        until(lambda: not runtime.unready_reasons())
+        job: Job[None] = Job("bands", lambda _job: None)
+        job.cancel()
+        runtime.reserve("bands").take(job)
+        (worker,) = runtime.device_workers
+        assert worker.model_cache.loaded_models["bands"].users == 0
