@@ -15,13 +15,10 @@ import fcntl
 import json
 import os
 import shutil
-import sqlite3
-import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from service.core.errors import (
@@ -33,14 +30,12 @@ from service.core.errors import (
     StorageUnavailable,
     UnknownJob,
 )
+from service.serving.job_database import JobDatabase
 from service.serving.job_record import (
-    INDEX,
-    TABLE,
     AnswerMetadata,
     JobRecord,
     JobRequest,
     JobState,
-    decode_row,
     encode_answer,
     encode_failure,
 )
@@ -48,13 +43,6 @@ from service.serving.scratch import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
-DATABASE = "jobs.sqlite3"
-VERSION = 1
-# How long another program may hold the database before a call fails. All calls wait for that one meanwhile.
-BUSY_SECONDS = 1.0
-DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# Faults that pass: a full disk, and another program that holds the database.
-PASSING_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
 class JobStore:
@@ -76,8 +64,6 @@ class JobStore:
         self._folder, self._quota, self._shared = folder, quota_bytes, shared
         self._keep, self._attempts = keep_seconds, attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
-        self._lock = threading.RLock()
-        self._database_fault: str | None = None
         try:
             self._folder_lock: int | None = self._make_folders()
         except BlockingIOError as error:
@@ -85,11 +71,11 @@ class JobStore:
         except OSError as error:
             raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
         try:
-            self._database = _open_database(folder / DATABASE)
-        except (OSError, sqlite3.Error, ConfigError) as error:
+            self._database = JobDatabase(folder)
+        except BaseException:
             os.close(self._folder_lock)
-            raise error if isinstance(error, ConfigError) else ConfigError(_explain(folder, error)) from error
-        self._files = self._identify_files()
+            raise
+        self._lock, self._select = self._database.lock, self._database.select
 
     def _make_folders(self) -> int:
         """Make the folders that do not exist; return an open descriptor that locks the outer one. Raises OSError."""
@@ -106,55 +92,33 @@ class JobStore:
             raise
         return lock
 
-    def _identify_files(self) -> list[int]:
-        """Return the inodes of the database and its log, which another file under the same name does not have."""
-        with translate_disk_faults():
-            return [(self._folder / f"{DATABASE}{suffix}").stat().st_ino for suffix in ("", "-wal")]
-
     def mend(self) -> str | None:
         """Make again what somebody has deleted of the folders; return what is wrong with the store, in one sentence.
 
         The rows survive, since the deleted database is still open. Inputs and results do not: their jobs say so.
         """
         with self._lock:
+            if self._jobs.is_dir() and self._incoming.is_dir() and self._database.in_place:
+                return self._database.check()
             try:
-                if self._jobs.is_dir() and self._incoming.is_dir() and self._files == self._identify_files():
-                    return self._database_fault
-            except StorageUnavailable:
-                pass
-            try:
-                with self._faults():
-                    self._make_again()
+                # The descriptor of a deleted folder locks nothing any more.
+                self._unlock_folder()
+                self._folder_lock = self._make_folders()
+                self._database.make_again()
             except (StackSegError, OSError) as error:
                 return f"The folder of jobs was deleted, and cannot be made again: {error}"
             return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."
-
-    def _make_again(self) -> None:
-        # The descriptor of the deleted folder locks nothing any more, unless only what is in the folder was deleted.
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
-            self._folder_lock = None
-        self._folder_lock = self._make_folders()
-        path, copy = self._folder / DATABASE, self._folder / f".{DATABASE}.part"
-        if path.exists() and path.stat().st_ino != self._files[0]:
-            raise StorageUnavailable("another database has taken its place; start the service again to use that one.")
-        copy.unlink(missing_ok=True)
-        copy.touch(0o600)
-        with closing(sqlite3.connect(copy)) as database:
-            self._database.backup(database)
-        # Closing deletes the log by its name, so that it comes before the new one is made.
-        self._database.close()
-        copy.replace(path)
-        self._database = _open_database(path)
-        self._files = self._identify_files()
 
     def close(self) -> None:
         """Let another process use the folder. May be called twice."""
         with self._lock:
             self._database.close()
-            if self._folder_lock is not None:
-                os.close(self._folder_lock)
-                self._folder_lock = None
+            self._unlock_folder()
+
+    def _unlock_folder(self) -> None:
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
+            self._folder_lock = None
 
     def make_incoming(self) -> Path:
         """Make a folder for a file that arrives. Its size does not count until `accept`."""
@@ -182,7 +146,7 @@ class JobStore:
                 with translate_disk_faults():
                     upload.parent.rename(folder)
                     _sync(self._jobs)
-                with self._transaction() as database:
+                with self._database.transaction() as database:
                     database.execute(
                         "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
                         " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -253,7 +217,7 @@ class JobStore:
 
     def delete(self, job: str) -> None:
         """Delete a job that is over."""
-        with self._transaction() as database:
+        with self._database.transaction() as database:
             database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", (job,))
         self.delete_unneeded_files(job)
 
@@ -323,7 +287,7 @@ class JobStore:
         """Return the sums of `column`, input_bytes or result_bytes, over the jobs in these states."""
         places = ", ".join("?" * len(states))
         statement = f"SELECT owner, SUM({column}) FROM jobs WHERE state IN ({places}) GROUP BY owner"  # noqa: S608
-        return Counter({owner: int(used) for owner, used in self._query(statement, *states)})
+        return Counter({owner: int(used) for owner, used in self._database.query(statement, *states)})
 
     def _evict(self, size: int, owner: str | None, spare: str = "") -> bool:
         """Delete results but that of `spare` until `size` bytes of this owner fit; False, and none, if they never do.
@@ -352,38 +316,9 @@ class JobStore:
     def _change(self, job: str, states: tuple[JobState, ...], change: str, *values: object) -> bool:
         """Change a job that is in one of these states; return whether it was."""
         places = ", ".join("?" * len(states))
-        with self._transaction() as database:
+        with self._database.transaction() as database:
             statement = f"UPDATE jobs SET {change} WHERE id = ? AND state IN ({places})"  # noqa: S608 - our own words
             return database.execute(statement, (*values, job, *states)).rowcount == 1
-
-    def _select(self, condition: str, *values: object) -> list[JobRecord]:
-        return [decode_row(row) for row in self._query(f"SELECT * FROM jobs WHERE {condition}", *values)]  # noqa: S608
-
-    def _query(self, statement: str, *values: object) -> list[sqlite3.Row]:
-        with self._lock, self._faults():
-            return self._database.execute(statement, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit to disk at the end."""
-        with self._lock:
-            with self._faults(), self._database:
-                yield self._database
-            self._database_fault = None
-
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Raise OutOfStorage for a full disk, and StorageUnavailable for other faults of the disk or the database."""
-        try:
-            with translate_disk_faults():
-                yield
-        except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            if code not in PASSING_FAULTS:
-                self._database_fault = f"The database of jobs cannot be used: {error}."
-            if code == sqlite3.SQLITE_FULL:
-                raise OutOfStorage("The disk that holds the jobs is full; try again later.") from error
-            raise StorageUnavailable(f"The database of jobs cannot be used now: {error}; try again later.") from error
 
 
 def _size(path: Path) -> int:
@@ -393,53 +328,6 @@ def _size(path: Path) -> int:
             return path.stat().st_size
         except FileNotFoundError:
             return -1
-
-
-def _explain(folder: Path, error: Exception) -> str:
-    """Return the message for a database that cannot be opened."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    damaged = isinstance(error, sqlite3.Error) and code in DAMAGE
-    advice = (
-        "Move the folder away to begin without jobs, or rescue what the database holds, as docs/running.md says under "
-        '"Damaged database".'
-    )
-    return f"jobs.folder: {folder / DATABASE} cannot be used: {error}. {advice if damaged else ''}".rstrip()
-
-
-def _open_database(path: Path) -> sqlite3.Connection:
-    path.touch(0o600)
-    path.chmod(0o600)
-    database = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_SECONDS)
-    try:
-        _create_tables(database, path)
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
-def _create_tables(database: sqlite3.Connection, path: Path) -> None:
-    database.row_factory = sqlite3.Row
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")
-    with database:
-        database.execute("BEGIN IMMEDIATE")
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            if any((path.parent / "jobs").iterdir()):
-                raise ConfigError(
-                    f"jobs.folder: {path.parent} holds files of jobs, and their database is gone; put it back, or move"
-                    " the folder away to begin without jobs."
-                )
-            database.execute(TABLE)
-            database.execute(INDEX)
-            database.execute(f"PRAGMA user_version = {VERSION}")
-    if version not in {0, VERSION}:
-        raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg; choose another folder.")
-    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise sqlite3.DatabaseError(found.splitlines()[-1])
-    database.execute("SELECT number FROM jobs LIMIT 1")
 
 
 def _sync(*paths: Path) -> None:

@@ -2,8 +2,8 @@
 
 python tests/serving/killed_store.py FOLDER [EVERY]
 
-Lines of `service/serving/job_store.py` are counted as they run, and the process is killed at the first, at the next of
-`EVERY` lines, and so on to the last. What it had been told by then must hold for whoever opens the folder next.
+Lines of `job_store.py` and `job_database.py` are counted as they run, and the process is killed at the first, at the
+next of `EVERY` lines, and so on to the last. What it had been told by then must hold for whoever opens the folder next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from types import FrameType
 from typing import Any
 
 from service.core.errors import BadFile, UnknownJob
-from service.serving import job_store
+from service.serving import job_database, job_store
 from service.serving.job_record import AnswerMetadata, JobRequest
 from service.serving.job_store import INPUT, JobStore
 
+FILES = {job_store.__file__, job_database.__file__}
 REQUEST = JobRequest("nuclei", {}, "embryo.tif", windows=8)
 ANSWER = AnswerMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {})
 # What a job may be found as after it was last heard of.
@@ -82,7 +83,7 @@ def kill_at(number: int) -> Any:
 
     def trace(frame: FrameType, event: str, _value: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != job_store.__file__:
+        if frame.f_code.co_filename not in FILES:
             return None
         left -= event == "line"
         if left == 0:

@@ -394,7 +394,7 @@ def test_database_of_another_version_is_left_alone(store: JobStore) -> None:
 
 
 def test_database_that_finds_the_disk_full_is_out_of_storage(store: JobStore) -> None:
-    store._database.execute("PRAGMA max_page_count = 6")
+    store._database._connection.execute("PRAGMA max_page_count = 6")
 
     def fill() -> None:
         for _ in range(200):
