@@ -24,10 +24,13 @@ import yaml
 from common import make_bomb, make_model, make_tiff, request, run_server
 
 from service.api.api_keys import hash_key
+from service.api.listener import limit_connections
 
 LIMITS = {"/inspect": 2.0, "/segment": 10.0}
 STACK = make_tiff((16, 32, 32), 0)[0]
 CLIENTS = 32
+# As many as a service takes that may have the usual 1,024 files open.
+CONNECTIONS = 512
 
 Attack = Callable[[int], AbstractContextManager[object]]
 
@@ -139,11 +142,68 @@ def leave_results(port: int) -> Iterator[None]:
         yield
 
 
+def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> AbstractContextManager[None]:
+    """Far more connections than there may be, which send nothing, or this at first and then more each second.
+
+    They read nothing, and their system takes little for them. Those that are closed are opened again.
+    """
+
+    def connect() -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(sent)
+        return connection
+
+    def step() -> None:
+        with ExitStack() as held:
+            connections = [held.enter_context(connect()) for _ in range(3 * CONNECTIONS // CLIENTS)]
+            for _ in range(5):
+                time.sleep(1)
+                for connection in connections:
+                    with suppress(OSError):
+                        connection.sendall(more)
+
+    return repeat(step)
+
+
+def drip_heads(port: int) -> AbstractContextManager[None]:
+    """As many, which send a letter of a head per second."""
+    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nX-Long: ", b"x")
+
+
+def drip_bodies(port: int) -> AbstractContextManager[None]:
+    """As many, without a key, which send a letter of a body per second."""
+    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"x")
+
+
+def leave_answers(port: int) -> AbstractContextManager[None]:
+    """As many, which ask for a page of more than a megabyte."""
+    return hold_connections(port, b"GET /docs/page.js HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+def misname_parameters(port: int) -> AbstractContextManager[None]:
+    """Requests with thousands of parameters that there are not."""
+    path = "/segment?" + "&".join(f"p{number}=" for number in range(8500))
+
+    def step() -> None:
+        with begin(port, path, STACK) as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
+def send_ahead(port: int) -> AbstractContextManager[None]:
+    """As many, which send requests ahead without end."""
+    return hold_connections(port, 40 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
 ATTACKS: dict[str, Attack] = {
     "nothing": lambda _: nullcontext(),
     **{attack.__name__: attack for attack in (
-        decode_gigabytes, decode_megabytes, parse_pages, submit_gigabytes, fill_queue, stall_uploads,
-        leave_results
+        decode_gigabytes, decode_megabytes, parse_pages, submit_gigabytes, fill_queue, stall_uploads, leave_results,
+        hold_connections, drip_heads, drip_bodies, leave_answers, misname_parameters, send_ahead,
     )},
 }  # fmt: skip
 
@@ -193,6 +253,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--attack", choices=ATTACKS, action="append")
     options = parser.parse_args()
+    limit_connections(3 * CONNECTIONS)
     missed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -203,7 +264,7 @@ def main() -> int:
             "engine": {"kind": "eager"},
             "access": {"keys": {key: hash_key(key) for key in ("attacker", "other")}},
             "limits": {"cache_bytes": 0, "windows": 500_000},
-            "server": {"scratch_folder": name},
+            "server": {"scratch_folder": name, "connections": CONNECTIONS},
         }
         config.write_text(yaml.safe_dump(sections), encoding="utf-8")
         for attack in options.attack or ATTACKS:

@@ -73,6 +73,14 @@ def count_unsent(transport: asyncio.Transport) -> int:
     return max(waiting, 1) if connection is None else waiting
 
 
+def count_unread(connection: socket.socket) -> int:
+    """Count bytes that have come from the client and lie in the system's buffer; 0 where it does not tell."""
+    try:
+        return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):
+        return 0
+
+
 def count_acknowledged(transport: asyncio.Transport) -> int | None:
     """Count bytes that have reached the client's system; None where this one does not tell."""
     connection = transport.get_extra_info("socket")

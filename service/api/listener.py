@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from service.api.data_rate import count_unread
 from service.api.http_protocol import Connection
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 MAX_DESCRIPTORS = 2**16
 # The most connections, and an eighth of all, that make room at a time: not every new one shall look at all.
 MAX_BATCH = 32
+# Seconds in which a connection that waits for its client is closed last.
+FRESH_SECONDS = 1.0
 # Seconds between two lines in the log about connections that had to be closed.
 LOG_SECONDS = 60.0
 # What asyncio waits for until it accepts again, where the system has no descriptor or memory left.
@@ -45,7 +48,8 @@ class Listener(socket.socket):
     """A listening socket whose connections are counted as asyncio accepts them.
 
     At the limit, connections that wait for their clients are closed for new ones, those of the address that has the
-    most first, and of these the one that waits longest. Where none waits, the new one is closed.
+    most first, and of these the one that waits longest. Where none waits, the new one is closed. Who has sent something
+    that was not read yet is not waited for.
 
     listening    the socket, which this takes over
     limit        of connections
@@ -124,14 +128,16 @@ class Listener(socket.socket):
             self._closed, self._logged = 0, time.monotonic()
         return bool(victims)
 
-    def _waiting(self, spoken: Mapping[int, Connection]) -> Iterator[tuple[bool, int, float, int]]:
+    def _waiting(self, spoken: Mapping[int, Connection]) -> Iterator[tuple[int, int, float, int]]:
         """Yield connections that may be closed: what decides about their order, and the descriptor."""
         numbers = Counter(accepted.address for accepted in self._accepted.values())
         for descriptor, accepted in self._accepted.items():
             state = spoken[descriptor].dispensable if descriptor in spoken else (False, accepted.since)
-            if state is not None:
+            if state is not None and not count_unread(accepted.socket):
                 cuts_answer, since = state
-                yield cuts_answer, -numbers[accepted.address], since, descriptor
+                # A new connection shall come to speak, however many stream answers.
+                rank = 1 if cuts_answer else 2 * (time.monotonic() - since < FRESH_SECONDS)
+                yield rank, -numbers[accepted.address], since, descriptor
 
 
 def limit_connections(wanted: int) -> int:

@@ -17,7 +17,7 @@ from fakes import until
 from sockets import SECONDS, Echo, Gated, answer, head, key_and_certificate, needs_openssl, running, stopping
 
 from service.api.data_rate import Patience
-from service.api.listener import LOG_SECONDS, Listener, limit_connections
+from service.api.listener import FRESH_SECONDS, LOG_SECONDS, Listener, limit_connections
 from service.api.server import Server, listen
 
 LIMIT = 8
@@ -106,6 +106,7 @@ def test_streams_of_answers_make_room_last_and_only_those_that_can_be_asked_for_
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         until(lambda: gated.asked == LIMIT - 1, SECONDS)
+        time.sleep(FRESH_SECONDS)
         first = connect(held, address)
         until(lambda: ended(idle), SECONDS)
         first.sendall(head())
@@ -118,6 +119,29 @@ def test_streams_of_answers_make_room_last_and_only_those_that_can_be_asked_for_
         for client in (posting, first, second):
             client.settimeout(SECONDS)
             assert answer(client) == b"ok"
+
+
+def test_new_connection_comes_to_speak_before_those_that_stream_answers_and_what_it_sent_is_read() -> None:
+    gated = Gated()
+    with limited(gated) as (_, address), ExitStack() as held:
+        getting = [connect(held, address) for _ in range(LIMIT)]
+        for client in getting:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        until(lambda: gated.asked == LIMIT, SECONDS)
+        new = [connect(held, address) for _ in range(2)]
+        until(lambda: sum(ended(client) for client in getting) == 2, SECONDS)
+        gated.opened.set()
+        for client in new:
+            client.sendall(head())
+            assert answer(client) == b"ok"
+    with Listener(listen("127.0.0.1", 0), 1) as listener, ExitStack() as held:
+        connect(held, listener.getsockname()).sendall(b"P")
+        sent = held.enter_context(listener.accept()[0])
+        late = connect(held, listener.getsockname())
+        with pytest.raises(ConnectionAbortedError):
+            listener.accept()
+        assert ended(late)
+        assert sent.recv(1) == b"P"
 
 
 def test_address_with_the_most_connections_makes_room_first() -> None:
