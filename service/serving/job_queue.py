@@ -185,6 +185,8 @@ class JobQueue:
 
     def _sort(self) -> None:
         """Order the waiting jobs by turns of their owners, and those with the same turn by when they are due."""
+        if len(self._waiting) < 2:
+            return
         turns = Counter(job.owner for job in self._running)
         order: dict[Job[Any], tuple[int, float]] = {}
         for job in sorted(self._waiting, key=lambda job: job.due):
