@@ -199,5 +199,7 @@ if __name__ == "__main__":
             lacking = confinement.confine(filter(None, layers.split(",")))
             sys.stdout.write(json.dumps([lacking, attempt(json.loads(targets))]))
         case [memory_bytes, decoded_bytes, seconds]:
+            # tifffile takes codecs of this package alone.
+            taken_over.__module__ = imagecodecs.__name__
             imagecodecs.packbits_decode = taken_over
             sandbox_child.main(int(memory_bytes), int(decoded_bytes), float(seconds))
