@@ -197,7 +197,8 @@ if __name__ == "__main__":
             sys.exit(main())
         case ["alone", layers, targets]:
             lacking = confinement.confine(filter(None, layers.split(",")))
-            sys.stdout.write(json.dumps([lacking, attempt(json.loads(targets))]))
+            # What nothing stops would trace and so halt the process that waits for the outcomes.
+            sys.stdout.write(json.dumps([lacking, {} if lacking else attempt(json.loads(targets))]))
         case [memory_bytes, decoded_bytes, seconds]:
             # tifffile takes codecs of this package alone.
             taken_over.__module__ = imagecodecs.__name__
