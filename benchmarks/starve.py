@@ -195,8 +195,15 @@ def misname_parameters(port: int) -> AbstractContextManager[None]:
 
 
 def send_ahead(port: int) -> AbstractContextManager[None]:
-    """As many, which send requests ahead without end."""
-    return hold_connections(port, 40 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+    """Connections that send more requests ahead than are taken, and read what is answered."""
+
+    def step() -> None:
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            connection.sendall(40 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            while connection.recv(2**20):
+                pass
+
+    return repeat(step)
 
 
 ATTACKS: dict[str, Attack] = {

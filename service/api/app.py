@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -42,6 +44,11 @@ _ENDPOINTS = (segment, jobs, inspect, models, health, hardware, docs)
 
 class Application(FastAPI):
     """A FastAPI application whose OpenAPI document has problem documents instead of FastAPI's own errors."""
+
+    @cached_property
+    def openapi_json(self) -> bytes:
+        """The OpenAPI document as JSON, made once: everybody may ask for it, and it takes milliseconds."""
+        return json.dumps(self.openapi(), ensure_ascii=False).encode()
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, with the schema of problem documents, and API keys where they are required."""
@@ -83,7 +90,9 @@ def create_app(settings: Settings) -> FastAPI:
         title="StackSeg",
         version=version("stackseg"),
         summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
-        docs_url=None,  # see service.api.routes.docs
+        # See service.api.routes.docs.
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
         responses=problem_responses(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import fastapi_swagger
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
@@ -45,6 +45,11 @@ CACHE_HEADERS = {"Cache-Control": "max-age=3600"}
 @router.get("/")
 async def front() -> RedirectResponse:
     return RedirectResponse("/docs")
+
+
+@router.get("/openapi.json")
+async def openapi(request: Request) -> Response:
+    return Response(request.app.openapi_json, media_type="application/json")
 
 
 @router.get("/docs")
