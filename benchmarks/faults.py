@@ -41,7 +41,8 @@ EXCUSES = {
     "reader killed": {"reader-killed"},
     "database locked": {"storage-unavailable"},
     "clock jump": set[str](),
-    "memory limit": {"out-of-memory", "reader-killed"},
+    # An answer that has begun can only be cut off.
+    "memory limit": {"out-of-memory", "reader-killed", "connection"},
     "restart": {"connection", "interrupted"},
 }
 CLOCK = r"""

@@ -29,9 +29,9 @@ from service.api.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
+    UNEXPECTED_HANDLER,
     Problem,
     handle_error,
-    handle_unexpected,
     problem_responses,
 )
 from service.api.routes import docs, hardware, health, inspect, jobs, models, segment
@@ -110,7 +110,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(ExceptionMiddleware, handlers=EXCEPTION_HANDLERS)
     for kind, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_exception_handler(Exception, handle_unexpected)
+    app.add_exception_handler(Exception, UNEXPECTED_HANDLER)
     return app
 
 

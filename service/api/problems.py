@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -98,6 +98,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.Cancelled: 499,
 }
 ErrorHandler = Callable[[Request, Exception], Response]
+AsyncErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 # OpenAPI security schemes for API keys.
 KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -177,12 +178,22 @@ def handle_unexpected(request: Request, _error: Exception) -> Response:
     return response
 
 
-EXCEPTION_HANDLERS: dict[type[Exception], ErrorHandler] = {
-    errors.StackSegError: handle_error,
-    RequestValidationError: _handle_validation_error,
-    HTTPException: _handle_http_exception,
-    **dict.fromkeys((MemoryError, OSError, RuntimeError), _handle_foreign_error),
+def _on_the_loop(handle: ErrorHandler) -> AsyncErrorHandler:
+    """Return a handler that Starlette calls without a thread, for which there may be no memory any more."""
+
+    async def handle_there(request: Request, error: Exception) -> Response:
+        return handle(request, error)
+
+    return handle_there
+
+
+EXCEPTION_HANDLERS: dict[type[Exception], AsyncErrorHandler] = {
+    errors.StackSegError: _on_the_loop(handle_error),
+    RequestValidationError: _on_the_loop(_handle_validation_error),
+    HTTPException: _on_the_loop(_handle_http_exception),
+    **dict.fromkeys((MemoryError, OSError, RuntimeError), _on_the_loop(_handle_foreign_error)),
 }
+UNEXPECTED_HANDLER = _on_the_loop(handle_unexpected)
 
 
 def problem_responses() -> dict[int | str, dict[str, Any]]:

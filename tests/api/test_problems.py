@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import json
 import shutil
@@ -232,3 +233,7 @@ def strings(value: object) -> list[str]:
     if isinstance(value, list):
         return [text for item in value for text in strings(item)]
     return [value] if isinstance(value, str) else []
+
+
+def test_errors_are_answered_without_a_thread_that_memory_may_not_hold(service: FakeService) -> None:
+    assert all(inspect.iscoroutinefunction(handler) for handler in service.app.exception_handlers.values())
