@@ -47,6 +47,8 @@ from service.formats.tiff_reader import Extract
 STARTUP_SECONDS = 60.0
 # A process that has closed its end of the socket is about to end, unless it was taken over.
 EXIT_SECONDS = 1.0
+# Far beyond the reply about any file, and little enough to hold.
+MAX_REPLY_BYTES = 2**26
 
 # What decodes to no more than this is decoded at once: mostly in less than a second.
 SMALL_BYTES = 2**25
@@ -263,6 +265,9 @@ class _Child:
             if self._retired:
                 raise NotReady("The service is stopping.") from None
             raise self._explain_death() from None
+        except ValueError:
+            self._restart()
+            raise BadFile(_NONSENSE) from None
         except BaseException:
             self._restart()
             raise
@@ -331,12 +336,13 @@ class _Child:
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.
 
-        Raises EOFError where it has ended, TimeoutError where it is silent, Cancelled where the caller gave up.
+        Raises EOFError where it has ended, TimeoutError where it is silent, Cancelled where the caller gave up, and
+        ValueError where it sends what is no reply.
         """
         # select.select takes no descriptor beyond 1023, and a busy server has more.
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
-        line = b""
+        line = bytearray()
         while not line.endswith(b"\n"):
             if not poll.poll(1000 * min(max(0.0, deadline - time.monotonic()), POLL_SECONDS)):
                 if time.monotonic() >= deadline:
@@ -348,7 +354,11 @@ class _Child:
             if not chunk:
                 raise EOFError
             line += chunk
-        reply: dict[str, Any] = json.loads(line)
+            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
+                raise ValueError("a reply without end")
+        reply = json.loads(line)
+        if not isinstance(reply, dict):
+            raise ValueError("a reply without fields")  # noqa: TRY004 - of the same kind as broken JSON
         return reply
 
     def _explain_death(self) -> StackSegError:

@@ -493,3 +493,20 @@ def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: P
             assert number not in children()
             cancelled.clear()
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)
+
+
+@pytest.mark.parametrize("reply", ["b'no JSON\\n'", "b'[]\\n'", "b' ' * (2**26 + 1)"])
+def test_a_child_that_does_not_reply_is_replaced(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "babbling.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        f"while channel.recv(2**16):\n    channel.sendall({reply})\n",
+        encoding="ascii",
+    )
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**29, seconds=20, decoded_bytes=LIMIT, processes=1, module="babbling") as reader:
+        for _ in range(2):
+            with pytest.raises(BadFile, match="makes no sense"):
+                reader.inspect(path, Selection())
