@@ -166,8 +166,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def fileno(self) -> int:
         """Return the file descriptor of the connection, -1 once it is closed."""
-        number: int = self.transport.get_extra_info("socket").fileno()
-        return number
+        # TLS knows none once its connection is lost.
+        opened = self.transport.get_extra_info("socket")
+        return -1 if opened is None else int(opened.fileno())
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's word for "as you like"
         """Return the memory for the next bytes."""

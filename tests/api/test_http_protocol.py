@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 import weakref
+from asyncio.sslproto import SSLProtocol
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,18 @@ def test_pieces_that_wait_are_added_in_place() -> None:
     connection.on_body(b"c")
     assert cycle.body is waiting
     assert (bytes(waiting), cycle.message_event.is_set()) == (b"abc", True)
+
+
+def test_connection_whose_tls_has_lost_its_socket_has_no_descriptor() -> None:
+    """An error there would end the server, which asks all connections every second."""
+    connection = Connection.__new__(Connection)
+    # What `ssl.SSLObject` runs over, as it is after the end.
+    loop = asyncio.new_event_loop()
+    lost = SSLProtocol(loop, connection, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), None, server_side=True)
+    connection.transport = lost._get_app_transport()
+    connection.transport.abort()
+    loop.close()
+    assert connection.fileno() == -1
 
 
 class ShortOfMemory(Connection):
