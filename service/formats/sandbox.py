@@ -45,6 +45,8 @@ from service.formats.pixels import Placement, make_file, map_file
 from service.formats.tiff_reader import Extract
 
 STARTUP_SECONDS = 60.0
+# Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
+STARTED_EARLY = 2
 # A process that has closed its end of the socket is about to end, unless it was taken over.
 EXIT_SECONDS = 1.0
 # Far beyond the reply about any file, and little enough to hold.
@@ -104,8 +106,11 @@ class Reader:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
         self._children = [_Child(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
+        # Whoever was idle last is asked first.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
-        for child in self._children:
+        for number, child in enumerate(reversed(self._children), 1 + STARTED_EARLY - processes):
+            if number > 0:
+                child.begin()
             self._idle.put(child)
 
     def inspect(
@@ -233,7 +238,7 @@ class Reader:
 
 
 class _Child:
-    """One child process, started at once and restarted when it has ended; used by one thread at a time."""
+    """One child process, started when it is needed, and again when it has ended; used by one thread at a time."""
 
     def __init__(self, module: str, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         self._arguments = [module, str(memory_bytes), str(decoded_bytes), str(seconds)]
@@ -242,8 +247,13 @@ class _Child:
         # Layers of confinement that do not hold, with the reasons; None until a process has started.
         self.missing: dict[str, str] | None = None
         self.kills = 0
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
+
+    def begin(self) -> None:
+        """Start the process, or a new one, without waiting for it, so that the next caller need not wait for all."""
+        self.end()
+        self._process, self._ready = self._start(), False
 
     def ask(
         self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
@@ -257,7 +267,7 @@ class _Child:
         try:
             return self._converse(request, file, make_output, cancelled)
         except TimeoutError:
-            self._restart()
+            self.begin()
             raise TooLarge(
                 f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
             ) from None
@@ -266,23 +276,25 @@ class _Child:
                 raise NotReady("The service is stopping.") from None
             raise self._explain_death() from None
         except ValueError:
-            self._restart()
+            self.begin()
             raise BadFile(_NONSENSE) from None
         except BaseException:
-            self._restart()
+            self.begin()
             raise
 
     def retire(self) -> None:
         """Kill the process for good; a caller that waits for its answer gets NotReady."""
         self._retired = True
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     def end(self) -> None:
-        """Kill the process and close the way to it."""
-        self._process.kill()
-        self._process.wait()
-        self._channel.close()
-        self._complaints.close()
+        """Kill the process, if there is one, and close the way to it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._channel.close()
+            self._complaints.close()
 
     def _converse(
         self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
@@ -299,8 +311,8 @@ class _Child:
         """Wait until the process is ready, a new one where it has ended. Raises NotReady."""
         if self._retired:
             raise NotReady("The service is stopping.")
-        if self._process.poll() is not None:
-            self._restart()
+        if self._process is None or self._process.poll() is not None:
+            self.begin()
         if self._ready:
             return
         try:
@@ -311,11 +323,6 @@ class _Child:
         self._ready = True
         for layer, reason in self.missing.items():
             _warn_of_missing(layer, reason)
-
-    def _restart(self) -> None:
-        """Replace the process, at once, so that the next caller need not wait for all of its start."""
-        self.end()
-        self._process, self._ready = self._start(), False
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -373,6 +380,7 @@ class _Child:
 
     def _log_death(self) -> int:
         """Log and return the exit status, after killing a process that does not end."""
+        assert self._process is not None  # noqa: S101 - it has been asked
         try:
             status = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
