@@ -32,6 +32,7 @@ from service.core.volume import Description
 from service.inference.memory import translate_error
 from service.inference.result import Result
 from service.serving.device_worker import Reservation
+from service.serving.fair_threads import begin_threads
 from service.serving.job import Job, Needs, Progress
 from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as_failure
 from service.serving.job_store import INPUT, JobStore
@@ -122,11 +123,7 @@ class AsyncJobs:
     def start(self, runtime: Runtime) -> None:
         """Run the jobs that an earlier process left behind. The runtime starts before this, and stops after it."""
         self._runtime = runtime
-        self._write_threads = ThreadPoolExecutor(WRITE_THREADS, "write")
-        # All threads begin now: one that memory does not allow for later would leave a job without its end.
-        begun = threading.Barrier(WRITE_THREADS)
-        for _ in range(WRITE_THREADS):
-            self._write_threads.submit(begun.wait)
+        self._write_threads = begin_threads(WRITE_THREADS, "write")
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
         for record in self._store.recover():

@@ -12,6 +12,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads have all begun: one that memory does not allow for later would leave work undone.
+
+    Raises RuntimeError where memory does not allow for them.
+    """
+    pool = ThreadPoolExecutor(threads, name)
+    begun = threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(begun.wait)
+    except BaseException:
+        begun.abort()
+        raise
+    return pool
+
+
 class FairThreadPool:
     """A few threads, whose work is begun in turn between clients, not first come first served.
 
@@ -21,7 +37,7 @@ class FairThreadPool:
 
     def __init__(self, threads: int, name: str) -> None:
         self._limit = threads
-        self._threads = ThreadPoolExecutor(threads, name)
+        self._threads = begin_threads(threads, name)
         self._lock = threading.Lock()
         # In the order of turns: a client whose work has begun goes to the end.
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}

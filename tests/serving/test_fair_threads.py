@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
@@ -9,6 +11,25 @@ import pytest
 from fakes import until
 
 from service.serving.fair_threads import FairThreadPool
+
+# Uses a pool once while the process may begin no more threads, and once later.
+SHORT_OF_MEMORY = """
+import resource, threading
+from pathlib import Path
+from service.serving.fair_threads import FairThreadPool
+
+pool = FairThreadPool(1, "fair")
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, hard))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    print("short")
+print(pool.submit("a", lambda: "first").result(20))
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+print(pool.submit("b", lambda: "second").result(20))
+"""
 
 
 @contextmanager
@@ -109,3 +130,10 @@ def test_end_cancels_what_has_not_begun() -> None:
     assert first.result(20) == "a"
     ending.join(20)
     assert not ending.is_alive()
+
+
+def test_pool_works_where_memory_does_not_allow_for_more_threads() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.split() == ["short", "first", "second"], ended.stderr
