@@ -28,6 +28,11 @@ class ScratchSpace:
         """Bytes that all clients hold."""
         return self._used.total()
 
+    @property
+    def most(self) -> int:
+        """Bytes that a client holds at most, which is alone with the space."""
+        return self._limit // 2
+
     def hold(self, client: str) -> Hold:
         """Return an empty hold of this client, to be closed once the files are gone."""
         return Hold(self, client)

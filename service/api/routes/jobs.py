@@ -110,7 +110,8 @@ async def result(
     with ExitStack() as opened:
         opened.callback(file.close)
         space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
-        space.reserve(os.fstat(file.fileno()).st_size)
+        # Whoever holds nothing else may take a result of any size.
+        space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.most))
         response = build_response(open_file_path(file), metadata)
         response.resources.callback(opened.pop_all().close)
         return response

@@ -297,6 +297,16 @@ def test_result_is_sent_whole_though_it_has_to_make_room(service: Service) -> No
         assert np.array_equal(tifffile.imread(io.BytesIO(file.read())), np.ones((3, 8, 8)))
 
 
+def test_result_larger_than_any_client_may_hold_can_be_taken(bands_repository: Path, tmp_path: Path) -> None:
+    limits = {"limits": {"scratch_bytes": 2 * len(STACK)}}
+    with start(bands_repository, tmp_path, **limits) as service:
+        job = service.wait(service.submit(), "done")
+        answer = service.result(job)
+        assert len(answer.content) > service.runtime.scratch_space.most
+        assert answer.status_code == 200
+        assert service.runtime.scratch_space.used == 0
+
+
 def test_documented_headers_and_members_are_those_that_come(service: Service) -> None:
     paths = service.client.get("/openapi.json").json()
     answer = paths["paths"]["/jobs"]["post"]["responses"]["202"]
