@@ -114,6 +114,7 @@ class AsyncJobs:
         self._unrecorded: dict[str, tuple[StackSegError, float]] = {}
         self._again: deque[Callable[[], None]] = deque()
         self._problem: str | None = None
+        self._cleaned = time.monotonic()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._runtime: Runtime
@@ -426,7 +427,7 @@ class AsyncJobs:
     def _record_failures(self) -> None:
         """Record how jobs have failed, as far as the database takes it. The next tick tries the rest again."""
         for job, (failure, _) in list(self._unrecorded.items()):
-            with suppress(OutOfStorage, StorageUnavailable):
+            with suppress(OutOfStorage, StorageUnavailable, OSError):
                 # A half-written result makes room for the record.
                 self._store.delete_unneeded_files(job)
                 self._store.fail(job, failure)
@@ -435,19 +436,14 @@ class AsyncJobs:
 
     def _keep_storage(self) -> None:
         """Look after the folders, try again what a fault has stopped, delete what is old."""
-        cleaned = time.monotonic()
         while not self._stopped.wait(TICK_SECONDS):
-            try:
-                self._mend()
-                for _ in range(len(self._again)):
-                    self._again.popleft()()
-                self._record_failures()
-                if time.monotonic() - cleaned > CLEAN_UP_SECONDS:
-                    cleaned = time.monotonic()
-                    self._store.clean_up()
-            except Exception:
-                # The thread goes on: without it nothing would ever be deleted or tried again.
-                log.exception("folders and jobs cannot be looked after; this is tried again")
+            again = [self._again.popleft() for _ in range(len(self._again))]
+            for step in (self._mend, *again, self._record_failures, self._clean_up):
+                try:
+                    step()
+                except Exception:
+                    # The others go on: without them nothing would ever be deleted or tried again.
+                    log.exception("folders and jobs cannot be looked after; this is tried again")
 
     def _mend(self) -> None:
         """Make folders again that somebody has deleted; the service is not ready until they are found whole."""
@@ -456,6 +452,12 @@ class AsyncJobs:
         if problem != self._problem:
             log.error("%s", problem or "The folders of the service can be used again.")
         self._problem = problem
+
+    def _clean_up(self) -> None:
+        """Delete what is old, now and then."""
+        if time.monotonic() - self._cleaned > CLEAN_UP_SECONDS:
+            self._cleaned = time.monotonic()
+            self._store.clean_up()
 
 
 def _delete_pixels(active: _ActiveJob) -> None:

@@ -98,13 +98,15 @@ class JobStore:
         The rows survive, since the deleted database is still open. Inputs and results do not: their jobs say so.
         """
         with self._lock:
-            if self._jobs.is_dir() and self._incoming.is_dir() and self._database.in_place:
-                return self._database.check()
             try:
+                if self._jobs.is_dir() and self._incoming.is_dir() and self._database.in_place:
+                    return self._database.check()
                 # The descriptor of a deleted folder locks nothing any more.
                 self._unlock_folder()
                 self._folder_lock = self._make_folders()
                 self._database.make_again()
+            except PermissionError as error:
+                return f"The folder of jobs cannot be used: {error.strerror}."
             except (StackSegError, OSError) as error:
                 return f"The folder of jobs was deleted, and cannot be made again: {error}"
             return "The folder of jobs was deleted, and is made again; inputs and results in it are lost."

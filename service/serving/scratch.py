@@ -55,9 +55,9 @@ class ScratchFolder:
     def mend(self) -> str | None:
         """Make the folder again where somebody has deleted it or part of it; return what is wrong, in one sentence."""
         inner = self.requests, self.results
-        if (self.path / MARKER).exists() and all(folder.is_dir() for folder in inner):
-            return None
         try:
+            if (self.path / MARKER).exists() and all(folder.is_dir() for folder in inner):
+                return None
             if not self.path.is_dir():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 lost, self._lock = self._lock, make_locked_folder(self.path)

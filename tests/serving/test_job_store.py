@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -325,6 +326,33 @@ def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
         assert files(store) == [waiting, f"{waiting}/{INPUT}"]
     finally:
         store.close()
+
+
+# A store without the rights of root, whose parent folder its user may not enter for a while.
+FORBIDDEN = """
+import os, sys
+from pathlib import Path
+from service.serving.job_store import JobStore
+
+parent = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.chown(parent, 65534, 65534)
+    os.setuid(65534)
+store = JobStore(parent / "jobs", quota_bytes=1, keep_seconds=1, attempts=1)
+parent.chmod(0)
+print(store.mend())
+parent.chmod(0o700)
+print(store.mend())
+"""
+
+
+def test_folder_that_may_not_be_entered_is_told_and_used_again_later() -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        command = [sys.executable, "-c", FORBIDDEN, parent]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    problem, later = ended.stdout.splitlines()
+    assert problem == "The folder of jobs cannot be used: Permission denied."
+    assert later == "None"
 
 
 def test_folder_has_one_owner(store: JobStore) -> None:
