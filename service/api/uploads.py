@@ -87,7 +87,7 @@ class Upload:
         self._hash = blake3()
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[BinaryIO] | None = None
 
     def set_name(self, name: str) -> None:
         """Set the name that the client gives the file."""
@@ -120,15 +120,11 @@ class Upload:
         # One write at a time: blocks keep their order, and a disk slower than the network does not fill the memory.
         await self.wait_written()
         reserved, self._reserved = self._reserved, 0
-        self._writing = asyncio.create_task(self._write_block(self._take_pending(), reserved))
+        self._writing = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending())))
+        # A task that is cancelled before it begins runs no line of its own.
+        self._writing.add_done_callback(lambda _: self._budget.release(reserved))
         if not fits:
             await self.wait_written()
-
-    async def _write_block(self, blocks: list[bytes | memoryview], reserved: int) -> None:
-        try:
-            await run_in_thread(partial(self._write, blocks))
-        finally:
-            self._budget.release(reserved)
 
     async def wait_written(self) -> None:
         """Wait until no block is being written. Raises OSError where that failed."""

@@ -85,5 +85,5 @@ class ResultCache(Generic[T]):
             while self.nbytes > self._limit:
                 ((most, _),) = self._used.most_common(1)
                 oldest, (freed, _) = self._entries[most].popitem(last=False)
-                (self._folder / oldest).unlink(missing_ok=True)
                 self._used[most] -= freed
+                (self._folder / oldest).unlink(missing_ok=True)

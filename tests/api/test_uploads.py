@@ -320,3 +320,24 @@ def test_bytes_are_held_once_they_are_announced_or_have_arrived(tmp_path: Path, 
     space.hold("client").reserve(2**29 - space.used)
     with pytest.raises(RateLimited):
         asyncio.run(stall(third, 1000))
+
+
+def test_room_is_for_others_where_a_request_ends_before_its_block_is_written(tmp_path: Path) -> None:
+    budget = MemoryBudget(2 * BLOCK_BYTES)
+
+    async def send(upload: Upload) -> None:
+        for _ in range(2):
+            upload.add_data(bytes(BLOCK_BYTES))
+            await upload.flush(BLOCK_BYTES)
+
+    async def end_early() -> None:
+        upload = Upload(tmp_path / "upload.tif", 2**30, hold(), budget)
+        sending = asyncio.ensure_future(send(upload))
+        # After the first step of `sending`, before that of the task which writes the first block.
+        asyncio.get_running_loop().call_soon(sending.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        upload.close()
+
+    asyncio.run(end_early())
+    assert budget.reserve(2 * BLOCK_BYTES)
