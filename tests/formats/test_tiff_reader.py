@@ -301,11 +301,11 @@ def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, 
         made.append(nbytes)
         return os.open(tmp_path / "raw", os.O_RDWR | os.O_CREAT)
 
-    assert not tiff_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output).decoded
+    assert not tiff_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output, LIMIT).decoded
     assert not made
 
     stack = noise(5, 9, 11)
-    found = tiff_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output)
+    found = tiff_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output, LIMIT)
     assert found.decoded
     assert made == [stack.nbytes]
     assert (tmp_path / "raw").read_bytes() == stack.tobytes()
