@@ -334,7 +334,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         A connection that is dispensable may be closed to make room for another one.
         """
         if not self._unanswered:
-            return False, self._head_since
+            return count_unsent(self.transport) > 0, self._head_since
         if self._waits_for_body:
             return False, self._last_received
         return (True, self._last_received) if self._unanswered[0].scope["method"] in {"GET", "HEAD"} else None

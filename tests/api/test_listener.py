@@ -97,6 +97,28 @@ def test_where_all_are_worked_for_the_new_one_is_closed() -> None:
         assert answer(again) == b"ok"
 
 
+def test_answer_on_its_way_is_not_cut_while_others_are_idle() -> None:
+    content = bytes(2**24)
+
+    async def large(scope: Any, _receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        headers = [(b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    with limited(large) as (server, address), ExitStack() as held:
+        slow = connect(held, address)
+        slow.sendall(head())
+        slow.recv(1, socket.MSG_PEEK)
+        idle = [connect(held, address) for _ in range(LIMIT - 1)]
+        until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
+        time.sleep(FRESH_SECONDS)
+        new = connect(held, address)
+        until(lambda: any(ended(client) for client in idle), SECONDS)
+        assert answer(slow) == content
+        assert not ended(new)
+
+
 def test_streams_of_answers_make_room_last_and_only_those_that_can_be_asked_for_again() -> None:
     gated = Gated()
     with limited(gated) as (_, address), ExitStack() as held:
