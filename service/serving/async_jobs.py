@@ -154,9 +154,10 @@ class AsyncJobs:
             active.job.cancel()
         _wait_until_over(jobs, JOIN_SECONDS)
         self._stopped.set()
-        self._write_threads.shutdown()
+        # It hands work to the threads that write.
         if self._keeper.ident is not None:
             self._keeper.join()
+        self._write_threads.shutdown()
         self._record_failures()
         self._store.close()
 
@@ -371,7 +372,9 @@ class AsyncJobs:
                 if self._try_again(active, failure, partial(self._write_later, active, future)):
                     return
                 _log_unexpected(active, failure)
-                error = failure
+                # The next process may find room for the result of a job that this one gives up.
+                stopped = active.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
+                error = Cancelled("given up before its result was written") if stopped else failure
                 with suppress(StackSegError, OSError):
                     settle(self._runtime.host_files, self._received(active))
         self._end(active, error)

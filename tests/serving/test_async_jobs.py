@@ -15,9 +15,11 @@ from typing import Any
 import chaos
 import large
 import load
+import numpy as np
 import pytest
 from fakes import until
 from job_service import STACK, TIFF, Service, start
+from live import as_tiff
 
 
 @pytest.fixture
@@ -127,6 +129,28 @@ def test_service_that_ends_during_a_fault_does_the_jobs_after_it(
         for job in jobs:
             service.wait(job, "done")
             assert service.result(job).status_code == 200
+
+
+def test_job_whose_result_finds_no_room_runs_again_after_the_service_has_stopped(
+    bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start(bands_repository, tmp_path) as service:
+        service.fake.gate.clear()
+        job = service.submit(noise)
+        service.wait(job, "running")
+        # Enough for the database.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
+        try:
+            service.fake.gate.set()
+            until(lambda: "Tried again for 60 s" in caplog.text)
+            service.async_jobs.stop()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    with start(bands_repository, tmp_path) as service:
+        service.wait(job, "done")
+        assert service.result(job).status_code == 200
 
 
 def test_job_that_another_version_has_kept_fails_and_keeps_none_from_running(
