@@ -49,14 +49,14 @@ def _check_size(node: yaml.Node) -> None:
     nodes, characters = [node], 0
     while nodes:
         node = nodes.pop()
-        characters += 1
+        # Characters of a text, or entries of a list or mapping, which may be one of its own entries.
+        characters += 1 + len(node.value)
+        if characters > MAX_CHARACTERS:
+            raise ValueError(f"its aliases repeat more than {MAX_CHARACTERS} characters")
         if isinstance(node, yaml.ScalarNode):
             if len(node.value) > MAX_SCALAR:
                 raise ValueError(f"a value has more than {MAX_SCALAR} characters")
-            characters += len(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes.extend(node.value)
         elif isinstance(node, yaml.MappingNode):
             nodes.extend(each for pair in node.value for each in pair)
-        if characters > MAX_CHARACTERS:
-            raise ValueError(f"its aliases repeat more than {MAX_CHARACTERS} characters")

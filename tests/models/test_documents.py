@@ -15,6 +15,7 @@ HOSTILE = {
     "aliases.yaml": (LAUGHS, "aliases repeat more than"),
     "merges.yaml": (MERGES, "aliases repeat more than"),
     "circle.yaml": ("a: &a [*a]", "aliases repeat more than"),
+    "circles.yaml": ("&a [" + "*a," * 200_000 + "]", "aliases repeat more than"),
     "long.yaml": ("text: &t " + "x" * 60_000 + "\nlist: [" + "*t, " * 1000 + "]", "aliases repeat more than"),
     "sexagesimal.yaml": ("number: " + "1:" * 100_000 + "1", "more than 65536 characters"),
     "deep.yaml": ("[" * 100_000, "nested too deeply"),

@@ -192,7 +192,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
                 raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: it is a TorchScript program.")
             content = torch.load(copy_members(archive), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (*_DAMAGE, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason[0]}") from error
     for key in ("model", "state_dict", "network"):

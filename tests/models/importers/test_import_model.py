@@ -131,6 +131,25 @@ def test_checkpoints_are_archives_of_one_reading(bands_network: nn.Module, tmp_p
             read_state_dict(tmp_path / name)
 
 
+# Calls of a pickle without what they take.
+DAMAGED = (
+    b".",
+    b"(.",
+    b"K\x01Q.",
+    b"ctorch._utils\n_rebuild_tensor_v2\n)R.",
+    b"ctorch._utils\n_rebuild_parameter\nK\x01R.",
+)
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_pickle_is_named(tmp_path: Path, damaged: bytes) -> None:
+    with zipfile.ZipFile(tmp_path / "damaged.pt", "w") as archive:
+        for name, content in {"data.pkl": b"\x80\x02" + damaged, "version": b"3\n", "byteorder": b"little"}.items():
+            archive.writestr(f"damaged/{name}", content)
+    with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
+        read_state_dict(tmp_path / "damaged.pt")
+
+
 @pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
 def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")
