@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,11 +73,14 @@ class Records(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def is_done(self, name: str, key: str, stack: Path) -> bool:
-        """Return whether there is a result of this very file with these parameters."""
-        record, status = self.get(name), stack.stat()
+        """Return whether there is a result of this very file with these parameters; False for one that has gone."""
+        record = self.get(name)
         if record is None or record.problem or not (self._out / record.result).is_file():
             return False
-        return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
+        with suppress(OSError):
+            status = stack.stat()
+            return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
+        return False
 
     def series(self, parameters: str) -> tuple[str, str] | None:
         """Return the width that holds for all stacks with these parameters, and the note about it, if on record."""

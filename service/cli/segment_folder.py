@@ -32,6 +32,8 @@ from service.serving.results import TIFF_SUFFIX, answer_name
 
 # Stacks whose widths are estimated for the whole series.
 SAMPLED_STACKS = 5
+# Errors that concern one stack, but for DeviceLost among them.
+_OWN_FAULTS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
 class _Series(NamedTuple):
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
         bar.begin(f"loading {spec.identifier}")
         segmenter = Segmenter(spec, settings)
         device.call(segmenter.warm_up)
-        work = _FolderWork(folder, out, spec, segmenter, device, settings, Path(scratch), bar)
+        work = FolderWork(folder, out, spec, segmenter, device, settings, Path(scratch), bar)
         try:
             work.segment(stacks, query)
         finally:
@@ -100,7 +102,7 @@ def _check_out(folder: Path, out: Path, *, force: bool) -> None:
         raise BadParameter(f"{out} holds something else already; name another folder, or use it with --force.")
 
 
-class _FolderWork:
+class FolderWork:
     """One loaded model at work on the stacks of a folder."""
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -164,7 +166,9 @@ class _FolderWork:
             try:
                 volume = tiff_reader.read(self._folder / name, query.selection, self._limit, self._scratch)
                 sizing = self._segmenter.estimate_diameter(volume, query.options, run=self._device.run)
-            except (RequestError, CapacityError, OSError):
+            except DeviceLost:
+                raise
+            except _OWN_FAULTS:
                 continue
             if sizing is None:
                 return "", ""
@@ -181,13 +185,14 @@ class _FolderWork:
 
     def _attempt(self, name: str, series: _Series, key: str) -> StackRecord:
         """Segment one stack; a record with the problem where it cannot be. Raises DeviceLost."""
-        status = (self._folder / name).stat()
-        record = StackRecord(key, status.st_size, status.st_mtime_ns)
+        record = StackRecord(key, 0, 0)
         try:
+            status = (self._folder / name).stat()
+            record = record._replace(size=status.st_size, mtime=status.st_mtime_ns)
             return self._segment(name, series, record)
         except DeviceLost:
             raise
-        except (RequestError, CapacityError, NonFiniteScores, OSError) as error:
+        except _OWN_FAULTS as error:
             return record._replace(problem=name_options(str(error)))
 
     def _segment(self, name: str, series: _Series, record: StackRecord) -> StackRecord:

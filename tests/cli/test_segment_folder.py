@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +23,14 @@ from paths import ROOT
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.cli.folder_records import Records
+from service.cli.progress import show_progress
+from service.cli.segment_folder import FolderWork
+from service.core.config import Settings
+from service.core.errors import DeviceLost
+from service.inference.batcher import open_batcher
+from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
+from service.serving.parameters import Query
 
 STACKS = [f"stack {number:02}" for number in range(19)]
 
@@ -138,6 +147,20 @@ def test_one_width_holds_for_the_series(folder: Path, config: Path, tmp_path: Pa
     assert "wide" in widths.pop()
 
 
+def test_no_width_is_recorded_where_the_device_was_lost(folder: Path, random_nuclei: ModelSpec, tmp_path: Path) -> None:
+    class LostSegmenter:
+        def estimate_diameter(self, *_: object, **__: object) -> None:
+            raise DeviceLost("The device is gone.")
+
+    settings = Settings()
+    with open_batcher(settings) as device, show_progress() as bar:
+        segmenter = cast(Segmenter, LostSegmenter())
+        work = FolderWork(folder, tmp_path, random_nuclei, segmenter, device, settings, tmp_path, bar)
+        with pytest.raises(DeviceLost):
+            work.segment([f"{name}.tif" for name in STACKS], Query())
+    assert not (tmp_path / "stacks.jsonl").exists()
+
+
 def test_stacks_of_subfolders_are_found_and_keep_their_places(folder: Path, config: Path, tmp_path: Path) -> None:
     chosen, out = few(folder, tmp_path), tmp_path / "out"
     below = chosen / "day 2"
@@ -146,6 +169,23 @@ def test_stacks_of_subfolders_are_found_and_keep_their_places(folder: Path, conf
     assert segment(chosen, out, "--config", config, "--glob", "**/*.tif") == 0
     assert (out / "day 2" / "a_labels.ome.tif").is_file()
     assert {row["stack"] for row in rows(out / "objects.csv")} <= {"day 2/a.ome.tif", *(f"{n}.tif" for n in STACKS)}
+
+
+def test_a_stack_that_goes_during_the_run_fails_alone(
+    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, out = few(folder, tmp_path, STACKS[:8]), tmp_path / "out"
+
+    def remove_last() -> None:
+        until(lambda: len(recorded(out)) > 0, 60)
+        (chosen / f"{STACKS[7]}.tif").unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        removal = pool.submit(remove_last)
+        assert segment(chosen, out, "--config", config) == 1
+        removal.result()
+    assert recorded(out) == [f"{name}.tif" for name in STACKS[:8]]
+    assert f"stackseg: {STACKS[7]}.tif: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
