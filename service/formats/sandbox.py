@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
+from pydantic import TypeAdapter
 
 import service
 from service.core.buffers import LARGE_BYTES
@@ -41,7 +42,7 @@ from service.core.errors import (
 )
 from service.core.volume import Description, Selection, Volume
 from service.formats import sandbox_child
-from service.formats.pixels import Placement, make_file, map_file
+from service.formats.pixels import make_file, map_file
 from service.formats.tiff_reader import Extract
 
 STARTUP_SECONDS = 60.0
@@ -65,6 +66,7 @@ _CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 
 _NONSENSE = "The file is damaged: what was read of it makes no sense."
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
+_DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
 _log = logging.getLogger(__name__)
 
 Source = Path | bytearray
@@ -122,7 +124,9 @@ class Reader:
         """
         request = self._request("inspect", selection, shared=shared)
         with _open(source) as file:
-            return _parse_description(self._call(request, file, cancelled))
+            reply = self._call(request, file, cancelled)
+            with _refuse_nonsense():
+                return _DESCRIPTION.validate_python(reply["result"])
 
     def read(
         self,
@@ -200,14 +204,16 @@ class Reader:
         limit = request["limit_bytes"]
         with _open(source) as file, _Output(scratch, limit) as output:
             reply = self._call(request, file, cancelled, output)
-            if "description" in reply:
-                return _parse_description(reply["description"])
-            located = _parse_extract(reply, limit)
+            with _refuse_nonsense():
+                result = reply["result"]
+                if "description" in result:
+                    return _DESCRIPTION.validate_python(result["description"])
+                located = _parse_extract(result, limit)
             stored = source if isinstance(source, bytearray) else file.fileno()
             content = output.fileno() if located.decoded else stored
             try:
                 return _volume(located, content, streamed=shared and not located.decoded)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
     def _request(
@@ -229,12 +235,12 @@ class Reader:
                 reply = child.ask(request, file.fileno(), make_output, cancelled)
         finally:
             self._idle.put(child)
-        if "errno" in reply:
-            raise OSError(reply["errno"], reply["message"])
-        if "error" in reply:
-            raise _ERRORS.get(reply["error"], BadFile)(str(reply["message"]))
-        result: dict[str, Any] = reply["result"]
-        return result
+        with _refuse_nonsense():
+            if "errno" in reply:
+                raise OSError(int(reply["errno"]), str(reply["message"]))
+            if "error" in reply:
+                raise _ERRORS.get(str(reply["error"]), BadFile)(str(reply["message"]))
+        return reply
 
 
 class _Child:
@@ -275,7 +281,7 @@ class _Child:
             if self._retired:
                 raise NotReady("The service is stopping.") from None
             raise self._explain_death() from None
-        except ValueError:
+        except (ValueError, RecursionError):
             self.begin()
             raise BadFile(_NONSENSE) from None
         except BaseException:
@@ -445,7 +451,7 @@ class _Output:
 
     def make(self, nbytes: int) -> int:
         """Make the file and return its descriptor. Raises BadFile for more than the limit."""
-        if not 0 <= nbytes <= self._limit_bytes:
+        if not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
             raise BadFile(_NONSENSE)
         self._file = self._files.enter_context(make_file(self._scratch, nbytes))
         return self._file.fileno()
@@ -467,13 +473,22 @@ def _refuse_output(_: int) -> int:
     raise BadFile(_NONSENSE)
 
 
+@contextmanager
+def _refuse_nonsense() -> Iterator[None]:
+    """Raise BadFile for errors of Python that a reply of other form than those of `sandbox_child` causes."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise BadFile(_NONSENSE) from error
+
+
 def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
-    """Parse a child's reply. Raises BadFile where it makes no sense, as a child may be compromised."""
-    placement = Placement(reply["dtype"], int(reply["offset"]), _four(reply["shape"]), _four(reply["strides"]))
-    if np.dtype(placement.dtype).kind not in "uif" or placement.nbytes > limit_bytes:
+    """Parse a child's reply about the place of pixels. Raises BadFile or ValueError where it makes no sense."""
+    located = _EXTRACT.validate_python({**reply, "placement": reply})
+    placement = located.placement
+    if np.dtype(placement.dtype).kind not in "uif" or min(placement.shape) < 1 or placement.nbytes > limit_bytes:
         raise BadFile(_NONSENSE)
-    voxel_size = sandbox_child.parse_voxel_size(reply["voxel_size"])
-    return Extract(placement, voxel_size, tuple(reply["channels"]), reply["decoded"])
+    return located
 
 
 def _volume(located: Extract, content: bytearray | int, *, streamed: bool) -> Volume:
@@ -488,13 +503,3 @@ def _volume(located: Extract, content: bytearray | int, *, streamed: bool) -> Vo
     if placement.nbytes >= LARGE_BYTES or streamed:
         return placement.stream_volume(content, *facts)
     return placement.map_volume(map_file(content), *facts)
-
-
-def _four(values: list[Any]) -> tuple[int, int, int, int]:
-    a, b, c, d = (int(value) for value in values)
-    return a, b, c, d
-
-
-def _parse_description(reply: dict[str, Any]) -> Description:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in reply.items()}
-    return Description(**{**fields, "voxel_size": sandbox_child.parse_voxel_size(reply["voxel_size"])})

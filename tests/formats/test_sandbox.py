@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import math
 import os
 import signal
 import socket
@@ -495,7 +496,42 @@ def test_cancelled_reading_kills_its_child_and_the_next_file_is_read(tmp_path: P
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)
 
 
-@pytest.mark.parametrize("reply", ["b'no JSON\\n'", "b'[]\\n'", "b' ' * (2**26 + 1)"])
+PLACE = {"dtype": "<u1", "offset": 0, "shape": [1, 1, 4, 4], "strides": [16, 16, 4, 1]}
+FOUND = PLACE | {"voxel_size": None, "channels": ["a"], "decoded": False}
+NONSENSE: list[dict[str, Any]] = [
+    {},
+    {"error": []},
+    {"errno": None, "message": None},
+    {"result": 1},
+    {"result": {"description": FOUND}},
+    {"output_bytes": "many"},
+    {"result": FOUND | {"dtype": "none"}},
+    {"result": FOUND | {"shape": [1, 1]}},
+    {"result": FOUND | {"shape": [0, 0, 0, 0]}},
+    {"result": FOUND | {"offset": math.inf}},
+    {"result": FOUND | {"channels": [{}]}},
+    {"result": FOUND | {"voxel_size": 3}},
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_replies_of_a_child_that_was_taken_over_are_refused(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "lying.py").write_text(
+        "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
+        f"while channel.recv(2**16):\n    channel.sendall({sandbox_child.encode(nonsense)!r})\n",
+        encoding="ascii",
+    )
+    path = write(tmp_path / "stack.tif", stack)
+    with Reader(memory_bytes=2**29, seconds=20, decoded_bytes=LIMIT, processes=1, module="lying") as reader:
+        for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path / "scratch")):
+            with pytest.raises(BadFile, match="makes no sense"):
+                call(path, Selection())
+
+
+@pytest.mark.parametrize("reply", ["b'no JSON\\n'", "b'[]\\n'", "b'[' * 10**5 + b'\\n'", "b' ' * (2**26 + 1)"])
 def test_a_child_that_does_not_reply_is_replaced(
     tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, reply: str
 ) -> None:
