@@ -287,6 +287,10 @@ class AsyncJobs:
             if not self._try_again(active, error, partial(self._read_ahead, active)):
                 _log_unexpected(active, error)
                 active.job.refuse(error)
+        finally:
+            # A job that was cancelled meanwhile has deleted the folder before this has made it.
+            if active.job.future.done():
+                _delete_pixels(active)
 
     def _decode_later(self, active: _ActiveJob, nbytes: int) -> None:
         """Have a large file decoded once there is space for so many bytes: a job that was accepted waits for that."""

@@ -371,6 +371,30 @@ def test_cancelling_what_is_being_written_leaves_nothing_on_the_host(
     assert list(results.iterdir()) == []
 
 
+def test_cancelling_what_is_being_read_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    read = async_jobs.read_pixels
+
+    def slowly(*given: Any, **options: Any) -> Any:
+        reading.set()
+        go_on.wait(20)
+        # As `Reader.read` does for what is decoded.
+        given[3].mkdir(exist_ok=True)
+        try:
+            return read(*given, **options)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(async_jobs, "read_pixels", slowly)
+    job = service.submit()
+    assert reading.wait(20)
+    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+    until(lambda: job["id"] not in service.async_jobs._active)
+    go_on.set()
+    assert ended.wait(20)
+    until(lambda: not list(service.runtime.scratch.requests.iterdir()))
+
+
 def test_old_jobs_are_deleted_once_that_is_possible_again(
     host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch, bands_repository: Path
 ) -> None:
