@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -124,11 +124,6 @@ def build_response(
         headers=build_headers(metadata) | named,
         filename=metadata.file_name,
     )
-
-
-def open_file_path(file: BinaryIO) -> Path:
-    """Return a path to an open file, which stays valid when the name of the file is deleted."""
-    return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def build_headers(metadata: AnswerMetadata) -> dict[str, str]:

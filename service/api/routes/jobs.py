@@ -17,12 +17,13 @@ from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
 from service.api.request_body import incoming_folder, receive_file
-from service.api.responses import ANSWER, ResultResponse, build_response, open_file_path
+from service.api.responses import ANSWER, ResultResponse, build_response
 from service.api.routes.inspect import inspect_file
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
+from service.formats.sandbox import descriptor_path
 from service.serving.async_jobs import AsyncJobs, JobView
 from service.serving.job_record import JobRecord
 from service.serving.parameters import Query as Parameters
@@ -112,7 +113,7 @@ async def result(
         space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
         # Whoever holds nothing else may take a result of any size.
         space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.most))
-        response = build_response(open_file_path(file), metadata)
+        response = build_response(descriptor_path(file.fileno()), metadata)
         response.resources.callback(opened.pop_all().close)
         return response
 

@@ -20,11 +20,12 @@ from service.api.cancellation import run_while_connected
 from service.api.dependencies import get_async_jobs, get_runtime
 from service.api.direct_route import DirectRoute
 from service.api.request_body import ReceivedFile, receive_file
-from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_response, open_file_path
+from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_response
 from service.api.routes.jobs import ACCEPTED, accept_job
 from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
+from service.formats.sandbox import descriptor_path
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.job import Job
@@ -209,7 +210,7 @@ class _SegmentRequest:
         file = cached.result.file
         # It may have to make room for others in the cache while it is sent.
         self._file.space.add(os.fstat(file.fileno()).st_size)
-        response = build_response(open_file_path(file), metadata, ETag=make_etag(cached.key), X_Cache="hit")
+        response = build_response(descriptor_path(file.fileno()), metadata, ETag=make_etag(cached.key), X_Cache="hit")
         response.resources.callback(file.close)
         return response
 
