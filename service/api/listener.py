@@ -81,8 +81,7 @@ class Listener(socket.socket):
             self._made_room = self._make_room()
             if not self._made_room:
                 accepted.close()
-                # Newer versions of asyncio accept on after ConnectionAbortedError, and answer nobody meanwhile.
-                raise BlockingIOError
+                raise ConnectionAbortedError
         self._accepted[accepted.fileno()] = _Accepted(accepted, str(address[0]), time.monotonic())
         return accepted, address
 
