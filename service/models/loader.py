@@ -106,6 +106,8 @@ def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mod
             scores = forward(network, torch.zeros(shape))
     except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
         raise BrokenModel(f"{spec.folder}: the network does not take a window of shape {shape}: {error}") from error
+    if not isinstance(scores, Tensor):
+        raise BrokenModel(f"{spec.folder}: the network returned a {type(scores).__name__} where scores were expected.")
     if tuple(scores.shape) != expected:
         raise BrokenModel(f"{spec.folder}: the network returned {tuple(scores.shape)} where {expected} was expected.")
     if [tensor._version for tensor in stored] != versions:

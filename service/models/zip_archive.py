@@ -49,7 +49,7 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
     """Return an archive of the same members, not compressed. Raise zipfile.BadZipFile where they unpack to too much."""
-    check_compressed(archive)
+    _check_compressed(archive)
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w") as other:
         for entry in archive.infolist():
@@ -58,7 +58,7 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
     return copy
 
 
-def check_compressed(archive: zipfile.ZipFile) -> None:
+def _check_compressed(archive: zipfile.ZipFile) -> None:
     """Raise zipfile.BadZipFile where members unpack to more than the code of a network takes.
 
     No member unpacks to more than it states.

@@ -119,3 +119,11 @@ def test_more_stated_outputs_than_scores_are_refused(
     outputs = ["foreground", "distance", "boundary"]
     with pytest.raises(BrokenModel, match=r"returned \(1, 2, 16, 16, 16\) where \(1, 3, 16, 16, 16\) was expected"):
         load_network(write_model(random_nuclei_content | {"outputs": outputs}))
+
+
+def test_what_is_no_tensor_is_refused_as_scores(random_nuclei: ModelSpec) -> None:
+    def in_list(network: nn.Module, x: torch.Tensor) -> Any:
+        return [compute_scores(network, x)]
+
+    with pytest.raises(BrokenModel, match="returned a list where scores were expected"):
+        load_network(random_nuclei, in_list)
