@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from service.core.errors import BadParameter
+
 RECORDS, TABLE, REPORT = "stacks.jsonl", "objects.csv", "report.html"
 
 _STYLE = """
@@ -44,7 +46,7 @@ class StackRecord(NamedTuple):
 class Records(dict[str, StackRecord]):
     """The latest record of each stack by its name, each kept as a line of JSON as soon as it is there.
 
-    A last line that an end of the process has cut short counts as absent.
+    A last line that an end of the process has cut short counts as absent. Raises BadParameter for other damage.
     """
 
     def __init__(self, out: Path) -> None:
@@ -52,15 +54,22 @@ class Records(dict[str, StackRecord]):
         self._out, self._path = out, out / RECORDS
         self._series: dict[str, tuple[str, str]] = {}
         lines = self._path.read_text(encoding="utf-8").split("\n") if self._path.exists() else [""]
-        for line in lines[:-1]:
-            content = json.loads(line)
-            if "series" in content:
-                self._series[content["series"]] = (content["diameter"], content["note"])
-            else:
-                name = content.pop("stack")
-                self[name] = StackRecord(**content)
+        try:
+            for line in lines[:-1]:
+                self._read(json.loads(line))
+        except (ValueError, TypeError, LookupError) as error:
+            raise BadParameter(
+                f"{self._path} is damaged, or of another version; delete it to segment all stacks anew."
+            ) from error
         if lines[-1]:
             self._path.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+
+    def _read(self, content: dict[str, Any]) -> None:
+        if "series" in content:
+            self._series[content["series"]] = (content["diameter"], content["note"])
+        else:
+            name = content.pop("stack")
+            self[name] = StackRecord(**content)
 
     @staticmethod
     def belongs(out: Path) -> bool:

@@ -26,7 +26,7 @@ from service.cli.folder_records import Records
 from service.cli.progress import show_progress
 from service.cli.segment_folder import FolderWork
 from service.core.config import Settings
-from service.core.errors import DeviceLost
+from service.core.errors import BadParameter, DeviceLost
 from service.inference.batcher import open_batcher
 from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
@@ -220,6 +220,13 @@ def test_what_cannot_be_done_is_refused(
     given = [argument.format(**places) for argument in arguments]
     assert segment(*given, "--config", config) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"stack": "a.tif", "later": 1}', '{"later": 1}', "[]", "3"])
+def test_damaged_records_are_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "stacks.jsonl").write_text(f"{line}\n")
+    with pytest.raises(BadParameter, match=r"stacks\.jsonl is damaged, or of another version; delete it"):
+        Records(tmp_path)
 
 
 def test_records_survive_an_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
