@@ -269,7 +269,7 @@ class JobStore:
 
     def _list_folders(self) -> list[str]:
         with translate_disk_faults():
-            return [folder.name for folder in self._jobs.iterdir()]
+            return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
 
     def _make_room(self, size: int, owner: str | None) -> None:
         """Make room for an input of `size` bytes. Raises OutOfStorage, deleting nothing, where that is not possible."""

@@ -181,6 +181,13 @@ def test_folder_without_a_row_is_deleted_and_a_row_without_its_input_fails(store
     assert files(store) == []
 
 
+def test_files_that_are_no_jobs_are_left_alone(store: JobStore) -> None:
+    (store._jobs / ".DS_Store").write_bytes(b"seen by a file manager")
+    assert store.recover() == []
+    store.clean_up()
+    assert files(store) == [".DS_Store"]
+
+
 def test_result_that_is_lost_or_cut_short_is_not_promised_after_a_start(store: JobStore) -> None:
     lost, short, whole = (accept(store) for _ in range(3))
     for job in (lost, short, whole):
