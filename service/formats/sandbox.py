@@ -7,78 +7,35 @@ or takes too long is replaced. `confinement` has what it cannot do.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import queue
-import select
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
 from pydantic import TypeAdapter
 
-import service
 from service.core.buffers import LARGE_BYTES
-from service.core.errors import (
-    AmbiguousAxes,
-    BadFile,
-    BadParameter,
-    Cancelled,
-    NotReady,
-    ReaderKilled,
-    StackSegError,
-    TooLarge,
-    UnsupportedMedia,
-)
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKilled, TooLarge, UnsupportedMedia
 from service.core.volume import Description, Selection, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import make_file, map_file
+from service.formats.sandbox_process import NONSENSE, Cancelling, ReaderProcess, never
 from service.formats.tiff_reader import Extract
 
-STARTUP_SECONDS = 60.0
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
 STARTED_EARLY = 2
-# A process that has closed its end of the socket is about to end, unless it was taken over.
-EXIT_SECONDS = 1.0
-# Far beyond the reply about any file, and little enough to hold.
-MAX_REPLY_BYTES = 2**26
-
 # What decodes to no more than this is decoded at once: mostly in less than a second.
 SMALL_BYTES = 2**25
-# How often it is asked whether the caller still waits for an answer.
-POLL_SECONDS = 0.2
-
-# Variables that Python and its libraries may need; secrets in the environment are not passed on.
-_INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
-
-# Signals that a fault of a process's own raises. Others come from the kernel or a person, whatever the file holds.
-_CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-
-_NONSENSE = "The file is damaged: what was read of it makes no sense."
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
-_log = logging.getLogger(__name__)
 
 Source = Path | bytearray
 """A file, or its whole content."""
-
-Cancelling = Callable[[], bool]
-"""Whether nobody waits for the answer any more."""
-
-
-def never() -> bool:
-    """Return False: the work is not cancelled."""
-    return False
 
 
 class Reader:
@@ -107,9 +64,9 @@ class Reader:
     ) -> None:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
-        self._children = [_Child(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
+        self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
         # Whoever was idle last is asked first.
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
         for number, child in enumerate(reversed(self._children), 1 + STARTED_EARLY - processes):
             if number > 0:
                 child.begin()
@@ -149,7 +106,7 @@ class Reader:
         request = self._request("extract", selection, shared=shared, small_bytes=sys.maxsize)
         volume = self._extract(request, source, scratch, cancelled, shared=shared)
         if not isinstance(volume, Volume):
-            raise BadFile(_NONSENSE)
+            raise BadFile(NONSENSE)
         return volume
 
     def read_small(  # noqa: PLR0913
@@ -243,167 +200,6 @@ class Reader:
         return reply
 
 
-class _Child:
-    """One child process, started when it is needed, and again when it has ended; used by one thread at a time."""
-
-    def __init__(self, module: str, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
-        self._arguments = [module, str(memory_bytes), str(decoded_bytes), str(seconds)]
-        self._seconds = seconds
-        self._retired = False
-        # Layers of confinement that do not hold, with the reasons; None until a process has started.
-        self.missing: dict[str, str] | None = None
-        self.kills = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
-
-    def begin(self) -> None:
-        """Start the process, or a new one, without waiting for it, so that the next caller need not wait for all."""
-        self.end()
-        self._process, self._ready = self._start(), False
-
-    def ask(
-        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
-    ) -> dict[str, Any]:
-        """Send a request with the descriptor of its file, and wait for the reply.
-
-        `make_output` takes a number of bytes and returns the descriptor of a file of that length to decode to. An error
-        ends the process.
-        """
-        self.await_start()
-        try:
-            return self._converse(request, file, make_output, cancelled)
-        except TimeoutError:
-            self.begin()
-            raise TooLarge(
-                f"Reading the file took more than {self._seconds:g} seconds. Crop it, or save it uncompressed."
-            ) from None
-        except (EOFError, ConnectionError):
-            if self._retired:
-                raise NotReady("The service is stopping.") from None
-            raise self._explain_death() from None
-        except (ValueError, RecursionError):
-            self.begin()
-            raise BadFile(_NONSENSE) from None
-        except BaseException:
-            self.begin()
-            raise
-
-    def retire(self) -> None:
-        """Kill the process for good; a caller that waits for its answer gets NotReady."""
-        self._retired = True
-        if self._process is not None:
-            self._process.kill()
-
-    def end(self) -> None:
-        """Kill the process, if there is one, and close the way to it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._channel.close()
-            self._complaints.close()
-
-    def _converse(
-        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
-    ) -> dict[str, Any]:
-        deadline = time.monotonic() + self._seconds
-        self._send(request, file)
-        reply = self._receive(deadline, cancelled)
-        if "output_bytes" in reply:
-            self._send({}, make_output(reply["output_bytes"]))
-            reply = self._receive(deadline, cancelled)
-        return reply
-
-    def await_start(self) -> None:
-        """Wait until the process is ready, a new one where it has ended. Raises NotReady."""
-        if self._retired:
-            raise NotReady("The service is stopping.")
-        if self._process is None or self._process.poll() is not None:
-            self.begin()
-        if self._ready:
-            return
-        try:
-            self.missing = self._receive(time.monotonic() + STARTUP_SECONDS)["missing"]
-        except (EOFError, ConnectionError, TimeoutError):
-            self._log_death()
-            raise NotReady("The process that reads TIFFs does not start; the operator finds more in the log.") from None
-        self._ready = True
-        for layer, reason in self.missing.items():
-            _warn_of_missing(layer, reason)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._channel, remote = socket.socketpair()
-        with remote:
-            return subprocess.Popen(  # noqa: S603 - this interpreter, with the module beside this one
-                # -P: not the modules of the working folder, which others may write to.
-                [sys.executable, "-P", "-m", *self._arguments],
-                stdin=remote.fileno(),
-                stdout=self._complaints,
-                stderr=self._complaints,
-                env=child_environment(),
-            )
-
-    def _send(self, message: dict[str, Any], file: int) -> None:
-        socket.send_fds(self._channel, [sandbox_child.encode(message)], [file])
-
-    def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
-        """Receive the next line from the child.
-
-        Raises EOFError where it has ended, TimeoutError where it is silent, Cancelled where the caller gave up, and
-        ValueError where it sends what is no reply.
-        """
-        # select.select takes no descriptor beyond 1023, and a busy server has more.
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            if not poll.poll(1000 * min(max(0.0, deadline - time.monotonic()), POLL_SECONDS)):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
-                if cancelled():
-                    raise Cancelled("given up while its file was read")
-                continue
-            chunk = self._channel.recv(1 << 16)
-            if not chunk:
-                raise EOFError
-            line += chunk
-            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
-                raise ValueError("a reply without end")
-        reply = json.loads(line)
-        if not isinstance(reply, dict):
-            raise ValueError("a reply without fields")  # noqa: TRY004 - of the same kind as broken JSON
-        return reply
-
-    def _explain_death(self) -> StackSegError:
-        status = self._log_death()
-        if status >= 0 or -status in _CRASHES:
-            return BadFile("The file is damaged: the program that decodes it crashed. Export it again, uncompressed.")
-        self.kills += 1
-        return ReaderKilled(
-            f"The process that reads files was killed twice, by signal {-status}, most likely because the host ran"
-            " out of memory. Send the request again later, or a smaller part of the stack."
-        )
-
-    def _log_death(self) -> int:
-        """Log and return the exit status, after killing a process that does not end."""
-        assert self._process is not None  # noqa: S101 - it has been asked
-        try:
-            status = self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        self._complaints.seek(0)
-        complaints = self._complaints.read()[-2000:].decode(errors="replace")
-        _log.warning("A process that reads TIFFs ended with status %d. %s", status, complaints)
-        return status
-
-
-@cache
-def _warn_of_missing(layer: str, reason: str) -> None:
-    """Log a warning, once per process."""
-    _log.warning("The processes that read files run without %s: %s.", layer, reason)
-
-
 def descriptor_path(descriptor: int) -> Path:
     """Return a path by which another process can open a file that this one has open."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -430,17 +226,6 @@ def _unnamed_file() -> IO[bytes]:
         return tempfile.TemporaryFile()
 
 
-def child_environment() -> dict[str, str]:
-    """Return the environment of a child: the path of this service, one thread, and no secrets."""
-    root = os.fspath(Path(service.__file__).parents[1])
-    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    return environment | {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "MALLOC_ARENA_MAX": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 class _Output:
     """The file that pixels are decoded to, made when a child asks for it."""
 
@@ -452,14 +237,14 @@ class _Output:
     def make(self, nbytes: int) -> int:
         """Make the file and return its descriptor. Raises BadFile for more than the limit."""
         if not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
-            raise BadFile(_NONSENSE)
+            raise BadFile(NONSENSE)
         self._file = self._files.enter_context(make_file(self._scratch, nbytes))
         return self._file.fileno()
 
     def fileno(self) -> int:
         """Return the descriptor. Raises BadFile where no file was asked for."""
         if self._file is None:
-            raise BadFile(_NONSENSE)
+            raise BadFile(NONSENSE)
         return self._file.fileno()
 
     def __enter__(self) -> Self:
@@ -470,7 +255,7 @@ class _Output:
 
 
 def _refuse_output(_: int) -> int:
-    raise BadFile(_NONSENSE)
+    raise BadFile(NONSENSE)
 
 
 @contextmanager
@@ -479,7 +264,7 @@ def _refuse_nonsense() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise BadFile(_NONSENSE) from error
+        raise BadFile(NONSENSE) from error
 
 
 def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
@@ -487,7 +272,7 @@ def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
     located = _EXTRACT.validate_python({**reply, "placement": reply})
     placement = located.placement
     if np.dtype(placement.dtype).kind not in "uif" or min(placement.shape) < 1 or placement.nbytes > limit_bytes:
-        raise BadFile(_NONSENSE)
+        raise BadFile(NONSENSE)
     return located
 
 

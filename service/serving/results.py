@@ -18,7 +18,8 @@ from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
 from service.core.volume import Description, Extent, Segmentation, Volume
 from service.formats import tiff_writer
-from service.formats.sandbox import Cancelling, Reader, never
+from service.formats.sandbox import Reader
+from service.formats.sandbox_process import Cancelling, never
 from service.inference import measurements
 from service.inference.result import Result
 from service.serving.host_files import HostFiles
