@@ -94,7 +94,7 @@ def start(tree: Path, config: Path, environment: dict[str, str], log: Path, stac
 
 def segment(tree: Path, config: Path, environment: dict[str, str], stack: Path) -> dict[str, Any]:
     """Run `stackseg segment` of a checkout, and return its figures."""
-    command = [sys.executable, "-m", "service", "segment", str(stack), str(stack.with_name("labels.tif"))]
+    command = [sys.executable, "-m", "service", "segment", "--force", str(stack), str(stack.with_name("labels.tif"))]
     began = time.monotonic()
     subprocess.run([*command, "--config", str(config)], cwd=tree, env=environment, capture_output=True, check=True)
     return {"segment": time.monotonic() - began}
