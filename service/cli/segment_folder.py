@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,11 +19,13 @@ from service.cli.segment import name_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, CapacityError, DeviceLost, NonFiniteScores, RequestError
 from service.core.timing import Stages
-from service.core.volume import Diameter, Volume
+from service.core.volume import VoxelSize
 from service.formats import foreign, thumbnail, tiff_reader, tiff_writer
 from service.inference import measurements
 from service.inference.batcher import WindowBatcher, open_batcher
+from service.inference.diameter import Sizing
 from service.inference.segmenter import Segmenter
+from service.inference.series_diameter import choose_diameter, sample
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.provenance import describe_origin, hash_file
@@ -157,10 +158,8 @@ class FolderWork:
 
     def _estimate_diameter(self, stacks: Sequence[str], query: Query) -> tuple[str, str]:
         """Return the median width of some stacks as a parameter, "" where none is asked for, and a note."""
-        found: list[tuple[tuple[float, float, float], Volume]] = []
-        fits = 0
-        step = max(len(stacks) / SAMPLED_STACKS, 1)
-        sampled = [stacks[int(index * step)] for index in range(min(SAMPLED_STACKS, len(stacks)))]
+        estimates: list[tuple[Sizing, VoxelSize | None]] = []
+        sampled = sample(stacks, SAMPLED_STACKS)
         for name in sampled:
             self._bar.begin(f"width of objects: {name}")
             try:
@@ -172,16 +171,8 @@ class FolderWork:
                 continue
             if sizing is None:
                 return "", ""
-            if sizing.diameter is not None and (width := sizing.diameter.in_voxels(volume.voxel_size)) is not None:
-                found.append((width, volume))
-                fits += sizing.fits
-        if not found:
-            return "none", "How wide objects are could not be told: used as sampled; state diameter=."
-        diameter = _median_diameter(found)
-        seen = f"Objects of the series seem to be {diameter} wide ({len(found)} of {len(sampled)} stacks)"
-        if 2 * fits > len(found):
-            return "none", f"{seen}, which suits the model as it is sampled; state diameter= where that is wrong."
-        return str(diameter), f"{seen}; state diameter= where that is wrong."
+            estimates.append((sizing, volume.voxel_size))
+        return choose_diameter(estimates, f"{len(sampled)} stacks")
 
     def _attempt(self, name: str, series: _Series, key: str) -> StackRecord:
         """Segment one stack; a record with the problem where it cannot be. Raises DeviceLost."""
@@ -223,16 +214,3 @@ class FolderWork:
             seconds=round(stages.total, 3),
             notes=tuple(map(name_options, result.notes)),
         )
-
-
-def _median_diameter(found: Sequence[tuple[tuple[float, float, float], Volume]]) -> Diameter:
-    """Return the median of widths in voxels; in micrometres where stacks are sampled differently."""
-    sizes = {volume.voxel_size for _, volume in found}
-    if len(sizes) == 1 or None in sizes:
-        z, y, x = (statistics.median(width[axis] for width, _ in found) for axis in range(3))
-        return Diameter((z, y, x), "px")
-    lengths = [
-        tuple(n * edge for n, edge in zip(width, volume.voxel_size or (), strict=True)) for width, volume in found
-    ]
-    z, y, x = (statistics.median(length[axis] for length in lengths) for axis in range(3))
-    return Diameter((z, y, x), "um")
