@@ -124,13 +124,32 @@ class Windows(_Section):
     blending       weight of a voxel inside its window
     sigma          width of the Gaussian, as a share of the window's edge
     skip_below     windows without a voxel above this grey value are not computed; auto: above the stack's background
+    inferer        own, or monai: `monai.inferers.sliding_window_inference`, whose arguments the following keys are
+    padding_mode   of an axis that is shorter than the window
+    cval           value that padding_mode constant pads with
+    sw_device      of windows; None: that of the network
+    device         of the scores of the whole volume; None: that of the network
     """
 
+    inferer: Literal["own", "monai"] = "own"
     sw_batch_size: PositiveInt | Literal["auto"] = "auto"
     overlap: Overlap = 0.25
     blending: Literal["constant", "gaussian"] = "gaussian"
     sigma: PositiveFloat = 0.125
     skip_below: GreyValue | Literal["auto", "none"] = "none"
+    padding_mode: Literal["constant", "reflect", "replicate", "circular"] = "constant"
+    cval: GreyValue = 0.0
+    sw_device: DeviceName | None = None
+    device: DeviceName | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_one_inferer(self) -> Self:
+        if self.inferer == "monai" and self.skip_below != "none":
+            raise ValueError("skip_below needs inferer own, as MONAI computes every window")
+        for name in ("padding_mode", "cval", "sw_device", "device"):
+            if self.inferer == "own" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs inferer monai")
+        return self
 
 
 class Limits(_Section):

@@ -193,12 +193,14 @@ class EngineSelector:
     def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
         """Return windows through `network` as `config` says; a batch that is smaller than its own has one stream."""
         windows = self._settings.windows
+        # MONAI blends windows by itself, and gets the scores of each as they are.
+        mode = "constant" if windows.inferer == "monai" else windows.blending
         return SlidingWindow(
             network,
             self._spec.input.channels,
             self._spec.input.roi_size,
             batch_size,
-            blending=Blending(windows.blending, windows.sigma),
+            blending=Blending(mode, windows.sigma),
             device=self._device,
             dtype=backends.batch_dtype(config),
             memory_format=backends.MEMORY_FORMATS[config.memory_format],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     if not 0 <= overlap <= limits.overlap:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.")
     below = windows.skip_below if options.skip_below is None else options.skip_below
+    if windows.inferer == "monai" and below != "none":
+        raise BadParameter("skip_below: this service leaves windows to MONAI, which computes all; leave it out.")
     return Plan(
         output=_choose_output(spec, options.output),
         sw_batch_size=batch_size,
@@ -208,12 +210,24 @@ class Estimator:
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes
         needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host, streams=streams)
+        if self.settings.windows.inferer == "monai":
+            needed = self._add_whole_scores(needed)
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
                 " volume. Crop it, or ask for less overlap or a larger diameter."
             )
         return PlannedRequest(plan, needed)
+
+    def _add_whole_scores(self, needed: Estimate) -> Estimate:
+        """Add what MONAI holds beside the windows: the image, and scores and weights of every voxel, all float32."""
+        voxels = 4 * math.prod(needed.working_size)
+        image, scores = voxels * self.spec.input.channels, voxels * (len(self.spec.outputs) + 1)
+        if self.on_host:
+            return replace(needed, host_bytes=needed.host_bytes + image + scores)
+        if self.settings.windows.device == "cpu":
+            return replace(needed, host_bytes=needed.host_bytes + scores)
+        return replace(needed, device_bytes=needed.device_bytes + scores)
 
     def _check_channels(self, volume: Extent) -> None:
         have, want = volume.shape[0], self.spec.input.channels

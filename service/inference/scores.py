@@ -18,7 +18,7 @@ from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Plan
 from service.inference.memory import is_out_of_memory
 from service.inference.windows.blending import Slab
-from service.inference.windows.sliding_window import Image, SlidingWindow
+from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
 
 
 class ScoreConsumer(Protocol):
@@ -126,10 +126,10 @@ class ScoreComputer:
 
         Raises what `compute` raises.
         """
-        count, channels, depth, height, width = windows.shape
-        stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
-        slabs = self.compute(stack, plan._replace(overlap=0.0), _ScoreCollector, Stages(), run).consumer.slabs
-        return torch.cat(slabs, 2).float()[0].reshape(-1, count, depth, height, width).transpose(0, 1)
+        apart = plan._replace(overlap=0.0)
+        return score_stack(
+            windows, lambda stack: self.compute(stack, apart, _ScoreCollector, Stages(), run).consumer.slabs
+        )
 
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
         """Return the FP32 reference, the warm window, or an eager one: compiling takes longer than it saves."""

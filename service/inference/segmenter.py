@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
 from service.models.spec import ModelSpec
+
+MONAI_INFERER = "service.inference.windows.monai_inferer"
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +155,7 @@ class Segmenter:
         request = request or self.estimator.plan_request(volume, options)
         check_memory(request.estimate, host.available_memory())
         stages = Stages()
+        infer = self._choose_inferer(run)
         # Windows that are scored to measure objects or background do not count as progress.
         probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device):
@@ -169,7 +173,7 @@ class Segmenter:
             progress(0, estimate.windows)
             size = as_size(image.shape[2:])
             decoder = partial(make_decoder, self.spec, size, plan.output, volume.voxel_size, self._allocate)
-            compute = partial(run, cancelled=cancelled, progress=progress)
+            compute = partial(infer, cancelled=cancelled, progress=progress)
             scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
             del source, resampled, image
@@ -227,10 +231,18 @@ class Segmenter:
         estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
         return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
 
+    def _choose_inferer(self, run: RunWindows) -> RunWindows:
+        """Return what computes the windows of a request: `run`, or MONAI's inferer, which calls the network by it."""
+        if self._settings.windows.inferer == "own":
+            return run
+        # Imported by name: MONAI takes seconds, and the service starts without it.
+        inferer: RunWindows = import_module(MONAI_INFERER).MonaiInferer(self._settings.windows, run)
+        return inferer
+
     def _resample(self, image: NormalisedImage, volume: Volume, diameter: Diameter | None) -> PreparedImage:
         """Resample an image to the grid of the network, and bring it to the device."""
         prepared = resample_image(image, volume, self.spec, diameter)
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self._settings.windows.inferer == "own":
             return prepared
         tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
         return prepared._replace(image=tensor.to(self._device))

@@ -198,6 +198,17 @@ class SlidingWindow:
         return torch.split(scores, [len(part.places) for part in parts])
 
 
+def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
+    """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
+
+    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in the order of z
+    """
+    count, channels, depth, height, width = windows.shape
+    stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
+    scores = torch.cat(list(compute(stack)), 2).float()
+    return scores[0].reshape(-1, count, depth, height, width).transpose(0, 1)
+
+
 class WindowSlice(NamedTuple):
     """Some windows of one image, by their first voxels."""
 

@@ -1,0 +1,70 @@
+"""MONAI's own `sliding_window_inference`, for whoever wants it or checks `SlidingWindow` against it.
+
+Nothing else needs this file: `windows.inferer: monai` alone imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from service.core.config import Windows
+from service.inference.windows.blending import Slab
+from service.inference.windows.grid import Grid, as_size
+from service.inference.windows.sliding_window import SlidingWindow, score_stack
+from service.models.monai_architectures import HIDDEN, hide_packages
+
+with hide_packages(HIDDEN):
+    from monai.inferers.utils import sliding_window_inference
+
+
+class MonaiInferer:
+    """Cuts and blends windows with MONAI; `run` (`SlidingWindow.run`, or that of a batcher) only calls the network.
+
+    MONAI holds the scores of the whole volume, and so does the one slab that comes of it.
+    """
+
+    def __init__(self, settings: Windows, run: Callable[..., Iterator[Slab]]) -> None:
+        self._settings, self._run = settings, run
+
+    def __call__(
+        self,
+        window: SlidingWindow,
+        image: Tensor,
+        overlap: float,
+        /,
+        *,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> Iterator[Slab]:
+        """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Raises what `run` raises."""
+        settings, roi, done = self._settings, as_size(window.batch.shape[2:]), 0
+        total = Grid.cover(as_size(image.shape[2:]), roi, overlap).count
+
+        def compute(stack: Tensor) -> Iterator[Tensor]:
+            slabs = self._run(window, stack, 0.0, cancelled=cancelled, progress=lambda _done, _total: None)
+            return (slab.scores for slab in slabs)
+
+        def predict(windows: Tensor) -> Tensor:
+            nonlocal done
+            scores = score_stack(windows, compute).to(windows.device)
+            done += len(windows)
+            progress(done, total)
+            return scores
+
+        scores = sliding_window_inference(
+            image,
+            roi,
+            window.capacity,
+            predict,
+            overlap,
+            mode=settings.blending,
+            sigma_scale=settings.sigma,
+            padding_mode=settings.padding_mode,
+            cval=settings.cval,
+            sw_device=settings.sw_device,
+            device=settings.device,
+        )
+        assert isinstance(scores, Tensor)  # noqa: S101 - as `predict` returns one
+        yield Slab(0, 0, scores)
