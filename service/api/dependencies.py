@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from service.api.api_keys import ANONYMOUS
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
+from service.serving.stack_store import StackStore
 
 
 async def get_runtime(request: Request) -> Runtime:
@@ -21,6 +22,12 @@ async def get_async_jobs(request: Request) -> AsyncJobs:
     """Return the owner of the jobs folder."""
     async_jobs: AsyncJobs = request.app.state.async_jobs
     return async_jobs
+
+
+def get_stacks(request: Request) -> StackStore:
+    """Return the store of uploaded stacks."""
+    async_jobs: AsyncJobs = request.app.state.async_jobs
+    return async_jobs.stacks
 
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]

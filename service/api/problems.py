@@ -86,6 +86,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.Misdirected: 421,
     errors.RateLimited: 429,
     errors.UnknownJob: 404,
+    errors.UnknownStack: 404,
     errors.NotFinished: 409,
     errors.OutputExists: 409,
     errors.ResultGone: 410,

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from service.api.admission import admit_form
 from service.api.cancellation import time_limit
-from service.api.dependencies import get_caller, get_client
+from service.api.dependencies import get_caller, get_client, get_stacks
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.uploads import Upload, is_multipart, receive
 from service.core.errors import BadParameter
@@ -103,7 +103,8 @@ async def receive_file(
     """Receive the file, or open the one that is named, and limit the time of the block.
 
     The file goes to `folder`; without one it stays in memory where it is small, else goes to a `work_folder`. It can be
-    read once it is complete. Raises what `receive`, `admit_form` and `HostFiles.open_input` raise, and TimedOut.
+    read once it is complete. Raises what `receive`, `admit_form` and `HostFiles.open_input` raise, UnknownStack, and
+    TimedOut.
     """
     limits = runtime.settings.limits
     async with AsyncExitStack() as stack:
@@ -119,6 +120,10 @@ async def receive_file(
             if is_multipart(request):
                 query = await admit_form(request, runtime, query, upload.fields)
             caller = get_caller(request)
+            if (kept := _choose_stack(query, upload)) is not None:
+                stored = await run_in_thread(partial(get_stacks(request).find, kept, caller))
+                upload.adopt(stored.path, stored.digest)
+                upload.set_name(stored.name)
             source, name = Source(upload.path, upload.name), ""
             if (place := _choose_host_file(query, upload)) is not None:
                 opening = runtime.host_files.open_input(place, caller)
@@ -128,9 +133,16 @@ async def receive_file(
             yield ReceivedFile(received, source.name, upload, space, stack)
 
 
+def _choose_stack(query: Query, upload: Upload) -> str | None:
+    """Return the kept stack that stands for a body, None for a request without one. Raises BadParameter."""
+    if query.stack is not None and (upload.received or query.input is not None):
+        raise BadParameter("stack: it stands for the file, and the request brings another one; leave one of them out.")
+    return query.stack
+
+
 def _choose_host_file(query: Query, upload: Upload) -> str | None:
     """Return the host file that stands for a body, None for a request with a body. Raises BadParameter."""
-    if query.input is None and not upload.received:
+    if query.input is None and query.stack is None and not upload.received:
         raise BadParameter("The request carries no file: send the TIFF as the body, or as the form field 'file'.")
     if query.input is not None and upload.received:
         raise BadParameter("The request carries a file and names another with input; leave one of them out.")

@@ -124,6 +124,14 @@ class JobList(BaseModel):
     jobs: list[JobReport]
 
 
+class StackReport(BaseModel):
+    """A stack that is kept for later requests; `bytes` of its file."""
+
+    id: str
+    name: str
+    bytes: int
+
+
 class Loaded(BaseModel):
     """A model on one device: the memory that it takes there, and when a request last began or ended to use it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,8 @@ RAW_TYPES = frozenset(
         "application/x-www-form-urlencoded",
     }
 )
+# Errors of a hard link from one file system to another, or on one that has none.
+NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 # Large enough that handing a block to a thread costs nothing, small enough that memory does not matter.
 BLOCK_BYTES = 2 * 2**20
 # Memory of this process for uploads that are not on disk.
@@ -83,6 +86,7 @@ class Upload:
         # Bytes of the budget for pending blocks, and for a file that is kept in memory.
         self._reserved = 0
         self._in_memory = False
+        self._adopted: tuple[Path, str] | None = None
         self._content: bytearray | None = None
         self._hash = blake3()
         self._pending: list[bytes | memoryview] = []
@@ -138,10 +142,18 @@ class Upload:
             self._in_memory = True
             self._release(all_but=self.received)
 
+    def adopt(self, file: Path, digest: str) -> None:
+        """Take a complete file of this service instead of a body, which must be empty."""
+        self._adopted, self._in_memory = (file, digest), False
+
     def complete(self) -> None:
         """Write the rest, or join it in memory, in the calling thread: only then the file can be read."""
         blocks = self._take_pending()
-        if self._in_memory:
+        if self._adopted is not None:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            _link(self._adopted[0], self.path)
+            self._release()
+        elif self._in_memory:
             self._content = bytearray().join(blocks)
             self._hash.update(self._content)
         else:
@@ -168,7 +180,7 @@ class Upload:
     @property
     def digest(self) -> str:
         """BLAKE3 of the complete file: as hard to forge as SHA-256, in a quarter of the time."""
-        return self._hash.hexdigest()
+        return self._hash.hexdigest() if self._adopted is None else self._adopted[1]
 
     def _release(self, all_but: int = 0) -> None:
         """Give reserved bytes back; those of a form's frame and fields are among them."""
@@ -187,6 +199,16 @@ class Upload:
             self._hash.update(block)
         self._file.writelines(blocks)
         return self._file
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file a second name, which outlives the first one where both are on one file system. Raises OSError."""
+    try:
+        name.hardlink_to(file)
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        name.symlink_to(file)
 
 
 def is_multipart(request: Request) -> bool:

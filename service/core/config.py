@@ -213,14 +213,17 @@ class Jobs(_Section):
 
     folder       of inputs, states and results; None: in the scratch folder, deleted with the process
     quota_bytes  of inputs and results together; the oldest results of the key that has most make room for new ones
-    keep_hours   for which a job and its result are kept after its end
+    keep_hours   for which a job and its result are kept after its end, and a stack after it was last used
     attempts     number of starts of a job whose process dies while it runs
+    stacks_bytes  of stacks that are kept to be segmented more than once; the least recently used ones of the key that
+                 has most make room for new ones
     """
 
     folder: Path | None = None
     quota_bytes: PositiveInt = 64 * 2**30
     keep_hours: PositiveFloat = 168.0
     attempts: PositiveInt = 3
+    stacks_bytes: PositiveInt = 16 * 2**30
 
 
 class Server(_Section):

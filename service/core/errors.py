@@ -13,6 +13,7 @@ StackSegError
 |   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
 |   |-- Misdirected         meant for a host that this service is not
 |   |-- UnknownJob          no job of that id, or not this caller's
+|   |-- UnknownStack        no kept stack of that id, or not this caller's
 |   |-- NotFinished         the result of a job that still waits or runs
 |   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
 |-- CapacityError           nobody's fault: the same request may succeed later
@@ -120,6 +121,12 @@ class UnknownJob(RequestError):
     """No job of that id, or it is somebody else's."""
 
     slug = "unknown-job"
+
+
+class UnknownStack(RequestError):
+    """No stack of that id is kept, or it is somebody else's."""
+
+    slug = "unknown-stack"
 
 
 class NotFinished(RequestError):

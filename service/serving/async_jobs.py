@@ -50,6 +50,7 @@ from service.serving.results import (
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.scratch import translate_disk_faults
 from service.serving.scratch_space import Hold
+from service.serving.stack_store import StackStore
 
 WRITE_THREADS = 2
 CLEAN_UP_SECONDS = 60.0
@@ -107,6 +108,7 @@ class AsyncJobs:
         self._settings, self.keep_seconds = settings, settings.jobs.keep_hours * 3600
         self.fault_seconds = FAULT_SECONDS
         self._store: JobStore
+        self.stacks: StackStore
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
         self._active: dict[str, _ActiveJob] = {}
@@ -236,6 +238,7 @@ class AsyncJobs:
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs, access = self._settings.jobs, self._settings.access
+        self.stacks = StackStore(folder / "stacks", quota_bytes=jobs.stacks_bytes, keep_seconds=self.keep_seconds)
         return JobStore(
             folder,
             quota_bytes=jobs.quota_bytes,
@@ -465,6 +468,7 @@ class AsyncJobs:
         if time.monotonic() - self._cleaned > CLEAN_UP_SECONDS:
             self._cleaned = time.monotonic()
             self._store.clean_up()
+            self.stacks.clean_up()
 
 
 def _delete_pixels(active: _ActiveJob) -> None:

@@ -87,6 +87,14 @@ class Query(BaseModel):
             examples=["scans/2026/stack.tif"],
         ),
     ] = None
+    stack: Annotated[
+        str | None,
+        Field(
+            pattern="^[0-9a-f]{32}$",
+            description="A stack that was posted to `/stacks`, by its id, instead of a body.",
+            examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"],
+        ),
+    ] = None
     output_to: Annotated[
         str | None,
         Field(

@@ -32,6 +32,7 @@ from service.serving.model_registry import ModelRegistry
 from service.serving.result_cache import ResultCache
 from service.serving.scratch import ScratchFolder
 from service.serving.scratch_space import ScratchSpace
+from service.serving.volume_cache import VolumeCache
 
 # Beyond its share of the decoded volume, a child that reads a file may need codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
@@ -67,6 +68,7 @@ class Runtime:
         self.result_cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
             self.scratch.results, settings.limits.cache_bytes
         )
+        self.volumes = VolumeCache()
         self.scratch_space: ScratchSpace
         self.reader: Reader
         # As many as there are processes that read files: who waits for one holds no thread.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path as Folder
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
@@ -16,6 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
+from service.api.planes import PLANES, PlaneRangeQuery, open_volume, planes_response, read_planes
 from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response
 from service.api.routes.inspect import inspect_file
@@ -23,11 +26,15 @@ from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
 from service.api.threads import run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
+from service.core.volume import Volume
 from service.formats.sandbox import descriptor_path
+from service.formats.sandbox_process import Cancelling
 from service.serving.async_jobs import AsyncJobs, JobView
-from service.serving.job_record import JobRecord
+from service.serving.job_record import AnswerMetadata, JobRecord
 from service.serving.parameters import Query as Parameters
+from service.serving.result_parts import choose_media_type, extract, read_labels
 from service.serving.runtime import Runtime
+from service.serving.scratch import translate_disk_faults
 
 router = APIRouter(tags=["jobs"])
 
@@ -105,8 +112,15 @@ async def events(
 async def result(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> ResultResponse:
-    """Fetch the answer of a job as `/segment` gives it: the labels with their headers, or the problem of the job."""
+    """Fetch the answer of a job as `/segment` gives it: the labels with their headers, or the problem of the job.
+
+    With `Accept: application/x-npy` or `application/x-nifti` the labels in that form, with `Accept: image/tiff` or
+    `text/csv` one file of an archive.
+    """
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
+    media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+    if media_type != metadata.media_type:
+        return await _answer_part(request, runtime, file, metadata, media_type)
     # The file is open already, so that a result that has to make room meanwhile is still sent whole.
     with ExitStack() as opened:
         opened.callback(file.close)
@@ -118,10 +132,43 @@ async def result(
         return response
 
 
+@router.get("/jobs/{job}/planes", response_class=Response, responses=PLANES)
+async def planes(
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId, wanted: PlaneRangeQuery
+) -> Response:
+    """Planes of the labels of a job that is done, as raw numbers, to be drawn. Those of its input: `/stacks`."""
+    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
+
+    def read(folder: Folder, cancelled: Cancelling) -> Volume:
+        return read_labels(runtime.reader, file, metadata, folder, cancelled)
+
+    with file:
+        volume = await open_volume(request, runtime, job, read)
+    return planes_response(volume, await run_in_thread(partial(read_planes, volume, wanted)))
+
+
 @router.delete("/jobs/{job}", status_code=204)
 async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
     """Cancel a job that waits or runs: the device stops before its next batch of windows. Forget one that is over."""
     await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
+
+
+async def _answer_part(
+    request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
+) -> ResultResponse:
+    """Answer with a part of a result, or with its labels in another form, from a file of its own."""
+    with ExitStack() as opened:
+        opened.callback(file.close)
+        space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
+        folder = runtime.scratch.make_request_folder()
+        opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
+        making = partial(extract, runtime.reader, file, metadata, media_type, folder)
+        with translate_disk_faults():
+            path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
+        space.reserve(path.stat().st_size)
+        response = build_response(path, described)
+        response.resources.callback(opened.pop_all().close)
+        return response
 
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
 
 from service.api.dependencies import RuntimeDependency
 from service.api.schemas import Loaded, ModelInfo, ModelList
@@ -12,6 +15,13 @@ from service.models.repository import default_name
 from service.serving.model_registry import ModelState
 
 router = APIRouter(tags=["models"])
+
+SAMPLE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A TIFF.",
+        "content": {"image/tiff": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 
 
 @router.get("/models")
@@ -26,6 +36,15 @@ async def list_models(runtime: RuntimeDependency) -> ModelList:
 async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
     return _describe(runtime.models.state(name))
+
+
+@router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE)
+async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
+    """The stack that the model is tried with, as a TIFF. Models without one answer 404."""
+    spec = runtime.models.spec(name)
+    if spec.sample is None:
+        raise HTTPException(404)
+    return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
 
 
 def _describe(model: ModelState) -> ModelInfo:

@@ -1,0 +1,87 @@
+"""/stacks: upload a stack once, look at its planes, and segment it as often as wanted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path as Folder
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from service.api.admission import REQUEST
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
+from service.api.planes import PLANES, PlaneRangeQuery, open_volume, planes_response, read_planes
+from service.api.request_body import incoming_folder, receive_file
+from service.api.schemas import StackReport
+from service.api.threads import run_in_thread
+from service.core.errors import BadParameter
+from service.core.timing import Stages
+from service.core.volume import Volume
+from service.formats.sandbox_process import Cancelling
+from service.serving.parameters import Query as Parameters
+from service.serving.stack_store import StoredStack
+
+router = APIRouter(tags=["stacks"])
+
+StackId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
+BODY = {"requestBody": REQUEST["requestBody"]}
+
+
+@router.post("/stacks", status_code=201, openapi_extra=BODY)
+async def upload(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> StackReport:
+    """Keep a stack for later requests, which name it with `stack` instead of bringing a body.
+
+    The same body as `/segment`. Nothing of the file is read. It is kept as long as it is used now and then.
+    """
+    runtime.check_admission(get_caller(request))
+    query = Parameters()
+    async with receive_file(request, runtime, query, Stages(), incoming_folder(async_jobs)) as file:
+        if file.received.query != query:
+            raise BadParameter("A stack is kept without parameters; state them in the requests that name it.")
+
+        def keep() -> StoredStack:
+            digest = file.complete() or ""
+            return async_jobs.stacks.keep(file.received.source, file.name, file.received.caller, digest)
+
+        stack = await run_in_thread(keep)
+    return _report(stack)
+
+
+@router.get("/stacks/{stack}")
+async def show(request: Request, stack: StackId) -> StackReport:
+    """Name and size of a kept stack."""
+    return _report(await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request))))
+
+
+@router.delete("/stacks/{stack}", status_code=204)
+async def delete(request: Request, stack: StackId) -> None:
+    """Forget a stack. Jobs that were made of it go on."""
+    await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
+
+
+@router.get("/stacks/{stack}/planes", response_class=Response, responses=PLANES)
+async def planes(  # noqa: PLR0913
+    request: Request,
+    runtime: RuntimeDependency,
+    *,
+    stack: StackId,
+    wanted: PlaneRangeQuery,
+    channel: Annotated[int, Query(ge=0, description="Channel to look at.")] = 0,
+    time: Annotated[int | None, Query(ge=0, description="Time point; the only one if not given.")] = None,
+    axes: Annotated[str | None, Query(max_length=16, description="Overrides the axes of the file.")] = None,
+) -> Response:
+    """Planes of a kept stack as raw numbers, to be drawn."""
+    caller = get_caller(request)
+    stored = await run_in_thread(partial(get_stacks(request).find, stack, caller))
+    selection = Parameters(channel=str(channel), time=time, axes=axes).selection
+
+    def read(folder: Folder, cancelled: Cancelling) -> Volume:
+        return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
+
+    volume = await open_volume(request, runtime, (stack, selection), read)
+    return planes_response(volume, await run_in_thread(partial(read_planes, volume, wanted)))
+
+
+def _report(stack: StoredStack) -> StackReport:
+    return StackReport(id=stack.id, name=stack.name, bytes=stack.nbytes)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from job_service import TIFF, Service, start
+from live import as_tiff
+
+PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
+STACK = as_tiff(PIXELS)
+FORMS = ("application/x-npy", "application/x-nifti", "application/gzip")
+
+
+@pytest.fixture(scope="module")
+def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with start(bands_repository, tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def stack(service: Service) -> str:
+    service.caller = None
+    answer = service.client.post("/stacks", content=STACK, headers=TIFF | {"X-Filename": "cells.tif"})
+    assert (answer.status_code, answer.json()["name"], answer.json()["bytes"]) == (201, "cells.tif", len(STACK))
+    return str(answer.json()["id"])
+
+
+def planes(answer: Any) -> np.ndarray[Any, Any]:
+    assert answer.status_code == 200, answer.text
+    shape = [int(size) for size in answer.headers["x-stackseg-shape"].split(",")]
+    return np.frombuffer(answer.content, np.dtype(answer.headers["x-stackseg-dtype"]).newbyteorder("<")).reshape(shape)
+
+
+def problem(answer: Any) -> tuple[int, str]:
+    return answer.status_code, answer.json()["type"].rpartition(":")[2]
+
+
+def test_a_kept_stack_stands_for_a_body(service: Service, stack: str) -> None:
+    labels = [
+        tifffile.imread(io.BytesIO(service.client.post("/segment", **sent).content))
+        for sent in ({"params": {"stack": stack}}, {"content": STACK, "headers": TIFF})
+    ]
+    assert np.array_equal(*labels)
+    assert service.client.post("/inspect", params={"stack": stack}).json()["file"]["shape"] == [1, 6, 8, 10]
+    job = service.client.post("/jobs", params={"stack": stack}).json()
+    assert (job["name"], job["parameters"]) == ("cells.tif", {"stack": stack})
+    service.wait(job, "done")
+    assert service.client.get(f"/stacks/{stack}").status_code == 200
+    assert np.array_equal(tifffile.imread(io.BytesIO(service.result(job).content)), labels[0])
+
+
+def test_a_job_outlives_its_stack(service: Service, stack: str) -> None:
+    service.fake.gate.clear()
+    job = service.client.post("/jobs", params={"stack": stack}).json()
+    assert service.client.delete(f"/stacks/{stack}").status_code == 204
+    service.fake.gate.set()
+    assert service.wait(job, "done", "failed")["state"] == "done"
+    assert problem(service.client.post("/jobs", params={"stack": stack})) == (404, "unknown-stack")
+
+
+def test_planes_are_the_pixels_in_steps(service: Service, stack: str) -> None:
+    def get(**query: Any) -> Any:
+        return service.client.get(f"/stacks/{stack}/planes", params=query)
+
+    assert np.array_equal(planes(get()), PIXELS)
+    assert np.array_equal(planes(get(**{"from": 1, "to": 6, "step": "2,3,4"})), PIXELS[1:6:2, ::3, ::4])
+    assert get(step="2,3,4").headers["x-stackseg-volume"] == "6,8,10"
+    for query in ({"from": 6}, {"to": 7}, {"from": 3, "to": 3}, {"channel": 1}, {"step": "0,1,1"}, {"axes": "YX"}):
+        assert problem(get(**query)) == (422, "bad-parameter"), query
+
+
+def test_planes_of_a_large_volume_do_not_travel_whole(service: Service) -> None:
+    large = as_tiff(np.zeros((5, 2048, 2048), np.uint16), compression="zlib")
+    stack = service.client.post("/stacks", content=large, headers=TIFF).json()["id"]
+    refused = service.client.get(f"/stacks/{stack}/planes")
+    assert problem(refused) == (422, "bad-parameter")
+    assert planes(service.client.get(f"/stacks/{stack}/planes", params={"step": "1,4,4"})).shape == (5, 512, 512)
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [("float64", "float32"), ("int16", "int16"), (">u2", "uint16")])
+def test_planes_have_numbers_that_browsers_know(service: Service, dtype: str, sent: str) -> None:
+    file = io.BytesIO()
+    tifffile.imwrite(file, (PIXELS - 100.0).clip(0).astype(dtype), photometric="minisblack", metadata={"axes": "ZYX"})
+    stack = service.client.post("/stacks", content=file.getvalue(), headers=TIFF).json()["id"]
+    answer = service.client.get(f"/stacks/{stack}/planes")
+    assert answer.headers["x-stackseg-dtype"] == sent
+    assert np.array_equal(planes(answer), (PIXELS - 100.0).clip(0))
+
+
+def test_stacks_of_others_are_hidden(service: Service, stack: str) -> None:
+    service.client.get(f"/stacks/{stack}/planes")
+    service.caller = "bob"
+    for method, path in (("GET", ""), ("GET", "/planes"), ("DELETE", "")):
+        assert problem(service.client.request(method, f"/stacks/{stack}{path}")) == (404, "unknown-stack")
+    assert problem(service.client.post("/inspect", params={"stack": stack})) == (404, "unknown-stack")
+
+
+def test_a_stack_and_a_body_exclude_each_other(service: Service, stack: str) -> None:
+    answer = service.client.post("/segment", params={"stack": stack}, content=STACK, headers=TIFF)
+    assert problem(answer) == (422, "bad-parameter")
+    assert problem(service.client.post("/stacks", headers=TIFF)) == (422, "bad-parameter")
+    assert problem(service.client.post("/segment", params={"stack": "../jobs"})) == (422, "bad-parameter")
+
+
+def test_labels_of_a_job_in_other_forms(service: Service) -> None:
+    job = service.wait(service.submit(), "done")
+    labels = tifffile.imread(io.BytesIO(service.result(job).content))
+    address = f"/jobs/{job['id']}"
+    assert np.array_equal(planes(service.client.get(f"{address}/planes")), labels)
+    for form in FORMS:
+        answer = service.client.get(f"{address}/result", headers={"Accept": f"{form}, */*;q=0.1"})
+        assert answer.headers["content-type"] == form
+        assert answer.headers["x-stackseg-model"] == "bands/1"
+        if form == FORMS[0]:
+            assert np.array_equal(np.load(io.BytesIO(answer.content)), labels)
+    plain = service.client.get(f"{address}/result", headers={"Accept": "text/html, */*"})
+    assert plain.headers["content-type"] == "image/tiff"
+    assert list(service.runtime.scratch.requests.iterdir()) == []

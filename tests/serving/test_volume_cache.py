@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.core.errors import TooLarge
+from service.core.volume import Volume
+from service.serving.scratch_space import ScratchSpace
+from service.serving.volume_cache import VolumeCache
+
+
+def volume(nbytes: int) -> Volume:
+    return Volume.from_array(np.zeros((1, 1, 1, nbytes), np.uint8))
+
+
+def test_volumes_are_read_once_and_the_least_recently_used_goes() -> None:
+    cache, space, reads = VolumeCache(limit_bytes=100), ScratchSpace(10_000), list[str]()
+
+    def open_volume(key: str) -> Volume:
+        def read() -> Volume:
+            reads.append(key)
+            return volume(40)
+
+        return cache.open(key, space, read)
+
+    for key in ("a", "b", "a", "c", "a", "b"):
+        open_volume(key)
+    assert reads == ["a", "b", "c", "b"]
+    assert space.used == 80
+    assert cache.find("c") is None
+
+
+def test_one_volume_may_be_larger_than_the_cache() -> None:
+    cache, space = VolumeCache(limit_bytes=100), ScratchSpace(1000)
+    cache.open("a", space, lambda: volume(50))
+    large = cache.open("b", space, lambda: volume(300))
+    assert cache.find("b") is large
+    assert cache.find("a") is None
+    assert space.used == 300
+
+
+def test_a_volume_beyond_the_scratch_space_is_refused() -> None:
+    with pytest.raises(TooLarge):
+        VolumeCache().open("a", ScratchSpace(100), lambda: volume(51))
