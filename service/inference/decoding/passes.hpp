@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -24,6 +23,9 @@ struct PendingPass {
 };
 
 // By two numbers, neither of which is 0, the highest of the keys of passes between them.
+//
+// A hash table with open addressing and linear probing, in one piece of memory: the C library frees millions of nodes
+// with a lock that everybody else who allocates waits for, seconds long.
 class Passes {
 public:
   void add(int64_t one, int64_t other, int32_t key) {
@@ -39,8 +41,9 @@ public:
   template <typename Visit> void visit_all(Visit visit) {
     for (Known &slot : recent_)
       put(slot);
-    for (const auto &[pair, key] : highest_)
-      visit(static_cast<int64_t>(pair >> 32), static_cast<int64_t>(pair & UINT32_MAX), key);
+    for (const Known &known : highest_)
+      if (known.pair)
+        visit(static_cast<int64_t>(known.pair >> 32), static_cast<int64_t>(known.pair & UINT32_MAX), known.key);
   }
 
 private:
@@ -51,20 +54,40 @@ private:
     int32_t key;
   };
   static size_t mixed(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
-  struct Mixed {
-    size_t operator()(uint64_t pair) const { return mixed(pair) >> 7; }
-  };
 
   void put(Known &slot) {
     if (slot.pair) {
-      int32_t &key = highest_.emplace(slot.pair, slot.key).first->second;
-      key = std::max(key, slot.key);
+      if (4 * count_ >= 3 * highest_.size())
+        grow();
+      Known &known = find(slot.pair);
+      if (!known.pair)
+        known = slot, ++count_;
+      known.key = std::max(known.key, slot.key);
     }
     slot.pair = 0;
   }
 
+  // Where the pair is, or would be.
+  Known &find(uint64_t pair) {
+    const size_t last = highest_.size() - 1;
+    size_t place = mixed(pair) >> (64 - bits_);
+    while (highest_[place].pair && highest_[place].pair != pair)
+      place = (place + 1) & last;
+    return highest_[place];
+  }
+
+  void grow() {
+    std::vector<Known> before(2 * highest_.size());
+    before.swap(highest_), ++bits_;
+    for (const Known &known : before)
+      if (known.pair)
+        find(known.pair) = known;
+  }
+
   std::array<Known, 1 << SLOT_BITS> recent_{};
-  std::unordered_map<uint64_t, int32_t, Mixed> highest_;
+  int bits_ = 6;
+  std::vector<Known> highest_ = std::vector<Known>(size_t(1) << bits_);
+  size_t count_ = 0;
 };
 
 struct Pass {
