@@ -75,6 +75,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "unsupported-package",
         "internal-error",
         "unknown-job",
+        "unknown-stack",
         "interrupted",
         "reader-killed",
         "result-gone",
