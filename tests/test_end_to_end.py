@@ -71,8 +71,34 @@ def test_multipart_form_gives_the_same_as_the_raw_body(live: Live, phantom: Any)
         "/segment", files={"file": ("my cells.tif", stack, "image/tiff")}, data={"output": "classes", "overlap": "0.5"}
     )
     assert form.status_code == 200, form.text
-    assert "my%20cells_classes.ome.tif" in form.headers["content-disposition"]
+    assert form.headers["content-disposition"] == 'attachment; filename="my cells_classes.ome.tif"'
     assert np.array_equal(classes(form.content), classes(live.segment(stack, overlap=0.5).content))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize(
+    ("sent", "saved", "encoded"),
+    [
+        ("my cells.tif", "my cells_classes.ome.tif", None),
+        ("Zellkörper 7.tif", "Zellkorper 7_classes.ome.tif", "Zellk%C3%B6rper%207_classes.ome.tif"),
+        ("%E7%B4%B0%E8%83%9E 1.ome.tif", "__ 1_classes.ome.tif", "%E7%B4%B0%E8%83%9E%201_classes.ome.tif"),
+        ('a "b" 5%.tif', "a _b_ 5__classes.ome.tif", "a%20%22b%22%205%25_classes.ome.tif"),
+    ],
+)
+def test_curl_and_browsers_save_an_answer_under_the_name_of_its_stack(
+    live: Live, phantom: Any, tmp_path: Path, sent: str, saved: str, encoded: str | None
+) -> None:
+    stack, folder = tmp_path / "stack", tmp_path / "saved"
+    stack.write_bytes(as_tiff(phantom.image))
+    folder.mkdir()
+    command = ["curl", "-sS", "--fail-with-body", "-OJ", "-D", "-", "--data-binary", f"@{stack}"]
+    named = [*command, "-H", "Content-Type: image/tiff", "-H", f"X-Filename: {sent}"]
+    headers = subprocess.check_output([*named, f"{live.client.base_url}/segment"], cwd=folder, text=True)
+    assert [file.name for file in folder.iterdir()] == [saved]
+    (disposition,) = [line for line in headers.splitlines() if line.lower().startswith("content-disposition")]
+    # What browsers read, which prefer it to the other name.
+    assert disposition.partition("filename*=UTF-8''")[2] == (encoded or "")
+    assert classes((folder / saved).read_bytes()).shape == phantom.image.shape
 
 
 def test_probabilities_are_named_and_sum_to_one(live: Live, phantom: Any) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from urllib.parse import quote
 
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -121,9 +124,20 @@ def build_response(
         path,
         snapshot,
         media_type=metadata.media_type,
-        headers=build_headers(metadata) | named,
-        filename=metadata.file_name,
+        headers=build_headers(metadata) | named | {"Content-Disposition": describe_attachment(metadata.file_name)},
     )
+
+
+def describe_attachment(name: str) -> str:
+    """Return a `Content-Disposition` under which any client saves an answer by a name (RFC 6266).
+
+    `curl -J` and wget know the quoted form alone, so a name that is not plain ASCII is stated twice: without accents
+    and with underscores for what a quoted name cannot hold, and as it is, percent-encoded (RFC 8187).
+    """
+    letters = (letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
+    plain = re.sub(r'[^ -~]|["\\%]', "_", "".join(letters))
+    header = f'attachment; filename="{plain}"'
+    return header if plain == name else f"{header}; filename*=UTF-8''{quote(name, safe='')}"
 
 
 def build_headers(metadata: AnswerMetadata) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO
+from urllib.parse import unquote_to_bytes
 
 from blake3 import blake3
 from python_multipart.multipart import parse_options_header
@@ -269,7 +270,7 @@ def _make_form_parser(request: Request, upload: Upload) -> FormParser | None:
         _, options = parse_options_header(request.headers["content-type"])
         return FormParser(options.get(b"boundary", b""), upload.add_data, upload.set_name, upload.fields)
     if media_type in RAW_TYPES:
-        upload.set_name(get_header(request.scope, b"x-filename"))
+        upload.set_name(_decode_name(get_header(request.scope, b"x-filename")))
         return None
     raise UnsupportedMedia(
         f"A body of type {media_type} is not read; send the TIFF itself with Content-Type: image/tiff."
@@ -286,6 +287,18 @@ def _stated_length(request: Request, limit_bytes: int) -> int:
     if length > limit_bytes + (MAX_FORM_BYTES if is_multipart(request) else 0):
         raise too_large(limit_bytes)
     return length
+
+
+def _decode_name(header: str) -> str:
+    """Return the file name in a header that was read as Latin-1: in UTF-8, as curl sends it, or percent-encoded.
+
+    A browser's scripts and most libraries can send no other letters than those of Latin-1, and must encode the rest.
+    """
+    name = unquote_to_bytes(header.encode("latin-1"))
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name.decode("latin-1")
 
 
 def plain_name(name: str) -> str:
