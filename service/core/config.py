@@ -90,7 +90,8 @@ class Engine(_Section):
                     auto: the fastest known for the hardware that gives the same labels, or what tuning found
     precision       auto: BF16 where the hardware computes it, FP16 on older tensor cores, else FP32
     channels_last   memory format channels_last_3d; auto: true, or what tuning found
-    compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd is compiled only if a mode is asked for
+    compile_mode    auto: reduce-overhead on CUDA, default elsewhere; winograd and cudagraph are compiled only if a mode
+                    is asked for
     freeze          CPU only: weights become constants of the compiled graph
     streams         CPU only: batches computed at the same time, each on a share of the cores; auto: two, or what
                     tuning found

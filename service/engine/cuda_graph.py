@@ -1,6 +1,7 @@
 """An explicit CUDA graph around a network of one fixed shape: a forward becomes one launch.
 
-`reduce-overhead` records graphs of its own; this wrapper is for the eager module, and for modules that inductor splits.
+`reduce-overhead` records graphs of its own, which belong to the thread that compiled; this wrapper records one for any
+thread, around the eager or the compiled network.
 Source: the capture pattern of the PyTorch documentation, "CUDA semantics", section CUDA graphs.
 """
 
@@ -12,18 +13,38 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from service.core.config import Engine as EngineSettings
 from service.core.errors import BadParameter
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
+from service.engine.plans import EngineConfig
+from service.engine.torch_compile import compile_module
 from service.models.loader import Network
+
+# What these modes add are CUDA graphs by torch, which cannot be recorded within one of ours.
+MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 class CudaGraphBackend(Backend):
-    """The eager module, recorded as one CUDA graph."""
+    """The whole network, recorded as one CUDA graph: compiled before that where a mode of torch.compile is given."""
 
     memory_formats: ClassVar = {"cuda": ANY_FORMAT}
 
-    def build(self, module: nn.Module, example: Tensor, /, *_: object) -> Network:
-        return GraphedNetwork(module, example)
+    def __init__(
+        self,
+        record: Callable[[Network, Tensor], Network] | None = None,
+        compile_network: Callable[..., Network] = compile_module,
+    ) -> None:
+        self._record, self._compile = record or GraphedNetwork, compile_network
+
+    def compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+        """Return what is set, and then, where that does not run, none; for `auto` what is ready in seconds first."""
+        return (None, "reduce-overhead") if settings.compile_mode == "auto" else (settings.compile_mode, None)
+
+    def build(self, module: nn.Module, example: Tensor, config: EngineConfig, _settings: EngineSettings, /) -> Network:
+        mode = config.compile_mode
+        if mode is None:
+            return self._record(module, example)
+        return self._record(self._compile(module, MODES_WITHOUT_GRAPHS.get(mode, mode), freeze=False), example)
 
 
 class CudaRecorder:

@@ -101,8 +101,9 @@ class EngineSelector:
 
         With `tune`, and where the operator wants it (`engine.tune`), all that is possible races instead, unless a plan
         of a race is kept.
-        An engine that was asked for and fails is tried in the next wider precision, where none was asked for, and at
-        last replaced by the eager one, with a warning; an error of that one passes through.
+        An engine that was asked for and fails, or gives other labels than the network as loaded, is tried in the next
+        wider precision, where none was asked for, and at last replaced by the eager one, with a warning; an error of
+        that one passes through.
         """
         settings = self._settings.engine
         if settings.kind != "auto":
@@ -113,7 +114,7 @@ class EngineSelector:
         known = plan is not None and plan.choice.engine in backends.BACKENDS
         if plan is not None and known and (plan.tuned or not race):
             try:
-                return replace(self.build(plan.choice, *_failures(plan.trials)), plan=plan, cached=True)
+                return replace(self.build(plan.choice, *self._warnings(plan.trials)), plan=plan, cached=True)
             except backends.ENGINE_FAILURES as error:
                 reason = backends.first_line(error)
                 log.warning("%s: what an earlier plan says fails, choosing again: %s", self._spec.identifier, reason)
@@ -143,16 +144,28 @@ class EngineSelector:
         """Return what is chosen, or else the eager network, with the plan, which is kept if it may hold."""
         try:
             ready, trials = choose()
-            failures = _failures(trials)
             # What failed for want of a compiler may run at the next start, and what lacked memory where nothing ran.
-            holds = tuned or not failures
+            holds, warnings = tuned or not _failures(trials), self._warnings(trials)
         except NothingRuns as nothing:
             ready, trials, holds = self.build(self._eager("fp32")), nothing.trials, False
-            failures = (f"{nothing} It runs eagerly in fp32.",)
+            warnings = (f"{nothing} It runs eagerly in fp32.",)
         plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
-        if holds:
+        if holds and self._settings.engine.kind == "auto":
             self._keep(plan)
-        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=failures)
+        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=warnings)
+
+    def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
+        """Return warnings about trials that failed, and about labels that what the operator has set would change."""
+        settings, warnings = self._settings.engine, list(_failures(trials))
+        for trial in trials:
+            if settings.kind != "auto" and trial.verdict.startswith("wrong"):
+                warnings.append(
+                    f"The {trial.choice.engine} engine in {trial.choice.precision} is not used: {trial.verdict}"
+                )
+            if trial.verdict == "chosen" and (trial.difference or 0.0) > settings.tolerance:
+                share = f"{trial.difference:.2%} of the labels of the model's sample differ from those in fp32"
+                warnings.append(f"{share}; engine.precision {settings.precision} is set, auto would not take it.")
+        return tuple(warnings)
 
     def _keep(self, plan: EnginePlan) -> None:
         try:
@@ -236,33 +249,21 @@ class EngineSelector:
         warnings = [warning] if warning else []
         names = precision.list_precisions(settings.precision, self._native)
         unfit = {name: backend.explain_unfit(name, self._device, self._network) for name in names}
-        # The first configuration of a precision is the most promising one.
-        by_precision = {config.precision: config for config in reversed(self._candidates())}
-        configs = [by_precision[name] for name in names if unfit[name] is None]
+        # The first configuration of a precision is the most promising one; what is not compiled needs no compiler.
+        candidates = self._candidates()
+        firsts = {config.precision: config for config in reversed(candidates)}
+        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
+        fit = [name for name in names if unfit[name] is None]
+        configs = [chosen[name] for name in fit for chosen in (firsts, plain) if name in chosen]
         if not configs:
             warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
-            configs = [self._eager(name) for name in names]
-        return self._build_first(configs, warnings)
-
-    def _build_first(self, configs: Sequence[EngineConfig], warnings: list[str]) -> ReadyEngine:
-        """Build the first configuration that runs, else eager, with a warning for each that does not."""
-        for config in configs:
-            try:
-                return self.build(config, *warnings)
-            except backends.ENGINE_FAILURES as error:
-                if config == self._eager(self._safe_precision):
-                    raise
-                log.warning("%s does not run in %s: %s", self._spec.identifier, config, error)
-                instead = "in another precision" if config is not configs[-1] else "eagerly"
-                reason = backends.first_line(error)
-                warnings.append(f"The {config.engine} engine failed, so the model runs {instead}: {reason}")
-        return self.build(self._eager(self._safe_precision), *warnings)
-
-    @property
-    def _safe_precision(self) -> str:
-        """Precision that needs no comparison: the requested one, else that of the network as it was loaded."""
-        wanted = self._settings.engine.precision
-        return "fp32" if wanted == "auto" else wanted
+        configs = list(dict.fromkeys([*configs, *map(self._eager, names)]))
+        if self._device.type == "cpu" and configs[0] == self._eager("fp32"):
+            # It is what others are compared with.
+            return self.build(configs[0], *warnings)
+        tuner = self._make_tuner(explain_skip=lambda _config: None)
+        ready = self._choose(tuner, lambda: tuner.take_first(configs), tuned=False)
+        return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
 
     @property
     def _tolerance(self) -> float:
@@ -284,8 +285,12 @@ class EngineSelector:
         return backends.list_known_order(self._candidates(), features)
 
     def _make_tuner(
-        self, seconds: float = math.inf, announce: Callable[[EngineConfig, int], object] = lambda *_: None
+        self,
+        seconds: float = math.inf,
+        announce: Callable[[EngineConfig, int], object] = lambda *_: None,
+        explain_skip: Callable[[EngineConfig], str | None] | None = None,
     ) -> Tuner[ReadyEngine]:
+        """Return a tuner that builds engines and checks their labels; `explain_skip` as in `Tuner`, None: as here."""
         agreement = LabelAgreement(self._spec, self._device, lambda: self.reference(self._batch_size))
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
@@ -294,7 +299,8 @@ class EngineSelector:
             call = _segment_in_all_streams(ready.window, agreement, agreement.row(windows))
             return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
 
-        return Tuner(build, self._tolerance, seconds, explain_skip=self._explain_skip, announce=announce)
+        skip = explain_skip or self._explain_skip
+        return Tuner(build, self._tolerance, seconds, explain_skip=skip, announce=announce)
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""

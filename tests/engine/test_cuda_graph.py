@@ -1,9 +1,13 @@
 import pytest
 import torch
+from paths import ROOT
 from torch import nn
 
+from service.core.config import Engine, read_settings
 from service.core.errors import BadParameter
-from service.engine.cuda_graph import GraphedNetwork
+from service.engine.backends import list_configs
+from service.engine.cuda_graph import CudaGraphBackend, GraphedNetwork
+from service.engine.plans import EngineConfig
 
 
 class FakeRecorder:
@@ -70,3 +74,30 @@ def test_a_real_graph_gives_the_scores_of_the_module():
     for _ in range(3):
         x = torch.rand(2, 1, 16, 16, 16, device="cuda")
         torch.testing.assert_close(network(x), module(x))
+
+
+def test_what_is_recorded_is_compiled_first_without_graphs_of_torch():
+    calls = []
+
+    def compile_network(module, mode, *, freeze):
+        calls.append((module, mode, freeze))
+        return lambda x: module(x) + 1
+
+    backend = CudaGraphBackend(lambda network, x: network(x), compile_network)
+    module, example = nn.Identity(), torch.zeros(1)
+    for mode, expected in [(None, 0), ("reduce-overhead", 1), ("default", 1)]:
+        config = EngineConfig("cudagraph", "bf16", "channels_last_3d", 8, mode)
+        assert backend.build(module, example, config, Engine()).item() == expected
+    assert calls == [(module, "default", False)] * 2
+
+
+def test_the_preset_for_a_gpu_states_what_runs_before_anything_is_tuned():
+    settings = read_settings(ROOT / "configs" / "gpu.yaml", {}).engine
+    first, *_ = list_configs(settings, torch.device("cuda"), ("bf16",), 8)
+    assert first == EngineConfig("cudagraph", "bf16", "channels_last_3d", 8, "reduce-overhead")
+
+
+def test_a_compile_mode_that_is_set_comes_first_and_none_where_it_does_not_run():
+    device = torch.device("cuda")
+    assert CudaGraphBackend().compile_modes(Engine(compile_mode="default"), device) == ("default", None)
+    assert CudaGraphBackend().compile_modes(Engine(), device)[0] is None, "ready in seconds"

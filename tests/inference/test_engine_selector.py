@@ -407,3 +407,40 @@ def test_a_race_segments_in_all_streams_at_the_same_time(bands, settings, only, 
     assert {cores for _, cores in threads} == {1}
     assert len(threads) >= 2
     assert all("failed" not in trial.verdict for trial in ready.plan.trials)
+
+
+def fixed(settings, **engine):
+    """Settings with the engine of a test's own, whose name the configuration does not know."""
+    chosen = settings(**engine)
+    return chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"kind": "other"})})
+
+
+def test_a_fixed_engine_with_other_labels_is_not_taken(bands, settings, only, tmp_path):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, fixed(settings)).run()
+    assert (ready.config.engine, ready.plan) == ("eager", None)
+    assert "The other engine in fp32 is not used: wrong" in ready.warnings[0]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settings, only):
+    only("eager", other=FakeBackend(lambda _module: Wrong()))
+    ready = warm_up(bands, fixed(settings, precision="fp32")).run()
+    assert ready.config.engine == "other"
+    assert "labels of the model's sample differ" in ready.warnings[0]
+
+
+def test_a_fixed_engine_whose_scores_are_not_finite_is_never_taken(bands, settings, only):
+    only("eager", other=FakeBackend(lambda module: lambda x: module(x) * torch.nan))
+    assert warm_up(bands, fixed(settings, precision="fp32")).run().config.engine == "eager"
+
+
+def test_a_fixed_engine_that_cannot_compile_runs_as_it_is(bands, settings, only):
+    class Recorded(FakeBackend):
+        def build(self, module, _example, config, *_):
+            return broken(module) if config.compile_mode else module
+
+    only("eager", other=Recorded(None, compile_modes=lambda *_: ("default", None)))
+    ready = warm_up(bands, fixed(settings)).run()
+    assert (ready.config.engine, ready.config.compile_mode) == ("other", None)
+    assert ready.warnings == ("The other engine failed: not here",)
