@@ -166,6 +166,8 @@ class Estimator:
     sw_batch_size  windows per call where the operator leaves that open
     window_bytes   activations of the network for one window; None: those of a typical network
     score_bytes    bytes per window instead, where windows come `sw_batch_size` at a time; None: `window_bytes`
+    any_batch_size  whether the network, built for `sw_batch_size` windows, takes fewer; None: it runs eagerly with any
+                    number, in one stream where that is less
     on_host        whether the device's memory is the host's
     streams        batches of `sw_batch_size` windows that are computed at the same time
     """
@@ -177,10 +179,18 @@ class Estimator:
     on_host: bool = True
     streams: int = 1
     score_bytes: int | None = None
+    any_batch_size: bool | None = None
+
+    def fit_batch(self, batch_size: int) -> int:
+        """Return the windows per call for a request that asks for `batch_size`, as the network is built."""
+        if self.any_batch_size is None:
+            return batch_size
+        return min(batch_size, self.sw_batch_size) if self.any_batch_size else self.sw_batch_size
 
     def plan(self, options: Options) -> Plan:
         """Plan without a volume. Raises what `make_plan` raises."""
-        return make_plan(self.spec, self.settings, options, self.sw_batch_size)
+        plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
+        return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
 
     def output(self, options: Options) -> OutputKind:
         """Return the kind of the result. Raises BadParameter for options that do not fit."""
@@ -205,7 +215,7 @@ class Estimator:
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
-        if plan.sw_batch_size < self.sw_batch_size:
+        if plan.sw_batch_size < self.sw_batch_size and self.any_batch_size is None:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes

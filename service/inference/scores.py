@@ -75,13 +75,20 @@ class ScoreComputer:
     selector  builds the networks to fall back on
     config    of the network
     ready     the network that was warmed up; None: until then it runs eagerly
+    fit_batch  as in `Estimator`: returns the windows per call for a request that asks for so many
     """
 
-    def __init__(self, selector: EngineSelector, config: EngineConfig, ready: ReadyEngine | None = None) -> None:
-        self._selector, self._config, self._ready = selector, config, ready
+    def __init__(
+        self,
+        selector: EngineSelector,
+        config: EngineConfig,
+        ready: ReadyEngine | None = None,
+        fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
+    ) -> None:
+        self._selector, self._config, self._ready, self._fit_batch = selector, config, ready, fit_batch
         # Then computing again in eager float32 would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
-        self._eager_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     @cached_property
@@ -97,7 +104,8 @@ class ScoreComputer:
         Where scores are not finite, the FP32 network computes all of them again. Raises NonFiniteScores where these
         are not finite either, and what the network raises.
         """
-        batch_size, notes, fallbacks, recomputed = plan.sw_batch_size, list[str](), 0, False
+        # The request may have been planned before the network was loaded.
+        batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
         while True:
             consumer = make_consumer()
             window = self._window(batch_size, reference=recomputed)
@@ -132,21 +140,25 @@ class ScoreComputer:
         )
 
     def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
-        """Return the FP32 reference, the warm window, or an eager one: compiling takes longer than it saves."""
+        """Return the FP32 reference, the warm window, one for fewer windows at once, or an eager one."""
         if reference:
             return self._selector.reference(batch_size)
         if self._ready is not None and self._config.sw_batch_size == batch_size:
             return self._ready.window
         # Requests that ask for the same at the same time share batches of it.
         with self._lock:
-            window = self._eager_windows.get(batch_size)
+            window = self._smaller_windows.get(batch_size)
             if window is None:
-                window = self._selector.sliding_window(self.module, self._config, batch_size)
-                self._eager_windows[batch_size] = window
+                window = self._smaller_windows[batch_size] = self._make_window(batch_size)
             return window
 
+    def _make_window(self, batch_size: int) -> SlidingWindow:
+        if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
+            return self._ready.window.with_capacity(batch_size)
+        return self._selector.sliding_window(self.module, self._config, batch_size)
+
     def _notes(self, used: SlidingWindow) -> list[str]:
-        if self._ready is None or self._config.engine == "eager" or used is self._ready.window:
+        if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
             return []
         return [f"Ran eagerly: only sw_batch_size {self._config.sw_batch_size} is compiled."]
 

@@ -101,7 +101,6 @@ class Segmenter:
         """Compute scores with a network that is ready; None: eagerly until there is one."""
         self._ready = ready
         self._config = config = self._selector.preliminary() if ready is None else ready.config
-        self._scores = ScoreComputer(self._selector, config, ready)
         self.estimator = Estimator(
             self.spec,
             self._settings,
@@ -110,7 +109,9 @@ class Segmenter:
             on_host=self._device.type == "cpu",
             streams=config.streams,
             score_bytes=None if ready is None else ready.score_bytes,
+            any_batch_size=None if ready is None or config.engine == "eager" else ready.window.any_batch_size,
         )
+        self._scores = ScoreComputer(self._selector, config, ready, self.estimator.fit_batch)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +180,7 @@ class Segmenter:
             del source, resampled, image
             with stages.measure("decode"):
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:])
-        notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *scored.notes)
+        notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *self._batch_notes(options), *scored.notes)
         return Result(
             segmentation,
             stages.seconds,
@@ -230,6 +231,13 @@ class Segmenter:
         score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
         estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
         return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
+
+    def _batch_notes(self, options: Options) -> tuple[str, ...]:
+        """Return a note where the request asks for another batch than the network was built for."""
+        wanted = options.sw_batch_size
+        if wanted is None or (used := self.estimator.fit_batch(wanted)) == wanted:
+            return ()
+        return (f"The {self._config.engine} engine takes {used} windows at once, not {wanted}.",)
 
     def _choose_inferer(self, run: RunWindows) -> RunWindows:
         """Return what computes the windows of a request: `run`, or MONAI's inferer, which calls the network by it."""

@@ -82,11 +82,29 @@ def test_a_graph_that_is_compiled_is_counted(bands, volume):
     assert count_graphs() > before
 
 
-def test_another_batch_size_runs_eagerly_and_says_so(eager, compiled, volume):
-    result = compiled.segment(volume, Options(sw_batch_size=3))
-    assert result.notes == ("Ran eagerly: only sw_batch_size 2 is compiled.",)
-    assert np.mean(result.segmentation.pixels != eager.segment(volume, Options()).segmentation.pixels) < 1e-5
+def test_another_batch_size_keeps_the_engine_and_says_so(eager, compiled, volume):
+    sizes = []
+    network = compiled._ready.window.network
+    compiled.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
+    try:
+        result = compiled.segment(volume, Options(sw_batch_size=3))
+        planned = compiled.estimator.estimate(volume, Options(sw_batch_size=3)).sw_batch_size
+    finally:
+        compiled.instrument(lambda _: network)
+    assert result.notes == ("The compiled engine takes 2 windows at once, not 3.",)
+    assert (set(sizes), planned) == ({2}, 2)
+    assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
     assert eager.segment(volume, Options(sw_batch_size=3)).notes == ()
+
+
+def test_fewer_windows_keep_an_engine_that_takes_any_number(bands, volume):
+    segmenter, sizes = started(bands, settings_of("winograd", streams=1)), []
+    expected = segmenter.segment(volume, Options()).segmentation.pixels
+    assert segmenter._ready.window.any_batch_size
+    segmenter.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
+    result = segmenter.segment(volume, Options(sw_batch_size=1))
+    assert (result.notes, set(sizes)) == ((), {1})
+    assert np.array_equal(result.segmentation.pixels, expected)
 
 
 @pytest.mark.parametrize("engine", [{"precision": "bf16"}, {"channels_last": False}])

@@ -140,6 +140,12 @@ class SlidingWindow:
         other.network, other.any_batch_size, other.owns_scores = network, any_batch_size, owns_scores
         return other
 
+    def with_capacity(self, batch_size: int) -> SlidingWindow:
+        """Return a copy that computes fewer windows at once, for a network that takes any number."""
+        other = copy.copy(self)
+        other.capacity = batch_size
+        return other
+
     def slots(self, windows: int) -> int:
         """Return the size of the batch that this number of windows is computed in."""
         return windows if self.any_batch_size else self.capacity
