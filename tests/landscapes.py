@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
+from service.core.volume import Objects
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.instances import StreamingWatershed, TorchWatershed
-from service.inference.decoding.watershed import Basins, Watershed
+from service.inference.decoding.watershed import Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
@@ -41,11 +42,11 @@ def basins_of(
     """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
     watershed = Watershed(size_of(heights), persistence.floor, CPU, block, along_y=along_y)
     for part in parts(heights, cuts, along_y=along_y):
-        watershed.add(part, part > -torch.inf)
+        watershed.add(part, part > -torch.inf, foreground_codes(part))
     return watershed.finish()
 
 
-def decode(
+def decode_objects(
     heights: Array,
     persistence: float = 0.0,
     minimum_size: int = 0,
@@ -56,8 +57,11 @@ def decode(
     along_y: bool = False,
     logits: bool = False,
     drop_border: bool = False,
-) -> tuple[Array, int]:
-    """Labels of heights [Z, Y, X] with -inf as background, and their number; by torch, unless a kernel is given."""
+) -> tuple[Array, Objects]:
+    """Labels of heights [Z, Y, X] with -inf as background, and the objects; by torch, unless a kernel is given.
+
+    Heights are the logits of the foreground, too.
+    """
     persistence = Persistence(persistence, logits)
     size, threshold = size_of(heights), -np.inf
     made: StreamingWatershed
@@ -70,6 +74,12 @@ def decode(
     for part in parts(heights, cuts, along_y=along_y):
         made.add(part, part)
     return made.labels(minimum_size, drop_border=drop_border)
+
+
+def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **options: Any) -> tuple[Array, int]:
+    """Labels as by `decode_objects`, and their number."""
+    labels, objects = decode_objects(heights, persistence, minimum_size, **options)
+    return labels, len(objects)
 
 
 def size_of(heights: Array) -> Size:

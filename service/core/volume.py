@@ -111,6 +111,33 @@ class Volume:
         return self.read(0, self.shape[1])
 
 
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """Objects of a label volume in the order of their numbers, as they were decoded; arrays [N].
+
+    voxels      int64, on the grid of the network
+    confidence  float32, the mean probability over its voxels that they are foreground
+    peaks       float32, the highest distance that the network gave inside the object, 0 to 1 where it is normalised
+    """
+
+    voxels: NDArray[np.int64]
+    confidence: NDArray[np.float32]
+    peaks: NDArray[np.float32]
+
+    @classmethod
+    def from_sums(cls, voxels: Array, foreground: Array, peaks: Array) -> Self:
+        """Make objects from their voxels, the sums of the probabilities of these, and their peaks."""
+        confidence = foreground / np.maximum(voxels, 1)
+        return cls(voxels.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
+
+    def __len__(self) -> int:
+        return len(self.voxels)
+
+    def select(self, kept: NDArray[np.bool_]) -> Self:
+        """Return the objects for which `kept` [N] is true."""
+        return type(self)(self.voxels[kept], self.confidence[kept], self.peaks[kept])
+
+
 @dataclass(frozen=True)
 class Segmentation:
     """Output of a model, on the grid of the volume.
@@ -120,6 +147,7 @@ class Segmentation:
     voxel_size  of the volume
     count       number of objects (labels), else None
     names       the K names of the classes or probabilities, empty for labels
+    objects     what decoding knows of the objects (labels), else None
     """
 
     pixels: Array
@@ -127,6 +155,7 @@ class Segmentation:
     voxel_size: VoxelSize | None = None
     count: int | None = None
     names: tuple[str, ...] = ()
+    objects: Objects | None = None
 
 
 def label_dtype(count: int) -> np.dtype[Any]:

@@ -33,8 +33,9 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
     bbox-0 to -5              smallest z, y, x, then one beyond the largest; voxels
     intensity_mean, _max      of the volume's only channel; of several channels intensity_mean-0, -1, ...
 
-    and two of our own:
+    and three of our own:
 
+    confidence                mean probability over its voxels that they are foreground; where decoding knows it
     touching_border           whether the object reaches an end of an axis of more than one voxel: it may be cut
     unit                      of area, diameter and centroid: "um", or "voxel" where the voxel size is not known
 
@@ -51,7 +52,10 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
     for z0 in range(0, len(labels), planes):
         z1 = min(z0 + planes, len(labels))
         _add(sums, z0, labels[z0:z1], volume.read(z0, z1))
-    return _table(sums, segmentation)
+    table = _table(sums, segmentation)
+    if segmentation.objects is not None:
+        table["confidence"] = segmentation.objects.confidence[table["label"] - 1]
+    return table
 
 
 def write_csv(table: Table, path: Path) -> None:

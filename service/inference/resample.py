@@ -79,7 +79,8 @@ def resample_segmentation(segmentation: Segmentation, size: Size) -> Segmentatio
     present[0] = False
     count = int(np.count_nonzero(present))
     numbers = np.where(present, np.cumsum(present), 0).astype(label_dtype(count))
-    return replace(segmentation, pixels=numbers[nearest], count=count)
+    objects = None if segmentation.objects is None else segmentation.objects.select(present[1:])
+    return replace(segmentation, pixels=numbers[nearest], count=count, objects=objects)
 
 
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from skimage.measure import regionprops_table
 
 from service.core.errors import BadParameter
-from service.core.volume import Segmentation, Volume, VoxelSize
+from service.core.volume import Objects, Segmentation, Volume, VoxelSize
 from service.inference import measurements
 from service.inference.measurements import Table, measure, write_csv
 
@@ -34,6 +34,13 @@ NAMES = (
 def table_of(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
     """`image` [C, Z, Y, X]."""
     return measure(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
+
+
+def test_objects_have_the_confidence_of_their_decoding() -> None:
+    labels = np.array([[[1, 0, 3, 3]]], np.uint16)
+    known = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
+    table = measure(Segmentation(labels, "labels", objects=known), Volume.from_array(np.zeros((1, 1, 1, 4))))
+    assert table["confidence"].tolist() == pytest.approx([0.6, 0.9])
 
 
 def box(shape: tuple[int, int, int], *spans: tuple[slice, slice, slice]) -> NDArray[np.uint16]:

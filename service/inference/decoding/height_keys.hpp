@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -27,6 +28,25 @@ constexpr int CODES = 32, NEIGHBOURS = 26;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *inside, float) { return *inside != 0; }
+
+// The foreground's logit in steps of 1/16 from -8 to 8, which a byte holds; a mask is certain.
+template <typename Score> inline uint8_t code_of(const Score *score) {
+  return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
+}
+inline uint8_t code_of(const uint8_t *) { return 255; }
+
+constexpr double PROBABILITY_ONE = 65536;
+
+// The probability of every code.
+inline const std::array<int32_t, 256> &probabilities() {
+  static const std::array<int32_t, 256> table = [] {
+    std::array<int32_t, 256> filled;
+    for (int code = 0; code < 256; ++code)
+      filled[code] = static_cast<int32_t>(std::lround(PROBABILITY_ONE / (1 + std::exp((128 - code) / 16.0))));
+    return filled;
+  }();
+  return table;
+}
 
 // In the same order as the heights; the bits of the place are zero.
 inline int32_t key_of(float height) {

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.volume import Segmentation, Size, VoxelSize, label_dtype
+from service.core.volume import Objects, Segmentation, Size, VoxelSize, label_dtype
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.watershed import Basins, Watershed
+from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import (
     BLOCK_VOXELS,
     WatershedKernel,
@@ -67,10 +67,10 @@ class InstanceDecoder:
             # Windows as high as the volume give all of z at once, so that nothing has to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
-            self._gather(y0, distances.float(), threshold_mask(foreground, self._threshold))
+            self._gather(y0, distances.float(), foreground)
 
     def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
-        """Collect rows of some planes, float32 and bool [z, y, X], and process the planes once they are complete."""
+        """Collect rows of some planes, float32 and any [z, y, X], and process the planes once they are complete."""
         planes, rows, width = distances.shape
         if rows < self._size[1]:
             if y0 == 0:
@@ -99,12 +99,13 @@ class InstanceDecoder:
     def finish(self) -> Segmentation:
         self._add_planes(self._smoother.finish())
         if self._watershed is None:
-            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, count=0)
+            none = Objects.from_sums(*np.zeros((3, 0)))
+            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=none)
         decoding = self._decoding
-        labels, count = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
+        labels, objects = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
         if decoding.holes == "fill":
             fill_holes(labels)
-        return Segmentation(labels, "labels", self._voxel_size, count=count)
+        return Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
 
 
 class StreamingWatershed(Protocol):
@@ -113,8 +114,8 @@ class StreamingWatershed(Protocol):
     def add(self, heights: Tensor, inside: Tensor) -> None:
         """Add the next planes; `KernelWatershed.add` states shapes and dtypes."""
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        """Return labels [Z, Y, X] and their number; `KernelWatershed.labels` states dtypes and parameters."""
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
+        """Return labels [Z, Y, X] and the objects; `KernelWatershed.labels` states dtypes and parameters."""
 
 
 class TorchWatershed:
@@ -134,9 +135,9 @@ class TorchWatershed:
         self._watershed = Watershed(size, persistence.floor, device, block, along_y=along_y)
 
     def add(self, heights: Tensor, inside: Tensor) -> None:
-        self._watershed.add(heights.float(), threshold_mask(inside, self._threshold))
+        self._watershed.add(heights.float(), threshold_mask(inside, self._threshold), foreground_codes(inside))
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
         return label_basins(self._watershed.finish(), self._persistence, minimum_size, drop_border=drop_border)
 
 
@@ -190,16 +191,20 @@ def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
 
 def label_basins(
     basins: Basins, persistence: Persistence, minimum_size: int, *, drop_border: bool = False
-) -> tuple[NDArray[np.unsignedinteger], int]:
-    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and their number.
+) -> tuple[NDArray[np.unsignedinteger], Objects]:
+    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and the objects.
 
     minimum_size  voxels that an object must have
     drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
     """
     # NumPy takes a fraction of torch's time for so few numbers.
     group = merge_shallow_basins(basins, persistence)
-    voxels = np.zeros(int(np.max(group, initial=-1)) + 1, np.int64)
+    found = int(np.max(group, initial=-1)) + 1
+    voxels, foreground = np.zeros((2, found), np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())
+    np.add.at(foreground, group, basins.foreground.cpu().numpy())
+    peaks = np.full(found, -np.inf)
+    np.fmax.at(peaks, group, persistence.distance(basins.peaks).cpu().numpy())
     kept = voxels >= max(minimum_size, 1)
     if drop_border:
         kept[group[_at_faces(basins).cpu().numpy()]] = False
@@ -209,7 +214,7 @@ def label_basins(
     of_piece = torch.from_numpy(of_basin[basins.basin_of.cpu().numpy()])
     labels = np.empty(basins.pieces.shape, label_dtype(count))
     _write_labels(basins.pieces, of_piece.to(basins.pieces.device), labels)
-    return labels, count
+    return labels, Objects.from_sums(voxels[kept], foreground[kept] / PROBABILITY_ONE, peaks[kept])
 
 
 def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:

@@ -14,6 +14,7 @@ struct Piece {
   int64_t place;  // of the highest neighbour of the end, in the volume with its rim; of itself at a maximum
   int64_t voxels;
   int32_t top;  // key there
+  int64_t foreground = 0; // sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
 };
 
 // From a voxel near the top of a piece to a neighbour whose piece was not yet known.

@@ -27,7 +27,7 @@ public:
         width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
-        codes_(width_ - 2), piece_ends_{{-1, 0, BACKGROUND}} {
+        scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), piece_ends_{{-1, 0, BACKGROUND}} {
     // The plane below the volume, and the rims of the others: what they surround is written when it comes.
     std::fill_n(keys_.get(), plane_, BACKGROUND);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
@@ -66,6 +66,7 @@ public:
         z_ += length - 2;
       }
       std::memmove(keys_.get(), keys_.get() + (length - 2) * plane_, 2 * plane_ * sizeof(int32_t));
+      std::memmove(scores_.get(), scores_.get() + (length - 2) * plane_, 2 * plane_);
       pending_planes_ = 2;
     }
   }
@@ -74,9 +75,11 @@ public:
   int64_t join(int64_t least, bool drop_border) {
     const int64_t basins = number_basins();
     const std::vector<int64_t> object = merge(basins);
-    std::vector<int64_t> voxels(basins, 0);
-    for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
+    std::vector<int64_t> voxels(basins, 0), foreground(basins, 0);
+    for (size_t piece = 1; piece < piece_ends_.size(); ++piece) {
       voxels[object[basin_of_[piece]]] += piece_ends_[piece].voxels;
+      foreground[object[basin_of_[piece]]] += piece_ends_[piece].foreground;
+    }
     std::vector<char> kept(basins);
     for (int64_t basin = 0; basin < basins; ++basin)
       kept[basin] = voxels[basin] >= std::max(least, int64_t(1));
@@ -84,14 +87,20 @@ public:
       visit_faces([&](int64_t piece) { kept[object[basin_of_[piece]]] = false; });
     std::vector<int32_t> numbers(basins, 0);
     int32_t count = 0;
+    facts_.clear();
     for (int64_t basin = 0; basin < basins; ++basin)
-      if (kept[basin])
+      if (kept[basin]) {
         numbers[basin] = ++count;
+        facts_.push_back({static_cast<double>(voxels[basin]), foreground[basin] / PROBABILITY_ONE, peaks_[basin]});
+      }
     number_of_.assign(piece_ends_.size(), 0);
     for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
       number_of_[piece] = numbers[object[basin_of_[piece]]];
     return count;
   }
+
+  // After `join`, of every object: voxels, the sum of their probabilities, the distance at its peak.
+  const std::vector<std::array<double, 3>> &facts() const { return facts_; }
 
   // After `join`, into [Z, Y, X].
   template <typename Label> void label(Label *labels) const {
@@ -137,22 +146,24 @@ private:
         const Inside *const mask = inside + (low + i) * in_by[0] + y * in_by[1];
         const int64_t z = z_ - 1 + pending_planes_ + i;
         const int32_t level = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
-        int32_t *const out = keys_.get() + (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
+        const int64_t place = (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
         if (dense)
-          fill_line(from, 1, mask, 1, level, out);
+          fill_line(from, 1, mask, 1, level, keys_.get() + place, scores_.get() + place);
         else
-          fill_line(from, by[2], mask, in_by[2], level, out);
+          fill_line(from, by[2], mask, in_by[2], level, keys_.get() + place, scores_.get() + place);
       }
   }
 
   template <typename Height, typename Inside>
-  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t in_step, int32_t level,
-                 int32_t *out) const {
+  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t in_step, int32_t level, int32_t *out,
+                 uint8_t *__restrict scores) const {
     const int32_t *const codes = codes_.data();
     for (int64_t x = 0; x < width_ - 2; ++x) {
       const int32_t key = key_of(load_one(heights + x * step)) + level + codes[x];
       out[x] = is_above(inside + x * in_step, threshold_) ? key : BACKGROUND;
     }
+    for (int64_t x = 0; x < width_ - 2; ++x)
+      scores[x] = code_of(inside + x * in_step);
   }
 
   // Finds out for every voxel of the foreground which piece it belongs to; gives how many there are. Where a path ends a
@@ -192,8 +203,10 @@ private:
   // Follows every path to its end. What lies ahead of a voxel comes first, and then knows its piece.
   void settle(int32_t *pieces, int64_t count, int32_t first) {
     const int32_t *const foreground = foreground_.get();
+    const std::array<int32_t, 256> &probability = probabilities();
+    const uint8_t *const scores = scores_.get();
     int32_t counted = first;
-    int64_t run = count;
+    int64_t run = count, sum = 0;
     for (int64_t n = count - 1; n >= 0; --n) {
       const int32_t here = foreground[n], known = pieces[here];
       // Most are there after one step or none, which of the two nobody could guess.
@@ -204,11 +217,15 @@ private:
       // Counted in runs: one number that is raised voxel by voxel would be waited for.
       if (piece != counted) {
         piece_ends_[counted].voxels += run - n - 1;
-        counted = piece, run = n + 1;
+        piece_ends_[counted].foreground += sum;
+        counted = piece, run = n + 1, sum = 0;
       }
+      sum += probability[scores[here]];
     }
-    if (count)
+    if (count) {
       piece_ends_[counted].voxels += run;
+      piece_ends_[counted].foreground += sum;
+    }
   }
 
   // The piece at the end of a path. Every voxel on the way is visited once more, and from then on is an end for others.
@@ -342,6 +359,8 @@ private:
   // What a place modulo 3 along planes and rows counts in a code.
   const std::array<int64_t, 2> weights_;
   Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
+  // Of the foreground's scores, as `code_of` has them.
+  Pages<uint8_t> scores_;
   std::vector<int32_t> codes_, limits_;
   // From a voxel of one code to its neighbour of another; and to each neighbour.
   std::array<int32_t, CODES * CODES> steps_;
@@ -356,6 +375,7 @@ private:
   std::vector<int64_t> basin_of_;
   std::vector<double> peaks_;
   std::vector<int32_t> number_of_;
+  std::vector<std::array<double, 3>> facts_;
 };
 
 } // namespace

@@ -28,6 +28,10 @@ NEIGHBOUR_BATCH = 2**14
 # A height gives its last five bits to the voxel's place modulo 3 along each axis, which tells 27 neighbours apart.
 PLACE_BITS = 0b11111
 
+# Probability of the foreground by code: its logit in steps of 1/16 from -8 to 8. Integers, whose sums have no order.
+PROBABILITY_ONE = 65536
+PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
+
 NEIGHBOURS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
 
 
@@ -50,6 +54,7 @@ class Basins:
     pieces    int32 [Z, Y, X]: the piece of every voxel
     peaks     float32 [R]: height of each basin's maximum
     voxels    int64 [R]: size of each basin
+    foreground  int64 [R]: sum over its voxels of the foreground's probability, in units of `PROBABILITY_ONE`
     passes    every pass that is not below the floor of one of its two peaks
     """
 
@@ -57,6 +62,7 @@ class Basins:
     pieces: Tensor
     peaks: Tensor
     voxels: Tensor
+    foreground: Tensor
     passes: Passes
 
 
@@ -67,12 +73,14 @@ class _PieceEnds(NamedTuple):
     place    place of its end in the volume with its rim
     top      key of the highest neighbour of its end
     voxels   size of the piece
+    foreground  sum over its voxels of the foreground's probability
     """
 
     link: Tensor
     place: Tensor
     top: Tensor
     voxels: Tensor
+    foreground: Tensor
 
 
 class _BlockPaths(NamedTuple):
@@ -131,17 +139,19 @@ class Watershed:
         self._steps = _steps(self._plane, self._rows[1], self._weights, device)
         # The plane below the next block, and then the one that waits for its upper neighbour.
         self._pending = self._empty(1)
+        self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
+        self._probabilities = PROBABILITIES.to(device)
         # The first plane of the next block, counted with the rim.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._piece_ends = [_PieceEnds(zero, zero - 1, zero, zero)]
+        self._piece_ends = [_PieceEnds(zero, zero - 1, zero, zero, zero)]
         self._count = 1
         self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, heights: Tensor, inside: Tensor) -> None:
-        """Add the next planes, float32 and bool [planes, Y, X], or [Z, planes, X] along y."""
+    def add(self, heights: Tensor, inside: Tensor, codes: Tensor) -> None:
+        """Add the next planes, float32, bool and codes of the foreground [planes, Y, X], or [Z, planes, X] along y."""
         if self._along_y:
-            heights, inside = heights.transpose(0, 1), inside.transpose(0, 1)
+            heights, inside, codes = (each.transpose(0, 1) for each in (heights, inside, codes))
         for low in range(0, len(heights), self._block_planes):
             part = slice(low, low + self._block_planes)
             before, planes = len(self._pending), len(heights[part])
@@ -150,12 +160,16 @@ class Watershed:
             block = self._empty(before + planes + last)
             block[:before] = self._pending
             self._fill(heights[part], inside[part], block[before : before + planes])
-            self._advance(block)
+            block_codes = torch.zeros_like(block, dtype=torch.uint8)
+            block_codes[:before] = self._pending_codes
+            block_codes[before : before + planes, 1:-1, 1:-1] = codes[part]
+            self._advance(block, block_codes)
 
     def finish(self) -> Basins:
         """Return the basins, once all planes were added."""
         # In NumPy, which takes a fraction of torch's time for so few numbers.
-        link, place, top, voxels = (torch.cat(column).cpu().numpy() for column in zip(*self._piece_ends, strict=True))
+        columns = zip(*self._piece_ends, strict=True)
+        link, place, top, voxels, foreground = (torch.cat(column).cpu().numpy() for column in columns)
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[self._order(place[maxima]).argsort()]
         # The piece above a block was not known when its paths were traced.
@@ -165,12 +179,14 @@ class Watershed:
         basin = np.full_like(link, -1)
         basin[maxima] = np.arange(len(maxima))
         basin_of = basin[link]
-        total = np.zeros(len(maxima) + 1, np.int64)
-        np.add.at(total, basin_of + 1, voxels)
+        total = np.zeros((2, len(maxima) + 1), np.int64)
+        np.add.at(total[0], basin_of + 1, voxels)
+        np.add.at(total[1], basin_of + 1, foreground)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
         inner = inner.transpose(0, 1) if self._along_y else inner
         peaks = _heights(self._tensor(top[maxima]).int())
-        return Basins(self._tensor(basin_of), inner, peaks, self._tensor(total[1:]), self._passes(basin_of))
+        sums = (self._tensor(total[0, 1:]), self._tensor(total[1, 1:]))
+        return Basins(self._tensor(basin_of), inner, peaks, *sums, self._passes(basin_of))
 
     def _order(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return numbers [N] that order places with the rim like the voxels of the volume."""
@@ -211,14 +227,14 @@ class Watershed:
         background = torch.tensor(BACKGROUND, dtype=torch.int32, device=self._device)
         torch.where(inside, keys, background, out=block[:, 1:-1, 1:-1])
 
-    def _advance(self, block: Tensor) -> None:
+    def _advance(self, block: Tensor, codes: Tensor) -> None:
         """Process the planes whose upper neighbours have arrived; `block` begins with the pending ones."""
         if len(block) > 2:
             if (paths := self._trace_paths(block.view(-1))) is not None:
-                self._store_pieces(paths)
+                self._store_pieces(paths, codes.view(-1))
                 self._find_passes(paths, block.view(-1))
             self._z += len(block) - 2
-        self._pending = block[-2:].clone()
+        self._pending, self._pending_codes = block[-2:].clone(), codes[-2:].clone()
 
     def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
         """Trace the paths of voxels between the first and the last plane; None without any foreground."""
@@ -242,7 +258,7 @@ class Watershed:
         piece = numbers.index_select(0, parent)
         return _BlockPaths(row_of, place, own, piece, target.index_select(0, ends), highest.index_select(0, ends))
 
-    def _store_pieces(self, paths: _BlockPaths) -> None:
+    def _store_pieces(self, paths: _BlockPaths, codes: Tensor) -> None:
         """Write the pieces of a block into the volume, and record their ends."""
         pieces = self._pieces.view(-1)
         low = (self._z - 1) * self._plane
@@ -251,7 +267,9 @@ class Watershed:
         torch.index_select(number_of, 0, inner, out=pieces[low + self._plane :][: len(inner)])
         place = low + paths.targets.long()
         voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
-        self._piece_ends.append(_PieceEnds(pieces[place].long(), place, paths.tops.long(), voxels))
+        probability = self._probabilities[codes.index_select(0, paths.place).int()].double()
+        foreground = torch.bincount(paths.piece, probability, minlength=len(paths.targets)).long()
+        self._piece_ends.append(_PieceEnds(pieces[place].long(), place, paths.tops.long(), voxels, foreground))
         self._count += len(paths.targets)
 
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
@@ -275,6 +293,13 @@ class Watershed:
         rows, found = rows.index_select(0, differs), found.index_select(0, differs)
         height = torch.minimum(own.index_select(0, rows), key.view(-1).index_select(0, found))
         self._candidates.append((here.index_select(0, rows), place.index_select(0, differs), height))
+
+
+def foreground_codes(scores: Tensor) -> Tensor:
+    """Return the codes in `PROBABILITIES` of logits of the foreground, uint8 of the same shape; a mask is certain."""
+    if scores.dtype == torch.bool:
+        return torch.full(scores.shape, 255, dtype=torch.uint8, device=scores.device)
+    return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
 def _highest(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:

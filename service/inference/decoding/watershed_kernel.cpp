@@ -1,5 +1,6 @@
 // C interface of the streaming watershed.
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 
@@ -55,6 +56,12 @@ int64_t stackseg_objects(void *watershed, int64_t least, int32_t drop_border, ui
   } catch (const std::bad_alloc &) {
     return -1;
   }
+}
+
+// After `stackseg_objects`, into [objects, 3]: voxels, the sum of their probabilities, the distance at the peak.
+void stackseg_facts(const void *watershed, double *facts) {
+  for (const auto &of_one : static_cast<const StreamingWatershed *>(watershed)->facts())
+    facts = std::copy(of_one.begin(), of_one.end(), facts);
 }
 
 // After `stackseg_objects`, in 32 bits.

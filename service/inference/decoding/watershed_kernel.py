@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.cpp_library import CppFunctions
-from service.core.volume import Size, label_dtype
+from service.core.volume import Objects, Size, label_dtype
 
 # Argument and result types of each function, in the letters of `CppFunctions`.
 SIGNATURES = (
@@ -25,6 +25,7 @@ SIGNATURES = (
     ("stackseg_planes", "ppippipq", "i"),
     ("stackseg_objects", "pqip", "q"),
     ("stackseg_labels", "pp", "-"),
+    ("stackseg_facts", "pp", "-"),
 )
 
 # Number of voxels in a block, which takes some megabytes.
@@ -136,8 +137,8 @@ class KernelWatershed:
         z, y, x = planes.stride()
         return _Three(y, z, x) if self._along_y else _Three(z, y, x)
 
-    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], int]:
-        """Return labels [Z, Y, X], uint16 or uint32, from 1, and their number, once every plane was added.
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
+        """Return labels [Z, Y, X], uint16 or uint32, from 1, and the objects, once every plane was added.
 
         minimum_size  voxels that an object must have
         drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
@@ -151,7 +152,9 @@ class KernelWatershed:
         if (dtype := label_dtype(count)) != labels.dtype:
             labels = np.empty(self._size, dtype)
             self._functions.stackseg_labels(self._handle, labels.ctypes.data)
-        return labels, int(count)
+        facts = np.empty((count, 3))
+        self._cheap_functions.stackseg_facts(self._handle, facts.ctypes.data)
+        return labels, Objects.from_sums(*facts.T)
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)

@@ -14,7 +14,7 @@ from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
-from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed
+from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
 from service.training.evaluate import score
 
@@ -140,7 +140,8 @@ def test_heights_of_either_sign_keep_their_order() -> None:
 
 def test_nothing_inside_gives_no_basins() -> None:
     made = Watershed((3, 4, 5), lambda peaks: peaks, torch.device("cpu"))
-    made.add(torch.ones(3, 4, 5), torch.zeros(3, 4, 5, dtype=torch.bool))
+    inside = torch.zeros(3, 4, 5, dtype=torch.bool)
+    made.add(torch.ones(3, 4, 5), inside, foreground_codes(inside))
     basins = made.finish()
     assert not len(basins.peaks)
     assert not basins.pieces.any()

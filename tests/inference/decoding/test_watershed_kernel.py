@@ -8,7 +8,8 @@ import torch
 from fakes import with_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CPU, Array, decode, hills
+from landscapes import CPU, Array, decode, decode_objects, hills
+from scipy import ndimage
 from torch import Tensor
 
 from service.inference.decoding.instances import InstanceDecoder
@@ -44,9 +45,9 @@ def compare(
     logits: bool = False,
     drop_border: bool = False,
 ) -> Array:
-    """Assert that both ways give the same labels, of the same type; these."""
-    (expected, many), (labels, count) = (
-        decode(
+    """Assert that both ways give the same labels, of the same type, and know the same of the objects; the labels."""
+    (expected, many), (labels, objects) = (
+        decode_objects(
             heights,
             persistence,
             minimum_size,
@@ -59,7 +60,10 @@ def compare(
         )
         for one in (None, kernel)
     )
-    assert count == many == labels.max(initial=0)
+    assert len(objects) == len(many) == labels.max(initial=0)
+    assert np.array_equal(objects.voxels, many.voxels)
+    assert np.array_equal(objects.confidence, many.confidence)
+    assert np.allclose(objects.peaks, many.peaks, rtol=1e-6)
     assert labels.dtype == expected.dtype
     assert np.array_equal(labels, expected)
     return labels
@@ -136,6 +140,18 @@ def test_crowds_of_passes_in_any_blocks(kernel: WatershedKernel) -> None:
     heights = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
         assert compare(kernel, heights, persistence, cuts=(7,), block=3 * 27 * 28).any()
+
+
+@pytest.mark.parametrize("along_y", [False, True])
+def test_objects_know_their_size_their_confidence_and_their_peak(kernel: WatershedKernel, *, along_y: bool) -> None:
+    heights = hills(5, (12, 13, 14))
+    labels, objects = decode_objects(heights, 0.1, 3, (5, 6), 4 * 16 * 16, kernel, along_y=along_y, logits=True)
+    probability = 1 / (1 + np.exp(-heights))
+    numbers = np.arange(1, labels.max() + 1)
+    assert len(objects) == len(numbers) > 3
+    assert np.array_equal(objects.voxels, np.bincount(labels.ravel())[1:])
+    assert objects.confidence == pytest.approx(ndimage.mean(probability, labels, numbers), abs=0.005)
+    assert objects.peaks == pytest.approx(ndimage.maximum(probability, labels, numbers), abs=1e-4)
 
 
 @pytest.mark.parametrize(("edge", "dtype"), [(80, np.uint16), (82, np.uint32)])
