@@ -35,14 +35,14 @@ Factors = tuple[float, float, float]
 Box = tuple[slice, slice, slice]
 
 # Scales of the first looks, and how many windows each gets: at a small scale a window shows more of the stack.
-FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.5, 2))
+FIRST_LOOKS = ((1.0, 4), (2.0, 4), (0.4, 2))
 NEXT_LOOKS, WINDOWS = 3, 4
 
-# Fewer objects do not tell how wide others are.
-FEWEST = 5
+# Fewer objects do not tell how wide others are, unless windows show so much of the stack that there are hardly others.
+FEWEST, WHOLE = 5, 0.9
 
 # How far widths, flatness and scales may be off, as standard deviations of their logarithms.
-OFF, FLAT, FAR = 0.5, 1.0, 1.5
+OFF, FLAT, FAR = 0.5, 1.0, 2.5
 
 # Below the first, nothing that was found looks like what the model knows; from the second on, a first look is enough.
 LEAST_FIT, GOOD_FIT = 0.5, 0.65
@@ -54,7 +54,7 @@ ROUND = 1.5
 FITTING, ALIKE = 1.2, 1.15
 
 # Scales are not taken further from 1 than this: beyond, the sampling has lost the objects, or there are none.
-FARTHEST = 4.0
+FARTHEST = 5.0
 
 # Planes further apart than this, compared to pixels, have a wrong voxel size, or show parts of objects only.
 MOST_ANISOTROPY = 6.0
@@ -176,7 +176,8 @@ class DiameterEstimator:
             window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
         scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
         objects = np.concatenate([self._objects(window[None]) for window in scores])
-        return self._summary(factors, objects, len(boxes))
+        whole = math.prod(inner) >= WHOLE * math.prod(scaled)
+        return self._summary(factors, objects, len(boxes), whole=whole)
 
     def _objects(self, scores: Tensor) -> NDArray[np.float64]:
         """Return [N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and its peak distance."""
@@ -197,14 +198,21 @@ class DiameterEstimator:
             rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
         return rows
 
-    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int) -> ScaleProbe:
-        """Summarise the rows of `_objects`. Objects that no axis shows whole are taken to be as deep as wide."""
+    def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int, *, whole: bool) -> ScaleProbe:
+        """Summarise the rows of `_objects`. Objects that no axis shows whole are taken to be as deep as wide.
+
+        Of fewer than `FEWEST` objects the largest one counts where the windows show the `whole` stack.
+        """
         known = np.isfinite(objects[:, :3])
         count = int(known[:, 1:].sum()) // 2
         if count < FEWEST:
-            return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
+            complete = objects[known.all(axis=1)]
+            if not whole or not len(complete):
+                return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
+            objects = complete[complete[:, :3].prod(axis=1).argmax()][None]
+            known = np.isfinite(objects[:, :3])
         wide = float(np.median(objects[:, 1:3][known[:, 1:]]))
-        deep = float(np.median(objects[known[:, 0], 0])) if known[:, 0].sum() >= FEWEST else wide
+        deep = float(np.median(objects[known[:, 0], 0])) if known[:, 0].sum() >= min(FEWEST, count) else wide
         peak = float(np.median(objects[known[:, 1:].any(axis=1), 3]))
         off = math.log(deep * wide**2 / self._wanted**3) / 3
         flat = max(abs(math.log(wide / deep)) - math.log(ROUND), 0.0)
