@@ -8,7 +8,8 @@ Source: the capture pattern of the PyTorch documentation, "CUDA semantics", sect
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,29 +49,45 @@ class CudaGraphBackend(Backend):
 
 
 class CudaRecorder:
-    """Recording and replay of work on a CUDA device; tests replace it by one that needs no GPU."""
+    """Recording and replay of work on a CUDA device; tests replace it, or `cuda`, by one that needs no GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._graph = torch.cuda.CUDAGraph()
+    options  more arguments of `torch.cuda.graph`
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, **options: Any) -> None:
+        self._device, self._cuda, self._options = device, cuda, options
+        self._stream = _side_stream(device, cuda)
+        self._graph = cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
-        """Run `work` on a side stream, so that lazy initialisation is over before the capture."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        """Run `work` on the side stream, so that lazy initialisation is over before the capture."""
+        current = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._cuda.stream(self._stream):
             for _ in range(WARM_UP_CALLS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         """Record `work`, and return the tensor that every replay fills."""
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph):
+        # Requests use CUDA in threads of their own meanwhile; the mode "global" would let their calls fail.
+        capture = self._cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local", **self._options)
+        # `torch.cuda.graph` leaves its stream the current one where the capture fails; the outer `stream` restores it.
+        with self._cuda.device(self._device), self._cuda.stream(self._stream), capture:
             return work()
 
     def replay(self) -> None:
         """Run the recorded work."""
         self._graph.replay()
+
+
+@cache
+def _side_stream(device: torch.device, cuda: Any) -> Any:
+    """Return the device's stream for captures: torch's own default is one of the device that captured first.
+
+    One for all networks, since cuBLAS keeps a workspace for every stream that it has run on.
+    """
+    return cuda.Stream(device)
 
 
 class GraphedNetwork:
@@ -80,6 +97,8 @@ class GraphedNetwork:
     """
 
     def __init__(self, network: Network, example: Tensor, recorder: CudaRecorder | None = None) -> None:
+        # A replay reads the memory of its weights.
+        self._network = network
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():

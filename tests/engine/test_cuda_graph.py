@@ -1,3 +1,8 @@
+import gc
+import inspect
+import weakref
+from contextlib import contextmanager
+
 import pytest
 import torch
 from paths import ROOT
@@ -6,7 +11,7 @@ from torch import nn
 from service.core.config import Engine, read_settings
 from service.core.errors import BadParameter
 from service.engine.backends import list_configs
-from service.engine.cuda_graph import CudaGraphBackend, GraphedNetwork
+from service.engine.cuda_graph import CudaGraphBackend, CudaRecorder, GraphedNetwork
 from service.engine.plans import EngineConfig
 
 
@@ -28,6 +33,91 @@ class FakeRecorder:
     def replay(self):
         self.log.append("replay")
         self._output.copy_(self._work())
+
+
+class FakeStream:
+    def __init__(self, device):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as a recorder uses; `captures` has the arguments of every capture.
+
+    Like torch's, a capture that fails leaves its stream the current one.
+    """
+
+    Stream, CUDAGraph = FakeStream, object
+
+    def __init__(self):
+        self.captures, self.current = [], {}
+
+    def current_stream(self, device):
+        return self.current.setdefault(device, FakeStream(device))
+
+    @contextmanager
+    def device(self, device):
+        yield
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current[stream.device] = self.current_stream(stream.device), stream
+        try:
+            yield
+        finally:
+            self.current[stream.device] = before
+
+    @contextmanager
+    def graph(self, *positional, **named):
+        arguments = inspect.signature(torch.cuda.graph).bind(*positional, **named).arguments
+        self.captures.append(arguments)
+        before, self.current[arguments["stream"].device] = None, arguments["stream"]
+        yield
+        self.current[arguments["stream"].device] = before
+
+
+def test_captures_leave_other_threads_alone_and_have_a_stream_on_their_own_device():
+    cuda = FakeCuda()
+    for index in (0, 1, 1):
+        recorder = CudaRecorder(torch.device("cuda", index), cuda)
+        recorder.warm_up(lambda: torch.zeros(1))
+        recorder.capture(lambda: torch.zeros(1))
+    assert {capture["capture_error_mode"] for capture in cuda.captures} == {"thread_local"}
+    streams = [capture["stream"] for capture in cuda.captures]
+    assert [stream.device.index for stream in streams] == [0, 1, 1]
+    assert streams[1] is streams[2]
+
+
+def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
+    cuda, device = FakeCuda(), torch.device("cuda", 0)
+    before = cuda.current_stream(device)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(device, cuda).capture(fail)
+    assert cuda.current_stream(device) is before
+
+
+def fail():
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_network_lives_as_long_as_its_graph_whose_replays_read_its_weights():
+    module = nn.Conv3d(1, 1, 1)
+    alive = weakref.ref(module)
+    graphed = GraphedNetwork(module, torch.zeros(1, 1, 2, 2, 2), ForgetfulRecorder())
+    del module
+    gc.collect()
+    assert alive() is not None
+    del graphed
+    assert alive() is None
+
+
+class ForgetfulRecorder(FakeRecorder):
+    """Keeps no more of the recorded work than a CUDA graph does: nothing."""
+
+    def capture(self, work):
+        return work()
 
 
 @torch.inference_mode()
@@ -70,7 +160,8 @@ def test_other_shapes_and_dtypes_are_refused(other):
 @torch.inference_mode()
 def test_a_real_graph_gives_the_scores_of_the_module():
     module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
-    network = GraphedNetwork(module, torch.zeros(2, 1, 16, 16, 16, device="cuda"))
+    example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
+    network = GraphedNetwork(module, example, CudaRecorder(example.device, check_input_liveness=True))
     for _ in range(3):
         x = torch.rand(2, 1, 16, 16, 16, device="cuda")
         torch.testing.assert_close(network(x), module(x))
