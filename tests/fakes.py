@@ -34,7 +34,7 @@ class FakeEstimator(Estimator):
 class FakeSegmenter:
     """Calls every voxel brighter than 100 an object, once `gate` is open; `error` is raised instead."""
 
-    def __init__(self, spec: Any, settings: Any) -> None:
+    def __init__(self, spec: Any, settings: Any, _driver: Any = None) -> None:
         self.spec, self.settings = spec, settings
         self.gate = threading.Event()
         self.gate.set()

@@ -9,8 +9,10 @@ from typing import Any
 
 from fakes import FakeSegmenter
 
+from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import NotReady
+from service.core.hardware import Driver
 from service.core.volume import Options, Volume
 from service.inference.result import Result
 from service.serving.job import Job
@@ -25,8 +27,8 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 
 @contextmanager
-def running(chosen: Settings, load: Any = FakeSegmenter) -> Iterator[Runtime]:
-    runtime = Runtime(chosen, load)
+def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = hardware) -> Iterator[Runtime]:
+    runtime = Runtime(chosen, load, lambda _name: driver)
     runtime.start()
     try:
         yield runtime

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import platform
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pynvml
 import torch
 
 from service.core import host
-from service.core.errors import ConfigError
+from service.core.errors import ConfigError, DeviceLost, StackSegError
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+
+
+# How often a device is asked whether it works, and the seconds in between.
+PROBES, PROBE_SECONDS = 3, 0.5
+
+# Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), Python's threads, CUDA beyond
+# torch's allocator, and its libraries (cuDNN, cuBLAS).
+_EXHAUSTED = (
+    "DefaultCPUAllocator",
+    "could not create a primitive",
+    "can't start new thread",
+    "CUDA error: out of memory",
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,18 @@ class CpuStatus:
     memory_total: int | None
     memory_available: int | None
     features: tuple[str, ...]
+
+
+class Driver(Protocol):
+    """Questions to a device beside what it computes. This module answers them; tests inject faults."""
+
+    def is_on_host(self, device: torch.device) -> bool: ...
+
+    def is_working(self, device: torch.device) -> bool: ...
+
+    def free_bytes(self, device: torch.device) -> int | None: ...
+
+    def release_memory(self, device: torch.device) -> None: ...
 
 
 def choose_device(name: str) -> torch.device:
@@ -123,12 +152,48 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu().name
 
 
-def is_working(device: torch.device) -> bool:
-    """Whether the device still computes. A CUDA context that has failed once fails for the rest of the process."""
-    try:
-        return bool(torch.ones(1, device=device).add_(1).item() == 2)
-    except RuntimeError:
-        return False
+def is_on_host(device: torch.device) -> bool:
+    """Whether the device's memory is the host's."""
+    return device.type == "cpu"
+
+
+def _compute(device: torch.device) -> bool:
+    return bool(torch.ones(1, device=device).add_(1).item() == 2)
+
+
+def is_working(
+    device: torch.device, compute: Callable[[torch.device], bool] = _compute, pause: float = PROBE_SECONDS
+) -> bool:
+    """Whether the device still computes. A CUDA context that has failed once fails for the rest of the process.
+
+    An error may also be that of another thread, whose recording of a graph forbids some calls: `compute` is called up
+    to `PROBES` times, with seconds of `pause` between. A device without any free memory answers, and so works.
+    """
+    for probe in range(PROBES):
+        if probe:
+            time.sleep(pause)
+        try:
+            return compute(device)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                return True
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, or the room for threads; some libraries raise a plain RuntimeError for that."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _EXHAUSTED)
+
+
+def find_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
+    """Return DeviceLost where the device does not work any more after an `error`, None where it does."""
+    if isinstance(error, StackSegError) or driver.is_on_host(device) or is_out_of_memory(error):
+        return error if isinstance(error, DeviceLost) else None
+    if driver.is_working(device):
+        return None
+    return DeviceLost(f"{device} has failed and must be started anew with the service.")
 
 
 def use_threads(count: int) -> None:

@@ -89,6 +89,7 @@ class Tuner(Generic[Result]):
     seconds       after which, once one has run, no other configuration is tried, and no further round begun
     explain_skip  returns why a configuration must not be tried, None if it may
     announce      called with each configuration before it is tried, and with the number of all
+    find_loss     returns what to raise where the device was lost with the error of a trial: others would only fail too
     """
 
     def __init__(  # noqa: PLR0913
@@ -99,10 +100,12 @@ class Tuner(Generic[Result]):
         *,
         explain_skip: Callable[[EngineConfig], str | None] = lambda _config: None,
         announce: Callable[[EngineConfig, int], object] = lambda _config, _total: None,
+        find_loss: Callable[[BaseException], Exception | None] = lambda _error: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._build, self._difference, self._limit = build, difference, seconds
         self._explain_skip, self._announce, self._clock = explain_skip, announce, clock
+        self._find_loss = find_loss
         self._start = clock()
         self._trials: dict[EngineConfig, Trial] = {}
         self._champion: _Entrant[Result] | None = None
@@ -181,7 +184,7 @@ class Tuner(Generic[Result]):
             difference = candidate.measure_difference()
         except FAILURES as error:
             log.debug("%s does not run", config, exc_info=True)
-            self._note(_make_failed_trial(config, error))
+            self._note_failure(config, error)
             return None
         known = None if math.isnan(difference) else difference
         entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
@@ -224,7 +227,7 @@ class Tuner(Generic[Result]):
             entrant.candidate.call()
         except FAILURES as error:
             log.debug("%s runs no more", entrant.config, exc_info=True)
-            self._note(_make_failed_trial(entrant.config, error))
+            self._note_failure(entrant.config, error)
             return False
         entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
         return True
@@ -232,6 +235,11 @@ class Tuner(Generic[Result]):
     def _judge(self, entrant: _Entrant[Result], verdict: str) -> None:
         entrant.trial = replace(entrant.trial, verdict=verdict, windows_per_second=entrant.rate)
         self._note(entrant.trial)
+
+    def _note_failure(self, config: EngineConfig, error: BaseException) -> None:
+        if (lost := self._find_loss(error)) is not None:
+            raise lost from error
+        self._note(Trial(config, f"failed: {first_line(error)}"))
 
     def _note(self, trial: Trial) -> None:
         self._trials[trial.choice] = trial
@@ -242,7 +250,3 @@ class Tuner(Generic[Result]):
 def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:
     """Return whether every call of the last one took longer than all calls of the first."""
     return min(entrants[-1].seconds[1:]) > max(entrants[0].seconds[1:]) if len(entrants) > 1 else False
-
-
-def _make_failed_trial(config: EngineConfig, error: BaseException) -> Trial:
-    return Trial(config, f"failed: {first_line(error)}")

@@ -23,8 +23,8 @@ from service.engine.precision import DTYPES
 from service.engine.torch_compile import TorchCompileBackend, explain_missing_compiler
 from service.models.loader import Network, weight_bytes
 
-# Errors of an engine that cannot run a network.
-ENGINE_FAILURES = (RuntimeError, OSError, ImportError)
+# Errors of an engine that cannot run a network; inductor's CUDA graphs check themselves with assertions.
+ENGINE_FAILURES = (RuntimeError, OSError, ImportError, AssertionError)
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
@@ -125,7 +125,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
 
     example  [B, C, z, y, x], the one batch that it will be called with
 
-    Raises RuntimeError, OSError or ImportError where this engine does not run here.
+    Raises one of `ENGINE_FAILURES` where this engine does not run here.
     """
     backend = BACKENDS[config.engine]
     if (reason := explain_missing(config, example.device)) is not None:

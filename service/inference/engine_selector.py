@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
+from service.core.hardware import Driver
 from service.core.progress import step
 from service.engine import backends, plans, precision, tf32
 from service.engine.autotune import Candidate, NothingRuns, Tuner, Winner
@@ -85,9 +86,10 @@ class EngineSelector:
         network: nn.Module,
         window_bytes: int,
         native: frozenset[torch.dtype] | None = None,
+        driver: Driver = hardware,
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
-        self._network, self._window_bytes = network, window_bytes
+        self._network, self._window_bytes, self._driver = network, window_bytes, driver
         self._native = hardware.native_precisions(device) if native is None else native
         self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
         tf32.use(settings.engine, device)
@@ -181,7 +183,7 @@ class EngineSelector:
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
         """Build a configuration, with these warnings after its own.
 
-        Raises RuntimeError, OSError or ImportError where it does not run.
+        Raises one of `backends.ENGINE_FAILURES` where it does not run.
         """
         with step(f"building {config}"):
             module = self.module(config)
@@ -299,8 +301,14 @@ class EngineSelector:
             call = _segment_in_all_streams(ready.window, agreement, agreement.row(windows))
             return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
 
-        skip = explain_skip or self._explain_skip
-        return Tuner(build, self._tolerance, seconds, explain_skip=skip, announce=announce)
+        return Tuner(
+            build,
+            self._tolerance,
+            seconds,
+            explain_skip=explain_skip or self._explain_skip,
+            announce=announce,
+            find_loss=lambda error: hardware.find_loss(self._device, error, self._driver),
+        )
 
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return why a configuration must not be tried; None if it may."""
@@ -313,7 +321,7 @@ class EngineSelector:
             return "a graph that is not frozen is made for one number of threads"
         windows = config.sw_batch_size * config.streams
         needed = self._window_bytes * backends.batch_dtype(config).itemsize // 4 * windows
-        free = hardware.free_bytes(self._device)
+        free = self._driver.free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             return f"it takes about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB that are free"
         return None

@@ -1,36 +1,31 @@
-"""Memory of a request: checked before it runs, and errors of exhausted memory told apart from others."""
+"""Memory and health of a device: checked before a request runs, and told apart where it fails."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from service.core import hardware
-from service.core.errors import DeviceLost, OutOfMemory, StackSegError
+from service.core.errors import OutOfMemory, StackSegError
+from service.core.hardware import Driver, find_loss, is_out_of_memory
 from service.inference.estimate import Estimate
 
-# Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), and Python's threads.
-_EXHAUSTED = ("DefaultCPUAllocator", "could not create a primitive", "can't start new thread")
+
+def check_memory(needed: Estimate, on_host: int | None, on_device: int | None = None) -> None:
+    """Raise OutOfMemory where fewer bytes of the host or the device are free than needed; None: not known."""
+    _check(needed.host_bytes, on_host, "memory")
+    _check(needed.device_bytes, on_device, "memory of the device")
 
 
-def check_memory(estimate: Estimate, available: int | None) -> None:
-    """Raise OutOfMemory where fewer host bytes are available than estimated; None: not known."""
-    if available is not None and estimate.host_bytes > available:
+def _check(needed: int, free: int | None, where: str) -> None:
+    if free is not None and needed > free:
         raise OutOfMemory(
-            f"This volume needs about {estimate.host_bytes / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are "
-            "free; send a smaller part of it, or try again when less is running.",
-            estimate.host_bytes,
+            f"This volume needs about {needed / 2**30:.1f} GiB of {where}, {free / 2**30:.1f} GiB are free; send a "
+            "smaller part of it, or try again when less is running.",
+            needed,
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, or the room for threads; some libraries raise a plain RuntimeError for that."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _EXHAUSTED)
 
 
 def translate_error(error: BaseException) -> BaseException:
@@ -41,14 +36,16 @@ def translate_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def translate_errors(estimate: Estimate, device: torch.device) -> Iterator[None]:
+def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = hardware) -> Iterator[None]:
     """Translate foreign errors of exhausted memory to OutOfMemory, and of a device that is gone to DeviceLost."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except StackSegError:
+        raise
+    except Exception as error:
         if not is_out_of_memory(error):
-            if device.type != "cpu" and not hardware.is_working(device):
-                raise DeviceLost(f"{device} has failed and must be started anew with the service.") from error
+            if (lost := find_loss(device, error, driver)) is not None:
+                raise lost from error
             raise
         most = max(estimate.host_bytes, estimate.device_bytes)
         raise OutOfMemory(

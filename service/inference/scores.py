@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import NonFiniteScores
+from service.core.hardware import is_out_of_memory
 from service.core.timing import Stages
 from service.engine.plans import EngineConfig
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Plan
-from service.inference.memory import is_out_of_memory
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
 

@@ -16,6 +16,7 @@ from service.core import hardware, host
 from service.core.buffers import make_allocator
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, TooLarge
+from service.core.hardware import Driver
 from service.core.progress import step
 from service.core.timing import Stages
 from service.core.volume import Diameter, Options, Volume
@@ -59,10 +60,11 @@ class Segmenter:
     Raises ConfigError for a device that is not there, BrokenModel for a model that does not load.
     """
 
-    def __init__(self, spec: ModelSpec, settings: Settings) -> None:
+    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = hardware) -> None:
         self.spec = spec
         self._settings = settings
         self._device = hardware.choose_device(settings.device.name)
+        self._driver, self._on_host = driver, driver.is_on_host(self._device)
         self._allocate = make_allocator(settings.server.scratch_folder)
         if self._device.type == "cpu":
             hardware.use_threads(settings.device.threads)
@@ -71,8 +73,8 @@ class Segmenter:
         with step("reading weights"):
             network = load_network(spec, self._run_first)
         # Weights as they were loaded stay on the host, for whenever scores have to be computed in float32.
-        self._loaded_bytes = weight_bytes(network) if self._device.type == "cpu" else 0
-        self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes)
+        self._loaded_bytes = weight_bytes(network) if self._on_host else 0
+        self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes, driver=driver)
         self._use(None)
         self._diameters = DiameterCache()
 
@@ -106,7 +108,7 @@ class Segmenter:
             self._settings,
             config.sw_batch_size,
             window_bytes=self._window_bytes * backends.batch_dtype(config).itemsize // 4,
-            on_host=self._device.type == "cpu",
+            on_host=self._on_host,
             streams=config.streams,
             score_bytes=None if ready is None else ready.score_bytes,
             any_batch_size=None if ready is None or config.engine == "eager" else ready.window.any_batch_size,
@@ -154,12 +156,12 @@ class Segmenter:
         NaN or infinity, and DeviceLost.
         """
         request = request or self.estimator.plan_request(volume, options)
-        check_memory(request.estimate, host.available_memory())
         stages = Stages()
         infer = self._choose_inferer(run)
         # Windows that are scored to measure objects or background do not count as progress.
         probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
-        with torch.inference_mode(), translate_errors(request.estimate, self._device):
+        with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
+            self._check_memory(request.estimate)
             with stages.measure("prepare"):
                 source, notes = normalise_volume(volume, self.spec)
             sized = _Sized(request, request.plan.diameter)
@@ -194,6 +196,11 @@ class Segmenter:
             f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
         )
 
+    def _check_memory(self, needed: Estimate) -> None:
+        """Raise OutOfMemory where the host or the device has less memory free than needed."""
+        on_device = None if self._on_host else self._driver.free_bytes(self._device)
+        check_memory(needed, host.available_memory(), on_device)
+
     def estimate_diameter(
         self, volume: Volume, options: Options, *, run: RunWindows = SlidingWindow.run
     ) -> Sizing | None:
@@ -205,7 +212,7 @@ class Segmenter:
         if not request.plan.estimated:
             return None
         compute = partial(run, cancelled=lambda: False, progress=lambda _done, _total: None)
-        with torch.inference_mode(), translate_errors(request.estimate, self._device):
+        with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             source, _notes = normalise_volume(volume, self.spec)
             return self._measure_diameter(source, volume, request.plan, compute)
 
@@ -218,7 +225,7 @@ class Segmenter:
             return _Sized(request, sizing.diameter, (sizing.note,))
         try:
             estimate = self.estimator.estimate(volume, replace(options, diameter=sizing.diameter))
-            check_memory(estimate, host.available_memory())
+            self._check_memory(estimate)
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
             return _Sized(request, sizing.diameter, (note,))
@@ -250,7 +257,7 @@ class Segmenter:
     def _resample(self, image: NormalisedImage, volume: Volume, diameter: Diameter | None) -> PreparedImage:
         """Resample an image to the grid of the network, and bring it to the device."""
         prepared = resample_image(image, volume, self.spec, diameter)
-        if self._device.type == "cpu" and self._settings.windows.inferer == "own":
+        if self._on_host and self._settings.windows.inferer == "own":
             return prepared
         tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
         return prepared._replace(image=tensor.to(self._device))

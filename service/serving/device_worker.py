@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextvars
 import gc
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from service.core import hardware, host
 from service.core.config import Settings
-from service.core.errors import BrokenModel, DeviceLost, OutOfMemory
+from service.core.errors import BrokenModel, OutOfMemory
+from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import Progress
 from service.core.volume import Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
 from service.inference.batcher import make_batcher
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
-from service.inference.memory import is_out_of_memory
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.window_request import Share
@@ -41,7 +43,7 @@ FREE_MEMORY_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
-LoadSegmenter = Callable[[ModelSpec, Settings], Segmenter]
+LoadSegmenter = Callable[[ModelSpec, Settings, Driver], Segmenter]
 
 
 class DeviceWorker:
@@ -51,25 +53,27 @@ class DeviceWorker:
     settings      with `device.name` for this device
     load          makes a segmenter of a model
     loading_lock  held while a model is loaded; all devices share one
+    driver        tells about the device
     engines       how each model runs here that was loaded at some time, by its name
     loading       progress of each model that is being loaded here, by its name
     Raises ConfigError for a device that does not exist.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         name: str | None,
         settings: Settings,
         load: LoadSegmenter,
         metrics: Metrics,
         loading_lock: torch_compile.LoadingLock,
+        driver: Driver = hardware,
     ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
         at_once = min(limits.at_once, limits.waiting + 1)
         self.settings = settings
         self.name = name or str(torch_device)
-        self._on_host = torch_device.type == "cpu"
+        self._driver, self._on_host = driver, driver.is_on_host(torch_device)
         self._torch_device = torch_device
         self._load_segmenter = load
         self._metrics = metrics
@@ -169,7 +173,7 @@ class DeviceWorker:
             self.queue.revise(job, _needs(needed))
 
         run = partial(self._device.run, due=job.due, share=count)
-        try:
+        with self._report_loss():
             result = segmenter.segment(
                 volume,
                 options,
@@ -179,9 +183,6 @@ class DeviceWorker:
                 run=run,
                 revised=revise,
             )
-        except DeviceLost as error:
-            self.watchdog.report_lost(str(error))
-            raise
         self._metrics.fallbacks(name).inc(result.fallbacks)
         self._metrics.recomputed(name).inc(int(result.recomputed))
         if result.skipped is not None:
@@ -191,9 +192,11 @@ class DeviceWorker:
 
     def _free_memory(self) -> FreeMemory:
         try:
-            device = None if self._on_host else hardware.free_bytes(self._torch_device)
-        except RuntimeError:
-            # The next batch finds out that the device is lost; the threads of the queue have to live until then.
+            device = None if self._on_host else self._driver.free_bytes(self._torch_device)
+        except RuntimeError as error:
+            # The queue gives its jobs away, which fail by themselves. It holds its lock, and must not wait here for a
+            # device that may not answer at all.
+            threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
             device = None
         return FreeMemory(host.available_memory(), device)
 
@@ -217,7 +220,7 @@ class DeviceWorker:
         began = time.monotonic()
         progress = self.loading[name] = Progress(f"loading {spec.identifier}")
         try:
-            with progress.follow():
+            with progress.follow(), self._report_loss():
                 segmenter = self._make_ready(spec)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -237,7 +240,7 @@ class DeviceWorker:
         return segmenter
 
     def _make_ready(self, spec: ModelSpec) -> Segmenter:
-        segmenter = self._load_segmenter(spec, self.settings)
+        segmenter = self._load_segmenter(spec, self.settings, self._driver)
         # A race needs the device alone, as it is until the models of the start are loaded.
         warm_up = partial(segmenter.warm_up, tune=spec.name in self.model_cache.starting)
         if self._on_host:
@@ -252,7 +255,24 @@ class DeviceWorker:
         self._metrics.unloads(name).inc()
         torch_compile.drop_generated_code()
         gc.collect()
-        hardware.release_memory(self._torch_device)
+        with self._report_loss():
+            self._driver.release_memory(self._torch_device)
+
+    def _find_loss(self, error: Exception) -> None:
+        with suppress(Exception), self._report_loss():
+            raise error
+
+    @contextmanager
+    def _report_loss(self) -> Iterator[None]:
+        """Let the process end after an error that the device does not survive, which becomes DeviceLost."""
+        try:
+            yield
+        except Exception as error:
+            lost = hardware.find_loss(self._torch_device, error, self._driver)
+            if lost is None:
+                raise
+            self.watchdog.report_lost(str(lost))
+            raise lost from error
 
 
 class Reservation:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from service.core import hardware
 from service.core.config import Settings
 from service.core.errors import NotReady
+from service.core.hardware import Driver
 from service.core.volume import Extent, Options, Volume
 from service.engine import torch_compile
 from service.formats.sandbox import Reader
@@ -50,17 +51,23 @@ class Runtime:
     """The owner of all threads and child processes. Models become ready one after the other after `start` returned.
 
     load_segmenter  makes a segmenter of a model
+    choose_driver   returns what tells about a device by its name; None: the only one
     draining        whether the service was told to stop
     Raises ConfigError for a device or a folder that does not exist.
     """
 
-    def __init__(self, settings: Settings, load_segmenter: LoadSegmenter = Segmenter) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        load_segmenter: LoadSegmenter = Segmenter,
+        choose_driver: Callable[[str | None], Driver] = lambda _name: hardware,
+    ) -> None:
         self.settings = settings
         self.host_files = HostFiles(settings.references)
         self.metrics = Metrics()
         self._loading_lock = torch_compile.LoadingLock()
         self.device_workers = tuple(
-            DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock)
+            DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock, choose_driver(name))
             for name, device_settings in device_worker_settings(settings)
         )
         self.models = ModelRegistry(settings.models, self.device_workers)

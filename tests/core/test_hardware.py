@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import platform
 from collections.abc import Callable
@@ -154,6 +155,48 @@ def test_a_real_gpu_reports_what_this_process_holds() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what was freed")
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "no"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_memory_runs_out_in_many_words(error: BaseException) -> None:
+    assert hardware.is_out_of_memory(error)
+
+
+def test_any_allocation_that_is_mentioned_is_not_exhausted_memory() -> None:
+    assert not hardware.is_out_of_memory(RuntimeError("allocation"))
+    assert not hardware.is_out_of_memory(OSError(errno.EACCES, "Cannot allocate memory"))
+
+
+class Probed:
+    """A device that fails with these errors, one after the other, before it answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, _device: torch.device) -> bool:
+        if self.errors:
+            raise self.errors.pop(0)
+        return True
+
+
+def test_a_device_is_lost_only_if_it_fails_again_and_again() -> None:
+    device = torch.device("cpu")
+    capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
+    assert hardware.is_working(device)
+    assert hardware.is_working(device, Probed(capturing, capturing), pause=0)
+    assert not hardware.is_working(device, Probed(*[capturing] * 3), pause=0)
+    assert hardware.is_working(device, Probed(*[torch.OutOfMemoryError("no")] * 3), pause=0)
+
+
 def test_memory_that_was_freed_is_returned() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.errors import NonFiniteScores
+from service.core.errors import DeviceLost, NonFiniteScores
 from service.engine.autotune import FIRST_ROUNDS, MARGIN, ROUNDS, Candidate, NothingRuns, Tuner
 from service.engine.plans import EngineConfig
 
@@ -118,12 +118,18 @@ def test_a_wider_precision_is_tried_only_where_the_narrow_one_is_wrong():
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("no\ncompiler"), OSError("no"), ImportError("no"), MemoryError("no"), NonFiniteScores("no")],
+    [error("no\nmore") for error in (RuntimeError, OSError, ImportError, AssertionError, MemoryError, NonFiniteScores)],
 )
 def test_what_does_not_run_is_reported_in_one_line(error):
     made, trials = World({("eager", "fp32"): 0.1}, errors={"compiled": error}).race(COMPILED, EAGER)
     assert made == EAGER
     assert trials[COMPILED].verdict == "failed: no"
+
+
+def test_what_a_lost_device_cannot_run_says_nothing_about_engines():
+    world = World({("eager", "fp32"): 0.1}, errors={"compiled": RuntimeError("illegal memory access")})
+    with pytest.raises(DeviceLost):
+        world.race(EAGER, COMPILED, find_loss=lambda error: DeviceLost(str(error)))
 
 
 @pytest.mark.parametrize("choose", ["race", "take_first"])

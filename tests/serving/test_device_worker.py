@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from fakes import until
+from faulty_server import FaultyDevice
 from runtimes import running, settings
 
 from service.core import host
+from service.core.errors import DeviceLost
 from service.serving.device_worker import device_worker_settings
 from service.serving.job import Job
 
@@ -29,3 +32,22 @@ def test_job_that_was_cancelled_meanwhile_keeps_no_model(bands_repository: Path,
         runtime.reserve("bands").take(job)
         (worker,) = runtime.device_workers
         assert worker.model_cache.loaded_models["bands"].users == 0
+
+
+@pytest.mark.parametrize("lose", ["ask for memory", "unload"])
+def test_device_that_is_lost_without_a_request_is_lost(lose: str, bands_repository: Path, tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    with running(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
+        until(lambda: not runtime.unready_reasons())
+        (worker,) = runtime.device_workers
+        assert worker.queue._ask_free().device is not None
+        (faults / "broken").touch()
+        if lose == "unload":
+            with pytest.raises(DeviceLost):
+                worker.model_cache._unloaded("bands")
+        else:
+            # Its jobs go on, to fail by themselves.
+            assert worker.queue._ask_free().device is None
+        until(lambda: worker.problem is not None)
+        assert "has failed" in str(worker.problem)

@@ -16,7 +16,7 @@ from service.serving.runtime import Runtime
 def closed(gates: list[FakeSegmenter]) -> Any:
     """A loader whose segmenters wait, and are remembered in `gates`."""
 
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         fake = FakeSegmenter(spec, chosen)
         fake.gate.clear()
         gates.append(fake)
@@ -48,7 +48,7 @@ def test_unknown_model_is_refused_with_those_that_are_served(bands_repository: P
 def test_model_that_does_not_load_is_reported_and_keeps_the_service_unready(
     bands_repository: Path, tmp_path: Path, error: Exception
 ) -> None:
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         raise error
 
     with running(settings(bands_repository, tmp_path), load) as runtime:

@@ -150,7 +150,7 @@ def test_draining_is_not_ready_at_once_and_gives_up_in_the_end(
 def test_a_model_that_is_still_being_loaded_is_left_behind(bands_repository: Path, tmp_path: Path) -> None:
     gate = threading.Event()
 
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         fake = FakeSegmenter(spec, chosen)
         fake.gate = gate
         return fake
@@ -261,7 +261,7 @@ def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready
 def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:
     fakes: dict[str, FakeSegmenter] = {}
 
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         fake = fakes[spec.name] = FakeSegmenter(spec, chosen)
         if spec.name != "alpha":
             fake.gate.clear()
@@ -284,7 +284,7 @@ def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tm
 def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, stack: Volume) -> None:
     size = max(file.stat().st_size for file in three.glob("*/weights.safetensors"))
 
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         fake = FakeSegmenter(spec, chosen)
         fake.nbytes = size
         return fake
@@ -307,7 +307,7 @@ def test_models_take_turns_where_memory_holds_one(three: Path, tmp_path: Path, s
 def test_a_model_larger_than_the_budget_is_refused_and_the_service_stays_ready(
     three: Path, tmp_path: Path, stack: Volume
 ) -> None:
-    def load(spec: Any, chosen: Settings) -> FakeSegmenter:
+    def load(spec: Any, chosen: Settings, _driver: Any) -> FakeSegmenter:
         fake = FakeSegmenter(spec, chosen)
         fake.nbytes = 2**21 if spec.name == "beta" else 1000
         return fake
@@ -328,7 +328,7 @@ def test_requests_go_where_the_least_work_is_and_where_the_model_is_loaded(
     chosen = settings(three, tmp_path, device={"serve": ["cpu", "cpu"], "threads": 1}, limits={"waiting": 1})
     fakes: list[FakeSegmenter] = []
 
-    def load(spec: Any, own: Settings) -> FakeSegmenter:
+    def load(spec: Any, own: Settings, _driver: Any) -> FakeSegmenter:
         fakes.append(FakeSegmenter(spec, own))
         return fakes[-1]
 

@@ -486,7 +486,7 @@ def test_job_for_a_model_that_is_not_loaded_says_that_it_is_being_loaded(
     (tmp_path / "service").mkdir()
     gate = threading.Event()
 
-    def load(spec: Any, settings: Settings) -> FakeSegmenter:
+    def load(spec: Any, settings: Settings, _driver: Any) -> FakeSegmenter:
         if spec.name == "beta":
             gate.wait(30)
         return FakeSegmenter(spec, settings)

@@ -318,7 +318,7 @@ def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_r
     tags = []
     for overlap, precision in ((0.25, "fp32"), (0.25, "fp32"), (0.5, "fp32"), (0.25, "bf16")):
 
-        def load(spec: Any, settings: Settings, precision: str = precision) -> FakeSegmenter:
+        def load(spec: Any, settings: Settings, _driver: Any, precision: str = precision) -> FakeSegmenter:
             fake = FakeSegmenter(spec, settings)
             fake.precision = precision
             return fake

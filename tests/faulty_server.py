@@ -1,0 +1,108 @@
+"""A server with two simulated devices, the first of which fails as files in a folder say.
+
+The devices compute on the CPU, and in everything else count as separate ones. Faults are files of these names:
+no-memory  batches of more than one window do not fit
+break      the next batch breaks the device for good, as an error that sticks to a CUDA context does
+break-load  so does loading the next model
+broken     the device broke while it was idle; the other faults end in this one
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from torch import Tensor
+
+from service.api.app import create_app
+from service.api.server import build_config, listen
+from service.core import hardware
+from service.core.config import Settings
+from service.core.hardware import Driver
+from service.inference.segmenter import Segmenter
+from service.models.loader import Network
+from service.models.spec import ModelSpec
+from service.serving.runtime import Runtime
+
+FREE = 2**30
+
+
+class FaultyDevice:
+    """A device, as its driver tells, whose faults are files in a folder; None: it has none."""
+
+    def __init__(self, faults: Path | None) -> None:
+        self._faults = faults
+
+    def has(self, fault: str) -> bool:
+        return self._faults is not None and (self._faults / fault).exists()
+
+    def check(self) -> None:
+        if self.has("broken"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def break_if(self, fault: str) -> None:
+        if self.has(fault):
+            assert self._faults is not None
+            (self._faults / "broken").touch()
+        self.check()
+
+    def is_on_host(self, _device: torch.device) -> bool:
+        return False
+
+    def is_working(self, device: torch.device) -> bool:
+        def compute(_device: torch.device) -> bool:
+            self.check()
+            return True
+
+        return hardware.is_working(device, compute, pause=0.01)
+
+    def free_bytes(self, _device: torch.device) -> int:
+        self.check()
+        return FREE
+
+    def release_memory(self, _device: torch.device) -> None:
+        self.check()
+
+
+class FaultySegmenter(Segmenter):
+    """A segmenter whose network fails with its device."""
+
+    def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver) -> None:
+        assert isinstance(driver, FaultyDevice)
+        super().__init__(spec, settings, driver)
+        self._faulty = driver
+
+    def warm_up(self, *, tune: bool = False) -> None:
+        self._faulty.break_if("break-load")
+        super().warm_up(tune=tune)
+        self.instrument(self._fail)
+
+    def _fail(self, network: Network) -> Network:
+        def failing(batch: Tensor) -> Tensor:
+            self._faulty.break_if("break")
+            if self._faulty.has("no-memory") and len(batch) > 1:
+                raise RuntimeError("CUDA error: out of memory")
+            return network(batch)
+
+        return failing
+
+
+def serve(models: Path, faults: Path, port: Connection) -> None:
+    """Serve the models until the process is ended, and tell the port."""
+    settings: dict[str, Any] = {
+        "models": {"folder": models, "default": "bands"},
+        "engine": {"kind": "eager"},
+        "device": {"serve": ["cpu", "cpu"], "threads": 1},
+        "watchdog": {"grace_seconds": 0.1},
+        "limits": {"cache_bytes": 0},
+        "server": {"scratch_folder": faults.parent},
+    }
+    chosen = Settings.model_validate(settings)
+    app = create_app(chosen)
+    app.state.runtime = Runtime(chosen, FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
+    with listen("127.0.0.1", 0) as listener:
+        port.send(listener.getsockname()[1])
+        uvicorn.Server(build_config(app)).run(sockets=[listener])
