@@ -49,7 +49,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.training.train import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
-    skipped = f", {state.skipped} steps skipped for a loss that was not finite" if state.skipped else ""
-    results = f"{state.step} steps, best validation {state.best:.4f}{skipped}"
-    sys.stdout.write(f"{options.out}: {spec.identifier}, {results}\n")
+    sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarise()}\n")
+    failure = state.describe_failure()
+    if failure is not None:
+        sys.stderr.write(f"stackseg: warning: {failure}\n")
     return 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from service.core import hardware
 from service.core.config import Settings
@@ -51,10 +53,27 @@ def prepare_training(
             if base is not None
             else build_network(Architecture.model_validate(content["architecture"]))
         )
+        _check_edge(network, plan.edge)
         data = (training, validation, partial(normalise, normalisation=draft.input.normalisation))
         return Trainer(network, *data, plan, folder, device, dtype)
 
     return make_trainer
+
+
+def _check_edge(network: nn.Module, edge: int) -> None:
+    """Raise BadParameter where a network does not take cubes of `edge` voxels."""
+    empty = copy.deepcopy(network).to("meta")
+
+    def fits(length: int) -> bool:
+        try:
+            empty(torch.zeros(2, 1, length, length, length, device="meta"))
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    if not fits(edge):
+        others = ", ".join(str(length) for length in range(8, 129, 8) if fits(length))
+        raise BadParameter(f"--edge {edge}: the network takes no cubes of {edge} voxels. It takes {others}.")
 
 
 def train_model(

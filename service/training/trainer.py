@@ -27,6 +27,7 @@ from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Normalise, Pair, RecordedStacks, draw_batch
 from service.training.gradient_checkpointing import checkpoint_blocks
 from service.training.instance_targets import instance_loss, instance_targets
+from service.training.safe_convolution import make_convolutions_safe
 
 log = logging.getLogger("service.train")
 
@@ -59,13 +60,39 @@ class Plan(Training):
 
 @dataclass
 class State:
-    """Progress of a training: everything that a checkpoint keeps beside tensors."""
+    """Progress of a training: everything that a checkpoint keeps beside tensors.
+
+    curve  rows of `COLUMNS`, a row for each validation, the first of them before any step; None: nothing was measured
+    """
 
     step: int = 0
     best: float = math.inf
     stale: int = 0
     skipped: int = 0
-    curve: list[list[float]] = field(default_factory=list)
+    curve: list[list[float | None]] = field(default_factory=list)
+
+    def summarise(self) -> str:
+        """Return what the training did to the loss and to the Dice score of stacks that it was not trained on."""
+        lowest = next((row for row in self.curve if row[3] == self.best), self.curve[0])
+        (_, _, _, loss, _, dice), (_, _, _, best, _, best_dice) = self.curve[0], lowest
+        numbers = f"validation loss {_format(loss)} before, {_format(best)} at best"
+        scores = f", Dice score {_format(dice)} before, {_format(best_dice)} there"
+        skipped = f", {self.skipped} steps skipped for a loss or gradient that was not finite" if self.skipped else ""
+        return f"{self.step} steps, {numbers}{scores}{skipped}"
+
+    def describe_failure(self) -> str | None:
+        """Return what to try where no validation was better than the one before the first step, else None."""
+        before, *later = (row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve)
+        if self.best < before:
+            return None
+        tries = "more --steps or --minutes, a lower --learning-rate, more annotated stacks"
+        if self.skipped > self.step / 10:
+            tries = "engine.precision: fp32 in the file of --config, or a lower --learning-rate"
+        return (
+            f"after {self.step} steps no better than before: validation loss {_format(before)} at the start, "
+            f"{_format(min(later, default=None))} at best since, so the weights are those of the start. Try {tries}; "
+            "and look whether each file of --labels belongs to its image."
+        )
 
 
 def split(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
@@ -138,6 +165,7 @@ class Trainer:
         self._average = copy.deepcopy(network).eval()
         self._best = copy.deepcopy(self._average.state_dict())
         self._forward = self._prepare_forward()
+        self._recent: float | None = None
         self._optimiser = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
@@ -165,7 +193,7 @@ class Trainer:
                     if state.step % plan.every == 0 or state.step == plan.steps:
                         self._validate()
                         self.save()
-                    bar.set_postfix(loss=self._recent, best=state.best, refresh=False)
+                    bar.set_postfix(loss=_format(self._recent), best=_format(state.best), refresh=False)
                     bar.update()
             batches.close()
             self._average.load_state_dict(self._best)
@@ -193,15 +221,17 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         value = instance_loss(self._scores(self._forward, images), targets.to(self._device, non_blocking=True))
         scaled = scaler.scale(value)
-        self._recent = float(value.detach())
-        if not math.isfinite(self._recent):
+        loss = float(value.detach())
+        if not math.isfinite(loss):
             state.skipped += 1
             if scaler.is_enabled():
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        elif self._update_weights(scaled):
-            update_average(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
         else:
-            state.skipped += 1
+            self._recent = loss
+            if self._update_weights(scaled):
+                update_average(self._average, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11)))
+            else:
+                state.skipped += 1
         state.step += 1
 
     def _update_weights(self, scaled: Tensor) -> bool:
@@ -222,6 +252,8 @@ class Trainer:
             for parameter in self._network.parameters():
                 if parameter.dim() == 5:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+        if self._dtype == torch.bfloat16 and self._device.type == "cpu":
+            make_convolutions_safe(self._network)
         if self.plan.checkpointing:
             checkpoint_blocks(self._network)
         return torch.compile(self._network, dynamic=False) if self.plan.compile else self._network
@@ -234,14 +266,15 @@ class Trainer:
         return scores.float()
 
     @torch.no_grad()
-    def _score_average(self) -> tuple[float, float]:
-        """Return the averaged network's mean validation loss, and the Dice score of its foreground."""
+    def _score_average(self) -> tuple[float, float | None]:
+        """Return the averaged network's mean validation loss, and the Dice score of its foreground where any is."""
         losses, dice = list[float](), list[Tensor]()
         for images, targets in self._validation:
             scores, truth = self._scores(self._average, images), targets.to(self._device)
             losses.append(float(instance_loss(scores, truth)))
             dice.append(compute_dice((scores[:, :1] > 0).float(), truth[:, :1]))
-        return sum(losses) / len(losses), float(torch.cat(dice).nanmean())
+        mean = float(torch.cat(dice).nanmean())
+        return sum(losses) / len(losses), mean if math.isfinite(mean) else None
 
     def _validate(self) -> None:
         """Score the averaged network on the validation stacks, keep it if it is the best, and write the curve."""
@@ -251,12 +284,12 @@ class Trainer:
             self._best = copy.deepcopy(self._average.state_dict())
         else:
             state.stale += 1
-        trained = self._recent if state.step else math.nan
         rate = self.plan.rate(max(state.step - 1, 0))
-        state.curve.append([state.step, rate, trained, value, state.skipped, dice])
+        state.curve.append([state.step, rate, self._recent, value, state.skipped, dice])
         done = 100 * state.step / self.plan.steps
-        loss = f"  loss {trained:.4f}" if state.step else ""
-        log.info("%5.1f %%  step %d%s  validation %.4f  best %.4f", done, state.step, loss, value, state.best)
+        loss = f"  loss {_format(self._recent)}" if state.step else ""
+        scores = (_format(value), _format(state.best), _format(dice))
+        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", done, state.step, loss, *scores)
         with (self.folder / CURVE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
@@ -294,6 +327,11 @@ class Trainer:
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
             raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
         log.info("resumed at step %d", self.state.step)
+
+
+def _format(value: float | None) -> str:
+    """Return a number for people to read, a dash where there is none."""
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else "-"
 
 
 def _options_of_result(plan: Plan) -> dict[str, Any]:

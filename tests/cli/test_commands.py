@@ -49,6 +49,15 @@ def training(stack: Path) -> list[str]:
     return ["train", *annotated(stack), "--edge", "16"]
 
 
+def test_crops_that_the_network_cannot_take_are_refused_with_those_that_it_can(
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(base.folder.parent, tmp_path)
+    train = ["train", *annotated(stack), "--edge", "17", "--from", str(base.folder), "--out", str(tmp_path / "out")]
+    assert main([*train, *config]) == 1
+    assert "--edge 17: the network takes no cubes of 17 voxels. It takes 8, 16, " in capsys.readouterr().err
+
+
 def annotated(stack: Path) -> list[str]:
     return ["--images", str(stack / "image.tif"), "--labels", str(stack / "mask.tif")]
 
@@ -106,7 +115,9 @@ def test_a_trained_model_is_served_at_once(
     quickly = ["--learning-rate", "0.01", "--steps", "20"]
     train = [*training(stack), *quickly, "--from", str(base.folder), "--out", str(out), *config]
     assert main(train) == 0
-    assert "mine/1, 20 steps" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "mine/1, 20 steps, validation loss " in said.out
+    assert "nan" not in said.out + said.err + (out / "training.csv").read_text()
     spec = read_spec(out)
     assert spec.weights.sha256 != base.weights.sha256
     assert (spec.architecture, spec.decoding) == (base.architecture, base.decoding)

@@ -20,7 +20,7 @@ from service.models.architectures import ShuffleUNet
 from service.training import trainer as trainer_module
 from service.training.examples import Pair
 from service.training.model_folder import save_weights
-from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, Trainer, split
+from service.training.trainer import CHECKPOINT, COLUMNS, CURVE, Plan, State, Trainer, split
 
 CPU = torch.device("cpu")
 PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
@@ -128,7 +128,9 @@ def test_how_the_network_is_computed_does_not_change_the_curve(
     plan = Plan(**{**PLAN.model_dump(), "steps": 4})
     trainer(pair, tmp_path / "usual", plan).run()
     trainer(pair, tmp_path / "other", Plan(**{**plan.model_dump(), **changed})).run()
-    usual, other = ([list(map(float, row.values())) for row in curve(tmp_path / name)] for name in ("usual", "other"))
+    usual, other = (
+        [[float(value or 0) for value in row.values()] for row in curve(tmp_path / name)] for name in ("usual", "other")
+    )
     np.testing.assert_allclose(other, usual, rtol=0 if "workers" in changed else 1e-3)
 
 
@@ -195,9 +197,45 @@ def test_a_network_with_shared_layers_trains_and_is_saved(pair: Pair, tmp_path: 
     assert same(before, trained)
 
 
-def test_bfloat16_trains_too(pair: Pair, tmp_path: Path) -> None:
-    made = trainer(pair, tmp_path, Plan(**{**PLAN.model_dump(), "steps": 2}), torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_small_training_gets_better_and_says_so(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
+    plan = Plan(**{**PLAN.model_dump(), "steps": 40, "every": 20, "batch_size": 2, "learning_rate": 0.01})
+    torch.manual_seed(0)
+    # The lowest level has two planes, of which oneDNN's gradients in BF16 are wrong.
+    network = ShuffleUNet(1, 2, (4, 16, 16))
+    training, validation = split([pair], 0.25)
+    made = Trainer(network, training, validation, Percentiles(), plan, tmp_path, CPU, dtype)
     assert all(value.isfinite().all() for value in made.run().state_dict().values())
+    assert made.state.skipped == 0
+    assert made.state.describe_failure() is None
+    summary = made.state.summarise()
+    assert summary.startswith("40 steps, validation loss ")
+    assert "skipped" not in summary
+    assert "nan" not in summary + (tmp_path / CURVE).read_text()
+    rows = curve(tmp_path)
+    assert float(rows[-1]["validation"]) < float(rows[0]["validation"])
+    assert rows[0]["loss"] == ""
+
+
+def test_a_training_that_got_no_better_says_what_to_try() -> None:
+    rows: list[list[float | None]] = [[0, 0.1, None, 0.5, 0, None], [25, 0.1, 0.4, 0.6, 0, 0.7]]
+    state = State(step=25, best=0.5, curve=rows)
+    assert state.describe_failure() is not None
+    assert "after 25 steps no better than before: validation loss 0.5000 at the start, 0.6000" in (
+        state.describe_failure() or ""
+    )
+    assert "--learning-rate" in (state.describe_failure() or "")
+    assert state.summarise() == (
+        "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
+    )
+    skipping = State(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
+    failure = skipping.describe_failure() or ""
+    assert "engine.precision: fp32" in failure
+    assert "20 steps skipped" in skipping.summarise()
+    assert "nan" not in failure + skipping.summarise()
+    assert "inf" not in failure + skipping.summarise().replace("finite", "")
+    better = State(step=25, best=0.4, curve=[rows[0], [25, 0.1, 0.4, 0.4, 0, 0.7]])
+    assert better.describe_failure() is None
 
 
 def test_checkpoints_without_a_scaler_still_load_and_others_are_refused(pair: Pair, tmp_path: Path) -> None:
