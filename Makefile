@@ -52,11 +52,24 @@ lint: $(STAMP)dev ## style, types, import rules, dependencies, shell scripts, co
 	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
+	@if command -v npm >/dev/null; then $(MAKE) lint-page; else echo "There is no npm: the page is not checked." >&2; fi
+
+# npm writes this file last.
+PAGE_TOOLS := node_modules/.package-lock.json
+$(PAGE_TOOLS): package.json package-lock.json
+	npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+.PHONY: lint-page
+lint-page: $(PAGE_TOOLS) ## style and types of the page's modules (needs npm)
+	node_modules/.bin/biome check
+	node_modules/.bin/tsc -p .
 
 .PHONY: format
 format: $(STAMP)dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	@if command -v npm >/dev/null; then $(MAKE) $(PAGE_TOOLS) && node_modules/.bin/biome check --write; fi
 
 .PHONY: container
 container: ## build the CPU image, run it locked down, segment a stack through it, stop it
@@ -68,4 +81,4 @@ constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
 
 .PHONY: clean
 clean: ## remove the virtual environment and every cache
-	rm -rf .venv .cache demo-output build dist service/core/kernels-*.so .coverage .*_cache .hypothesis
+	rm -rf .venv .cache node_modules demo-output build dist service/core/kernels-*.so .coverage .*_cache .hypothesis

@@ -34,12 +34,12 @@ from service.api.problems import (
     handle_error,
     problem_responses,
 )
-from service.api.routes import docs, hardware, health, inspect, jobs, models, segment, stacks
+from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks
 from service.core.config import Settings
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 
-_ENDPOINTS = (segment, jobs, stacks, inspect, models, health, hardware, docs)
+_ENDPOINTS = (segment, jobs, stacks, inspect, models, health, hardware, docs, page)
 
 
 class Application(FastAPI):

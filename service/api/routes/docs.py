@@ -10,7 +10,7 @@ from pathlib import Path
 import fastapi_swagger
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
@@ -40,11 +40,6 @@ START = """SwaggerUIBundle({
 });
 """
 CACHE_HEADERS = {"Cache-Control": "max-age=3600"}
-
-
-@router.get("/")
-async def front() -> RedirectResponse:
-    return RedirectResponse("/docs")
 
 
 @router.get("/openapi.json")

@@ -6,10 +6,6 @@ from urllib.parse import urljoin
 from live import FakeService
 
 
-def test_front_page_leads_to_the_documentation(service: FakeService) -> None:
-    assert service.client.get("/", follow_redirects=False).headers["location"] == "/docs"
-
-
 def test_the_documentation_loads_nothing_from_elsewhere(service: FakeService) -> None:
     page = service.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")

@@ -1,0 +1,446 @@
+/** The page: which view is shown, and what happens between them. The address after # names the stack or the job. */
+
+import { button, byId, element } from "./elements.js";
+import { forget, remember } from "./history.js";
+import { ObjectsView } from "./objects_view.js";
+import { fetchVolume } from "./planes.js";
+import { follow, RunView } from "./run_view.js";
+import { json, Problem, queryOf, request, upload, useKey, warningText, whenKeyIsWanted } from "./server.js";
+import { StackView } from "./stack_view.js";
+import { showStart } from "./start_view.js";
+import { parseTable } from "./table.js";
+import { takeView } from "./take_view.js";
+import { startTheme } from "./theme.js";
+import { Viewer } from "./viewer.js";
+import { counted, number } from "./words.js";
+
+/** @typedef {import("./server.js").Job} Job */
+/** @typedef {import("./server.js").Inspection} Inspection */
+/** @typedef {import("./planes.js").Triple} Triple */
+
+const LATER_MILLISECONDS = 250;
+
+/** The stack that is shown, and what ends when another one is. */
+class Session {
+  /** @param {string} stack id, "" where the service does not keep it any more @param {string} name @param {number} bytes */
+  constructor(stack, name, bytes) {
+    this.stack = stack;
+    this.name = name;
+    this.ending = new AbortController();
+    this.loaded = "";
+    this.loading = new AbortController();
+    byId("title").textContent = name;
+    show("work");
+    this.viewer = new Viewer(byId("viewer"));
+    this.settings = new StackView(byId("settings"), models, defaultModel);
+    this.settings.setName(name, bytes);
+    this.settings.addEventListener("change", () => this.inspectLater());
+    this.settings.addEventListener("run", () => this.run());
+    this.viewer.addEventListener("diameter", (event) =>
+      this.settings.setDiameter(/** @type {CustomEvent} */ (event).detail),
+    );
+    /** @type {Inspection | null} */
+    this.inspection = null;
+    this.timer = 0;
+  }
+
+  end() {
+    this.ending.abort();
+    this.loading.abort();
+    clearTimeout(this.timer);
+  }
+
+  inspectLater() {
+    clearTimeout(this.timer);
+    this.timer = window.setTimeout(() => this.inspect(), LATER_MILLISECONDS);
+  }
+
+  /** Ask what is understood of the stack with the present parameters, and show its planes. */
+  async inspect() {
+    const parameters = { ...this.settings.parameters, stack: this.stack };
+    try {
+      /** @type {Inspection} */
+      const found = await json(`inspect?${queryOf(parameters)}`, { method: "POST", signal: this.ending.signal });
+      this.inspection = found;
+      this.settings.show(found);
+      await this.#showPlanes(found);
+      this.viewer.showDiameter(this.settings.statedDiameter);
+    } catch (error) {
+      if (this.ending.signal.aborted) return;
+      if (!(error instanceof Problem)) throw error;
+      this.settings.refuse(error);
+      if (!this.loaded) byId("side").replaceChildren(refusal(error));
+    }
+  }
+
+  /** @param {Inspection} inspection */
+  async #showPlanes({ file }) {
+    const { channel, time, axes } = this.settings.parameters;
+    const index = file.channels.indexOf(channel ?? "");
+    const shown = { channel: index >= 0 ? index : (channel ?? 0), time: file.times > 1 ? (time ?? 0) : time, axes };
+    const key = JSON.stringify(shown);
+    if (key === this.loaded) {
+      this.viewer.setVoxelSize(file.voxel_size);
+      return;
+    }
+    this.loading.abort();
+    this.loading = new AbortController();
+    this.loaded = key;
+    const whole = /** @type {Triple} */ (file.shape.slice(1));
+    this.viewer.waiting.textContent = "Reading the stack";
+    try {
+      await fetchVolume(`stacks/${this.stack}/planes`, shown, whole, this.loading.signal, (volume, share) => {
+        const first = this.viewer.scene.image !== volume;
+        if (first) {
+          this.viewer.open(volume, file.voxel_size);
+          this.viewer.settle();
+        } else this.viewer.refreshProjection();
+        this.viewer.waiting.textContent = share < 1 ? `Reading the stack, ${Math.round(share * 100)} %` : "";
+        this.viewer.draw();
+      });
+      this.viewer.settle();
+    } catch (error) {
+      if (!isAbort(error)) this.viewer.waiting.textContent = /** @type {Error} */ (error).message;
+    }
+  }
+
+  async run() {
+    const { settings } = this;
+    settings.run.disabled = true;
+    const measurements = this.inspection?.output === "labels" ? "zip" : "";
+    const query = queryOf({ ...settings.parameters, stack: this.stack, measurements });
+    try {
+      /** @type {Job} */
+      const job = await json(`jobs?${query}`, { method: "POST" });
+      remember({
+        job: job.id,
+        stack: this.stack,
+        name: this.name,
+        model: job.model,
+        thumbnail: this.viewer.thumbnail(),
+      });
+      history.pushState(null, "", `#job=${job.id}`);
+      await this.follow(job.id);
+    } catch (error) {
+      report(error);
+    } finally {
+      settings.run.disabled = false;
+    }
+  }
+
+  /** @param {string} id */
+  async follow(id) {
+    const side = byId("side");
+    const running = new RunView(side, id);
+    this.viewer.setLabels(null);
+    try {
+      const job = await follow(id, this.ending.signal, (now) => running.show(now));
+      remember({ job: id, objects: job.objects, model: job.model, created: job.created });
+      if (job.state === "done") await this.showResult(job);
+      else side.replaceChildren(ending(job));
+    } catch (error) {
+      if (!isAbort(error)) throw error;
+    }
+  }
+
+  /** @param {Job} job */
+  async showResult(job) {
+    const { viewer } = this;
+    const side = byId("side");
+    const signal = this.ending.signal;
+    viewer.waiting.textContent = "Fetching the labels";
+    const hasTable = job.parameters.measurements === "zip";
+    const text = hasTable
+      ? (await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal })).text()
+      : null;
+    const probe = await request(`jobs/${job.id}/planes?to=1&step=1,9999,9999`, { signal });
+    const whole = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));
+    const labels = await fetchVolume(`jobs/${job.id}/planes`, {}, whole, signal, (volume) => {
+      if (viewer.scene.image === null) viewer.open(volume, null);
+    });
+    viewer.setLabels(labels);
+    viewer.waiting.textContent = "";
+    const objects = text ? new ObjectsView(parseTable(await text)) : null;
+    side.replaceChildren(resultView(job, objects, this.name, () => viewer.picture()));
+    if (objects) connect(viewer, objects);
+    viewer.drawNow();
+    remember({ job: job.id, thumbnail: viewer.thumbnail() });
+  }
+}
+
+/** Link table and views in both directions. @param {Viewer} viewer @param {ObjectsView} objects */
+function connect(viewer, objects) {
+  objects.addEventListener("choose", (event) => {
+    const began = performance.now();
+    const label = /** @type {CustomEvent<number>} */ (event).detail;
+    const middle = objects.centroid(label);
+    const image = viewer.scene.image;
+    if (!middle || !image) return;
+    const edges =
+      objects.table.unit === "um" ? viewer.scene.voxel.map((edge, axis) => edge / image.step[axis]) : [1, 1, 1];
+    viewer.select(label, /** @type {Triple} */ (middle.map((place, axis) => place / edges[axis])));
+    performance.measure("choose", { start: began });
+  });
+  objects.addEventListener("filter", () => viewer.hide(objects.hidden));
+  viewer.addEventListener("pick", (event) => objects.select(/** @type {CustomEvent<number>} */ (event).detail));
+}
+
+/** @param {Job} job @param {ObjectsView | null} objects @param {string} name @param {() => Promise<Blob>} picture */
+function resultView(job, objects, name, picture) {
+  const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
+  const words = objects
+    ? objects.words()
+    : job.objects === null
+      ? "The result has classes."
+      : `${counted(job.objects, "object")}.`;
+  const take = takeView(job, name, objects !== null, picture);
+  const notes = job.warnings.map(warningText).filter(Boolean);
+  const pages = element("div", { class: "pages" });
+  const tabs = [
+    ["Objects", objects?.root ?? element("p", { class: "muted" }, "No table was asked for.")],
+    ["Take", take],
+  ].map(([text, page], place) => {
+    const tab = element(
+      "button",
+      {
+        type: "button",
+        role: "tab",
+        id: `tab-${place}`,
+        "aria-controls": `page-${place}`,
+        onclick: () => choose(place),
+        onkeydown: (/** @type {KeyboardEvent} */ event) => {
+          if (event.key === "ArrowRight" || event.key === "ArrowLeft") choose(1 - place).focus();
+        },
+      },
+      /** @type {string} */ (text),
+    );
+    const panel = element(
+      "div",
+      { role: "tabpanel", id: `page-${place}`, "aria-labelledby": `tab-${place}` },
+      /** @type {HTMLElement} */ (page),
+    );
+    return { tab, panel };
+  });
+  /** @param {number} chosen */
+  function choose(chosen) {
+    tabs.forEach(({ tab, panel }, place) => {
+      tab.setAttribute("aria-selected", String(place === chosen));
+      tab.tabIndex = place === chosen ? 0 : -1;
+      panel.hidden = place !== chosen;
+    });
+    return tabs[chosen].tab;
+  }
+  pages.append(...tabs.map(({ panel }) => panel));
+  choose(0);
+  return element(
+    "div",
+    { class: "result" },
+    element("p", { class: "big", id: "words" }, words),
+    element(
+      "p",
+      { class: "muted small" },
+      [job.model, job.diameter && `diameter ${job.diameter}`, `${number(seconds, 2)} s`].filter(Boolean).join(" · "),
+    ),
+    notes.length > 0 &&
+      element(
+        "ul",
+        { class: "notes", "aria-label": "What to know about this result" },
+        ...notes.map((note) => element("li", {}, note)),
+      ),
+    element("div", { class: "tabs", role: "tablist", "aria-label": "Result" }, ...tabs.map(({ tab }) => tab)),
+    pages,
+  );
+}
+
+/** @param {Job} job that is over without a result */
+function ending(job) {
+  const words =
+    { failed: "The job has failed", cancelled: "Cancelled", expired: "The result had to make room" }[job.state] ??
+    job.state;
+  return element(
+    "div",
+    { class: "run" },
+    element("h2", {}, words),
+    element(
+      "p",
+      { class: job.problem ? "warning-text" : "muted" },
+      job.problem?.detail ?? "Change what you like, and segment again.",
+    ),
+  );
+}
+
+/** @param {Problem} problem */
+function refusal(problem) {
+  const title = problem.slug === "ambiguous-axes" ? "One thing to settle" : "This stack cannot be segmented as it is";
+  const text =
+    problem.slug === "ambiguous-axes"
+      ? "The file does not say which axis is which. Choose on the left; the slices then show whether it is right."
+      : problem.message;
+  return element("div", { class: "run" }, element("h2", {}, title), element("p", { class: "muted" }, text));
+}
+
+function before() {
+  return element(
+    "div",
+    { class: "run" },
+    element("h2", {}, "Is this what you recorded?"),
+    element(
+      "p",
+      { class: "muted" },
+      "Check the slices, the channel and the proportions. Then press Segment: objects are outlined here, counted and measured.",
+    ),
+    element("h3", {}, "Moving about"),
+    element(
+      "dl",
+      { class: "keys" },
+      ...[
+        ["wheel, j and k, arrows", "next plane"],
+        ["drag", "move"],
+        ["ctrl + wheel, + and −", "zoom"],
+        ["click", "crosshair, object"],
+        ["o, f", "objects on or off, filled"],
+        ["0", "fit"],
+      ].flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]),
+    ),
+  );
+}
+
+/** @type {import("./server.js").Model[]} */
+let models = [];
+/** @type {string | null} */
+let defaultModel = null;
+/** @type {Session | null} */
+let session = null;
+
+/** @param {"start" | "work"} which */
+function show(which) {
+  byId("start").hidden = which !== "start";
+  byId("work").hidden = which !== "work";
+  byId("home").hidden = which === "start";
+  byId("problem").hidden = true;
+}
+
+/** @param {unknown} error */
+function isAbort(error) {
+  return error instanceof DOMException && error.name === "AbortError";
+}
+
+/** @param {unknown} error */
+function report(error) {
+  if (isAbort(error)) return;
+  const box = byId("problem");
+  box.hidden = false;
+  box.replaceChildren(
+    element("span", {}, error instanceof Error ? error.message : String(error)),
+    button("Close", () => (box.hidden = true), "quiet"),
+  );
+  if (!(error instanceof Problem)) console.error(error);
+}
+
+/** @param {Blob} file @param {string} name */
+async function openFile(file, name) {
+  const bar = element("progress", { max: 1, "aria-label": "Upload" });
+  byId("start").replaceChildren(element("section", { class: "drop" }, element("h2", {}, `Uploading ${name}`), bar));
+  try {
+    const stack = await upload(file, name, (share) => (bar.value = share));
+    location.hash = `stack=${stack.id}`;
+  } catch (error) {
+    showHome();
+    report(error);
+  }
+}
+
+async function openSample() {
+  try {
+    const sample = await request(`models/${defaultModel}/sample`);
+    await openFile(await sample.blob(), `${defaultModel}-sample.tif`);
+  } catch (error) {
+    report(error);
+  }
+}
+
+function showHome() {
+  show("start");
+  byId("title").textContent = "Objects in 3D microscopy stacks";
+  showStart(byId("start"), { open: openFile, sample: openSample, job: (id) => (location.hash = `job=${id}`) });
+}
+
+/** @param {string} id */
+async function openStack(id) {
+  const stack = await json(`stacks/${id}`);
+  session = new Session(id, stack.name || "stack.tif", stack.bytes);
+  byId("side").replaceChildren(before());
+  await session.inspect();
+}
+
+/** @param {string} id */
+async function openJob(id) {
+  /** @type {Job} */
+  const job = await json(`jobs/${id}`);
+  const { stack: kept, measurements: _, ...parameters } = job.parameters;
+  const stack = typeof kept === "string" ? await json(`stacks/${kept}`).catch(() => null) : null;
+  const opened = new Session(stack?.id ?? "", job.name || "stack.tif", stack?.bytes ?? 0);
+  session = opened;
+  const given = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
+  opened.settings.restore({ ...given, model: String(parameters.model ?? job.model.split("/")[0]) });
+  remember({ job: id, name: job.name, model: job.model, created: job.created });
+  const looking = stack ? opened.inspect() : Promise.resolve(opened.settings.lose());
+  await Promise.all([looking, opened.follow(id)]);
+}
+
+async function route() {
+  session?.end();
+  session = null;
+  const [kind, id] = location.hash.slice(1).split("=");
+  try {
+    if (kind === "job" && id) await openJob(id);
+    else if (kind === "stack" && id) await openStack(id);
+    else showHome();
+  } catch (error) {
+    if (error instanceof Problem && error.status === 404) {
+      if (kind === "job") forget(id);
+      history.replaceState(null, "", "#");
+      showHome();
+    }
+    report(error);
+  }
+}
+
+/** @type {Promise<string> | null} */
+let asking = null;
+whenKeyIsWanted((refused) => {
+  asking ??= new Promise((resolve) => {
+    const dialog = /** @type {HTMLDialogElement} */ (byId("ask-key"));
+    const input = /** @type {HTMLInputElement} */ (byId("key-field"));
+    byId("key-problem").textContent = refused ? "The service does not know that key." : "";
+    input.value = "";
+    dialog.addEventListener(
+      "close",
+      () => {
+        asking = null;
+        resolve(input.value.trim());
+      },
+      { once: true },
+    );
+    dialog.addEventListener("cancel", (event) => event.preventDefault(), { once: true });
+    if (!dialog.open) dialog.showModal();
+  });
+  return asking;
+});
+
+async function start() {
+  startTheme(byId("theme"));
+  byId("home").addEventListener("click", () => (location.hash = ""));
+  byId("key").addEventListener("click", () => {
+    useKey("");
+    location.reload();
+  });
+  window.addEventListener("hashchange", route);
+  const served = await json("models");
+  byId("key").hidden = !sessionStorage.getItem("stackseg-key");
+  models = served.models;
+  defaultModel = served.default;
+  await route();
+}
+
+start().catch(report);

@@ -1,0 +1,266 @@
+/** The objects of a result: in words, as histograms, and as a table of which only the visible rows are in the document. */
+
+import { button, element } from "./elements.js";
+import { Histogram } from "./histogram.js";
+import { cssColour } from "./slices.js";
+import { chooseRows, column } from "./table.js";
+import { counted, median, number } from "./words.js";
+
+/** @typedef {import("./table.js").Table} Table */
+
+const ROW_PIXELS = 28;
+const SPARE_ROWS = 8;
+const TITLES = /** @type {Record<string, string>} */ ({
+  label: "#",
+  area: "Volume",
+  equivalent_diameter_area: "Diameter",
+  num_pixels: "Voxels",
+  touching_border: "Border",
+});
+
+export class ObjectsView extends EventTarget {
+  /** @param {Table} table */
+  constructor(table) {
+    super();
+    this.table = table;
+    this.labels = column(table, "label");
+    this.rowOf = new Map([...this.labels].map((label, row) => [label, row]));
+    this.names = shownColumns(table);
+    this.sorted = "label";
+    this.descending = false;
+    this.selected = 0;
+    /** @type {Map<string, [number, number]>} */
+    this.limits = new Map();
+    this.rows = chooseRows(table, this.sorted, this.descending, this.limits);
+    this.count = element("span", { class: "muted", "aria-live": "polite" });
+    this.clear = button("Show all", () => this.#showAll(), "link");
+    this.border = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
+    this.head = element("tr");
+    this.body = element("tbody");
+    this.scroller = element(
+      "div",
+      { class: "scroller", tabIndex: 0, role: "region", "aria-label": "Objects, one per row" },
+      element(
+        "table",
+        { class: "objects", "aria-rowcount": String(table.length + 1) },
+        element("thead", {}, this.head),
+        this.body,
+      ),
+    );
+    this.scroller.addEventListener("scroll", () => this.#drawRows());
+    this.scroller.addEventListener("keydown", (event) => this.#onKey(event));
+    this.body.addEventListener("click", (event) => {
+      const row = /** @type {HTMLElement} */ (event.target).closest("tr");
+      if (row?.dataset.label) this.#choose(Number(row.dataset.label));
+    });
+    this.histograms = this.#makeHistograms();
+    this.root = element(
+      "div",
+      { class: "objects-view" },
+      element("div", { class: "histograms" }, ...this.histograms.map(({ histogram }) => histogram.root)),
+      element(
+        "div",
+        { class: "row between filters" },
+        this.count,
+        this.clear,
+        element("label", { class: "slim" }, this.border, "Whole objects only"),
+      ),
+      this.scroller,
+    );
+    new ResizeObserver(() => this.#drawRows()).observe(this.scroller);
+    this.#drawHead();
+    this.#update();
+  }
+
+  #makeHistograms() {
+    const unit = this.table.unit === "um" ? "µm³" : "voxels";
+    const wanted = [
+      ["area", `Volume, ${unit}`],
+      ...[...this.table.columns.keys()]
+        .filter((name) => name.startsWith("intensity_mean"))
+        .slice(0, 1)
+        .map((name) => [name, "Mean intensity"]),
+    ];
+    return wanted.map(([name, title]) => {
+      const histogram = new Histogram(title, column(this.table, name));
+      histogram.addEventListener("change", () => {
+        if (histogram.chosen) this.limits.set(name, histogram.chosen);
+        else this.limits.delete(name);
+        this.#update();
+      });
+      return { name, histogram };
+    });
+  }
+
+  /** Count and size in a sentence. */
+  words() {
+    const { table } = this;
+    if (table.length === 0) return "No objects.";
+    const unit = table.unit === "um" ? "µm" : "voxels";
+    const cut = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
+    const border = cut ? ` ${number(cut)} of them ${cut === 1 ? "reaches" : "reach"} the border.` : "";
+    return `${counted(table.length, "object")}, median diameter ${number(median(column(table, "equivalent_diameter_area")))} ${unit}.${border}`;
+  }
+
+  /** For each id whether it is hidden by the filters; null where none is. */
+  get hidden() {
+    if (this.rows.length === this.table.length) return null;
+    const hidden = new Uint8Array(this.labels.reduce((most, label) => Math.max(most, label), 0) + 1).fill(1);
+    for (const row of this.rows) hidden[this.labels[row]] = 0;
+    return hidden;
+  }
+
+  /** The middle of an object, in micrometres, or voxels where the voxel size is not known. @param {number} label */
+  centroid(label) {
+    const row = this.rowOf.get(label);
+    return row === undefined ? null : [0, 1, 2].map((axis) => column(this.table, `centroid-${axis}`)[row]);
+  }
+
+  /** Show an object that was chosen elsewhere. @param {number} label */
+  select(label) {
+    this.selected = label;
+    const place = this.rows.indexOf(this.rowOf.get(label) ?? -1);
+    const { scroller } = this;
+    if (place >= 0) {
+      const top = place * ROW_PIXELS;
+      const visible = scroller.clientHeight - ROW_PIXELS;
+      if (top < scroller.scrollTop || top + ROW_PIXELS > scroller.scrollTop + visible)
+        scroller.scrollTop = top - visible / 2;
+    }
+    this.#drawRows();
+  }
+
+  /** @param {number} label */
+  #choose(label) {
+    this.selected = label;
+    this.dispatchEvent(new CustomEvent("choose", { detail: label }));
+    this.select(label);
+  }
+
+  /** @param {KeyboardEvent} event */
+  #onKey(event) {
+    const steps = /** @type {Record<string, number>} */ ({
+      ArrowDown: 1,
+      ArrowUp: -1,
+      j: 1,
+      k: -1,
+      PageDown: 10,
+      PageUp: -10,
+    });
+    const step = steps[event.key];
+    if (step === undefined || this.rows.length === 0) return;
+    event.preventDefault();
+    const now = this.rows.indexOf(this.rowOf.get(this.selected) ?? -1);
+    const next = Math.max(0, Math.min(this.rows.length - 1, now < 0 ? 0 : now + step));
+    this.#choose(this.labels[this.rows[next]]);
+  }
+
+  #filterBorder() {
+    if (this.border.checked) this.limits.set("touching_border", [0, 0]);
+    else this.limits.delete("touching_border");
+    this.#update();
+  }
+
+  #showAll() {
+    this.border.checked = false;
+    this.limits.clear();
+    for (const { histogram } of this.histograms) histogram.choose(null);
+    this.#update();
+  }
+
+  #update() {
+    this.rows = chooseRows(this.table, this.sorted, this.descending, this.limits);
+    const all = this.rows.length === this.table.length;
+    this.count.textContent = all
+      ? counted(this.table.length, "object")
+      : `${number(this.rows.length)} of ${counted(this.table.length, "object")}`;
+    this.clear.hidden = all;
+    this.#drawRows();
+    this.dispatchEvent(new Event("filter"));
+  }
+
+  #drawHead() {
+    this.head.replaceChildren(
+      ...this.names.map((name) =>
+        element(
+          "th",
+          {
+            scope: "col",
+            "aria-sort": name === this.sorted ? (this.descending ? "descending" : "ascending") : undefined,
+          },
+          element(
+            "button",
+            { type: "button", onclick: () => this.#sort(name) },
+            `${title(name, this.table)}${name === this.sorted ? (this.descending ? " ↓" : " ↑") : ""}`,
+          ),
+        ),
+      ),
+    );
+  }
+
+  /** @param {string} name */
+  #sort(name) {
+    this.descending = name === this.sorted ? !this.descending : name !== "label";
+    this.sorted = name;
+    this.#drawHead();
+    this.#update();
+  }
+
+  #drawRows() {
+    const { scroller, rows } = this;
+    const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - SPARE_ROWS);
+    const last = Math.min(rows.length, first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * SPARE_ROWS);
+    const drawn = [];
+    for (let place = first; place < last; place += 1) drawn.push(this.#makeRow(rows[place], place));
+    this.body.replaceChildren(spacer(first), ...drawn, spacer(rows.length - last));
+  }
+
+  /** @param {number} row @param {number} place */
+  #makeRow(row, place) {
+    const label = this.labels[row];
+    const cells = this.names.map((name) => {
+      const value = column(this.table, name)[row];
+      if (name === "label") {
+        const dot = element("span", { class: "dot" });
+        dot.style.background = cssColour(label);
+        return element("td", {}, dot, String(label));
+      }
+      return element("td", {}, name === "touching_border" ? (value ? "yes" : "") : number(value));
+    });
+    const chosen = label === this.selected;
+    return element(
+      "tr",
+      {
+        "data-label": String(label),
+        "aria-rowindex": String(place + 2),
+        "aria-selected": chosen ? "true" : undefined,
+        class: chosen ? "chosen" : "",
+      },
+      ...cells,
+    );
+  }
+}
+
+/** @param {number} rows that are not drawn */
+function spacer(rows) {
+  const made = element("tr", { "aria-hidden": "true", class: "spacer" });
+  made.style.height = `${rows * ROW_PIXELS}px`;
+  return made;
+}
+
+/** @param {Table} table */
+function shownColumns(table) {
+  const intensities = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
+  return ["label", "equivalent_diameter_area", "area", ...intensities, "touching_border"].filter((name) =>
+    table.columns.has(name),
+  );
+}
+
+/** @param {string} name @param {Table} table */
+function title(name, table) {
+  const unit = table.unit === "um" ? "µm" : "px";
+  if (name === "area") return `Volume ${unit}³`;
+  if (name === "equivalent_diameter_area") return `Diameter ${unit}`;
+  if (name.startsWith("intensity_mean")) return `Mean${name.slice("intensity_mean".length).replace("-", " ")}`;
+  return TITLES[name] ?? name;
+}

@@ -1,0 +1,123 @@
+/** Requests to the service that has served this page; no other host is ever asked. */
+
+/**
+ * @typedef {{z: number, y: number, x: number}} VoxelSize micrometres
+ * @typedef {{container: string, axes: string, stored_shape: number[], shape: number[], dtype: string,
+ *   voxel_size: VoxelSize | null, voxel_size_from: string, channels: string[], times: number, notes: string[]}} Description
+ * @typedef {{file: Description, model: string, output: string | null, diameter: string | null, problem: string | null,
+ *   estimate: {windows: number, host_bytes: number, device_bytes: number, seconds?: number | null} | null}} Inspection
+ * @typedef {{id: string, name: string, bytes: number}} Stack
+ * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
+ * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string,
+ *   position: number | null, progress: {done: number, total: number}, seconds_left: number | null,
+ *   seconds: Record<string, number>, warnings: Warning[], diameter: string | null, objects: number | null,
+ *   problem: {type: string, detail: string} | null}} Job
+ * @typedef {{name: string, state: string, version: string | null, summary: string | null, decoding: string | null,
+ *   input: {channels: number, channel_names: string[], diameter: number | null} | null}} Model
+ */
+
+const KEY = "stackseg-key";
+
+/** What the service has said against a request: the problem document of RFC 9457. */
+export class Problem extends Error {
+  /** @param {string} slug @param {string} detail @param {number} status */
+  constructor(slug, detail, status) {
+    super(detail);
+    this.slug = slug;
+    this.status = status;
+  }
+}
+
+/** @type {(refused: boolean) => Promise<string>} */
+let askForKey = async () => "";
+
+/** @param {(refused: boolean) => Promise<string>} ask is called when the service wants a key, or refuses one */
+export function whenKeyIsWanted(ask) {
+  askForKey = ask;
+}
+
+/** @param {string} key */
+export function useKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** @returns {Record<string, string>} */
+function keyHeaders() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { "X-API-Key": key } : {};
+}
+
+/**
+ * @param {string} path relative to the page, so that a proxy may put the service below a path of its own
+ * @param {RequestInit} [options]
+ * @returns {Promise<Response>}
+ */
+export async function request(path, options = {}) {
+  const headers = { ...keyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    if (options.signal?.aborted) throw error;
+    throw new Problem("unreachable", "The service does not answer. It may be stopped or restarting; try again.", 0);
+  });
+  if (response.ok) return response;
+  if (response.status === 401) {
+    useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
+    return request(path, options);
+  }
+  throw await readProblem(response);
+}
+
+/** @param {Response} response */
+async function readProblem(response) {
+  const fallback = `The service answers ${response.status} ${response.statusText}.`;
+  const document = await response.json().catch(() => ({}));
+  return new Problem(
+    String(document.type ?? "")
+      .split(":")
+      .pop() ?? "",
+    document.detail ?? fallback,
+    response.status,
+  );
+}
+
+/** @param {string} path @param {RequestInit} [options] @returns {Promise<any>} */
+export async function json(path, options) {
+  return (await request(path, options)).json();
+}
+
+/** @param {Record<string, unknown>} parameters those that are empty are left out */
+export function queryOf(parameters) {
+  const given = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
+}
+
+/**
+ * Upload a stack, telling how far that has come: only XMLHttpRequest can.
+ * @param {Blob} file @param {string} name @param {(share: number) => void} onprogress
+ * @returns {Promise<Stack>}
+ */
+export async function upload(file, name, onprogress) {
+  /** @type {XMLHttpRequest} */
+  const sent = await new Promise((resolve, reject) => {
+    const sending = new XMLHttpRequest();
+    sending.open("POST", "stacks");
+    sending.setRequestHeader("Content-Type", "image/tiff");
+    sending.setRequestHeader("X-Filename", name.replace(/[^\x20-\x7e]/g, "_"));
+    for (const [header, value] of Object.entries(keyHeaders())) sending.setRequestHeader(header, value);
+    sending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
+    sending.onload = () => resolve(sending);
+    sending.onerror = () => reject(new Problem("unreachable", "The upload broke off; try again.", 0));
+    sending.send(file);
+  });
+  const answer = new Response(sent.responseText || "{}", { status: sent.status || 500 });
+  if (answer.status === 401) {
+    useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
+    return upload(file, name, onprogress);
+  }
+  if (!answer.ok) throw await readProblem(answer);
+  return answer.json();
+}
+
+/** @param {Warning} warning @returns {string} */
+export function warningText(warning) {
+  return typeof warning === "string" ? warning : (warning.detail ?? warning.message ?? warning.text ?? "");
+}

@@ -1,0 +1,315 @@
+/** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
+
+import { button, element, field } from "./elements.js";
+import { counted, duration, number, size } from "./words.js";
+
+/** @typedef {import("./server.js").Inspection} Inspection */
+/** @typedef {import("./server.js").Model} Model */
+/** @typedef {import("./server.js").Problem} Problem */
+/** @typedef {Record<string, string>} Parameters by the names of the service; what is empty is not sent */
+
+/** Likely meanings of the axes of a file, by their number. @type {Record<number, string[]>} */
+const LIKELY_AXES = {
+  2: ["YX"],
+  3: ["ZYX", "TYX", "CYX"],
+  4: ["CZYX", "ZCYX", "TZYX", "TCYX"],
+  5: ["TZCYX", "TCZYX"],
+  6: ["TZCYXS"],
+};
+
+export class StackView extends EventTarget {
+  /** @param {HTMLElement} root @param {Model[]} models @param {string | null} first the default model */
+  constructor(root, models, first) {
+    super();
+    this.models = models.filter((model) => model.input);
+    /** @type {Parameters} */
+    this.parameters = { model: first ?? this.models[0]?.name ?? "" };
+    this.facts = element("div", { class: "facts" });
+    this.notes = element("ul", { class: "notes" });
+    this.controls = element("div", { class: "controls" });
+    this.run = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
+    this.estimate = element("p", { class: "muted", "aria-live": "polite" });
+    this.name = element("h2", { class: "stack-name" });
+    root.replaceChildren(
+      this.name,
+      this.facts,
+      this.notes,
+      this.controls,
+      element("div", { class: "run-box" }, this.estimate, this.run),
+    );
+    this.settings = this.#makeSettings();
+    this.open = element("div", { class: "open-questions" });
+    this.controls.append(this.open, this.settings);
+    /** @type {Inspection | null} */
+    this.inspection = null;
+  }
+
+  /** @param {string} name @param {number} bytes */
+  setName(name, bytes) {
+    this.name.textContent = name;
+    this.name.title = name;
+    this.bytes = bytes;
+  }
+
+  /** @param {Parameters} changed */
+  #change(changed) {
+    Object.assign(this.parameters, changed);
+    this.dispatchEvent(new Event("change"));
+  }
+
+  #makeSettings() {
+    this.summary = element("p", { class: "muted small" });
+    this.model = element(
+      "select",
+      { onchange: () => this.#change({ model: this.model?.value ?? "" }) },
+      ...this.models.map((model) =>
+        element("option", { value: model.name, selected: model.name === this.parameters.model }, model.name),
+      ),
+    );
+    this.diameterKind = element(
+      "select",
+      { "aria-label": "How the diameter is found", onchange: () => this.#readDiameter() },
+      element("option", { value: "" }, "as the model suggests"),
+      element("option", { value: "auto" }, "estimated from the stack"),
+      element("option", { value: "px" }, "as I state it"),
+      element("option", { value: "none" }, "use the stack as sampled"),
+    );
+    this.diameter = element("input", {
+      type: "number",
+      min: "1",
+      step: "0.5",
+      value: "15",
+      "aria-label": "Diameter in voxels",
+      hidden: true,
+      onchange: () => this.#readDiameter(),
+    });
+    const text = (/** @type {string} */ name, /** @type {string} */ placeholder) =>
+      element("input", {
+        type: "text",
+        placeholder,
+        autocomplete: "off",
+        onchange: (/** @type {Event} */ event) => {
+          this.#change({ [name]: /** @type {HTMLInputElement} */ (event.target).value.trim() });
+        },
+      });
+    return element(
+      "div",
+      {},
+      field("Model", this.model, this.summary),
+      field("Object diameter", element("div", { class: "row tight" }, this.diameterKind, this.diameter)),
+      element(
+        "details",
+        {},
+        element("summary", {}, "More"),
+        field("Overlap of windows", text("overlap", "0.25")),
+        field("Skip windows darker than", text("skip_below", "auto, none or a grey value")),
+      ),
+    );
+  }
+
+  #readDiameter() {
+    const kind = this.diameterKind?.value ?? "";
+    if (this.diameter) this.diameter.hidden = kind !== "px";
+    this.#change({ diameter: kind === "px" ? `${this.diameter?.value}px` : kind });
+  }
+
+  /** The stated diameter in voxels, null where there is none. */
+  get statedDiameter() {
+    return this.diameterKind?.value === "px" ? Number(this.diameter?.value) || null : null;
+  }
+
+  /** @param {number} pixels as dragged on the picture */
+  setDiameter(pixels) {
+    if (!this.diameter || !this.diameterKind) return;
+    this.diameterKind.value = "px";
+    this.diameter.value = String(pixels);
+    this.#readDiameter();
+  }
+
+  /** Show the parameters of an earlier job. @param {Parameters} parameters */
+  restore(parameters) {
+    this.parameters = parameters;
+    if (this.model) this.model.value = parameters.model;
+    const stated = /^([\d.]+)px$/.exec(parameters.diameter ?? "");
+    if (this.diameterKind && this.diameter) {
+      this.diameterKind.value = stated ? "px" : (parameters.diameter ?? "");
+      this.diameter.hidden = !stated;
+      if (stated) this.diameter.value = stated[1];
+    }
+  }
+
+  /** Say that the stack of a job is not kept any more. */
+  lose() {
+    this.run.disabled = true;
+    this.controls.hidden = true;
+    this.estimate.textContent =
+      "The service does not keep this stack any more: the labels are shown alone. Drop the file again to segment it anew.";
+  }
+
+  /** @param {Inspection} inspection */
+  show(inspection) {
+    this.inspection = inspection;
+    const { file } = inspection;
+    const [, z, y, x] = file.shape;
+    const edges = file.voxel_size;
+    this.facts.replaceChildren(
+      chip("Size", `${x} × ${y} × ${z}`, "voxels along x, y, z"),
+      chip(
+        "Voxel",
+        edges ? `${number(edges.x)} × ${number(edges.y)} × ${number(edges.z)} µm` : "not stated",
+        file.voxel_size_from,
+        !edges,
+      ),
+      chip("Axes", file.axes, file.container),
+      chip("Pixels", file.dtype, this.bytes ? size(this.bytes) : ""),
+      ...(file.channels.length > 1
+        ? [chip("Channels", String(file.channels.length), file.channels.filter(Boolean).join(", "))]
+        : []),
+      ...(file.times > 1 ? [chip("Time points", String(file.times))] : []),
+    );
+    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, note)));
+    this.#ask(file);
+    const model = this.models.find((each) => each.name === this.parameters.model);
+    if (this.summary) this.summary.textContent = model?.summary ?? "";
+    const { estimate } = inspection;
+    this.run.disabled = inspection.problem !== null;
+    this.estimate.classList.toggle("warning-text", inspection.problem !== null);
+    this.estimate.textContent = inspection.problem ?? (estimate ? describe(estimate) : "");
+  }
+
+  /** Offer what settles a stack that the service cannot read as it is. @param {Problem} problem */
+  refuse(problem) {
+    this.run.disabled = true;
+    this.estimate.textContent = "";
+    const suggested = /axes=([TZCYXS]+)/.exec(problem.message)?.[1];
+    const dimensions = suggested?.length ?? this.parameters.axes?.length ?? 0;
+    const choices = problem.slug === "ambiguous-axes" || this.parameters.axes ? (LIKELY_AXES[dimensions] ?? []) : [];
+    const all = suggested ? [suggested, ...choices.filter((axes) => axes !== suggested)] : choices;
+    this.open.replaceChildren(
+      element(
+        "div",
+        { class: "question", role: "group", "aria-label": "What the file leaves open" },
+        element("p", {}, problem.message),
+        element("div", { class: "row" }, ...all.map((axes) => button(axes, () => this.#change({ axes }), "secondary"))),
+        problem.slug === "ambiguous-axes" &&
+          field(
+            "Other axes",
+            element("input", {
+              type: "text",
+              maxLength: 6,
+              placeholder: "one letter of T Z C Y X per dimension",
+              onchange: (/** @type {Event} */ event) =>
+                this.#change({ axes: /** @type {HTMLInputElement} */ (event.target).value.trim().toUpperCase() }),
+            }),
+          ),
+      ),
+    );
+  }
+
+  /** @param {import("./server.js").Description} file */
+  #ask(file) {
+    const { channel, time } = this.parameters;
+    const wanted = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
+    const parts = [];
+    if (file.channels.length > 1) {
+      parts.push(
+        field(
+          "Channel to segment",
+          element(
+            "select",
+            {
+              id: "channel",
+              onchange: (/** @type {Event} */ event) =>
+                this.#change({ channel: /** @type {HTMLSelectElement} */ (event.target).value }),
+            },
+            ...(wanted > 1 || !channel
+              ? [
+                  element(
+                    "option",
+                    { value: "", selected: !channel },
+                    wanted > 1 ? `the first ${wanted}` : "choose one",
+                  ),
+                ]
+              : []),
+            ...file.channels.map((name, index) =>
+              element(
+                "option",
+                { value: String(index), selected: channel === String(index) },
+                name ? `${index}: ${name}` : `Channel ${index}`,
+              ),
+            ),
+          ),
+        ),
+      );
+    }
+    if (file.times > 1) {
+      parts.push(
+        field(
+          "Time point",
+          element("input", {
+            type: "number",
+            id: "time",
+            min: "0",
+            max: String(file.times - 1),
+            value: time ?? "0",
+            onchange: (/** @type {Event} */ event) =>
+              this.#change({ time: /** @type {HTMLInputElement} */ (event.target).value }),
+          }),
+          element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
+        ),
+      );
+    }
+    parts.push(this.#voxelField(file));
+    if (this.parameters.axes)
+      parts.push(
+        element(
+          "p",
+          { class: "muted small" },
+          `Axes as you stated them: ${this.parameters.axes} `,
+          button("as in the file", () => this.#change({ axes: "" }), "link"),
+        ),
+      );
+    this.open.replaceChildren(...parts);
+  }
+
+  /** @param {import("./server.js").Description} file */
+  #voxelField(file) {
+    const edges = file.voxel_size;
+    const inputs = /** @type {const} */ (["x", "y", "z"]).map((axis) =>
+      element("input", {
+        type: "number",
+        min: "0",
+        step: "any",
+        value: edges ? String(Number(edges[axis].toPrecision(5))) : "",
+        placeholder: axis,
+        "aria-label": `Voxel size along ${axis} in micrometres`,
+        onchange: () => {
+          const [x, y, z] = inputs.map((input) => input.value);
+          if (Number(x) > 0 && Number(y) > 0 && Number(z) > 0) this.#change({ voxel_size: `${z},${y},${x}` });
+        },
+      }),
+    );
+    return element(
+      "fieldset",
+      { class: edges ? "field" : "field wanted" },
+      element("legend", { class: "field-name" }, "Voxel size x, y, z in µm"),
+      element("div", { class: "row tight" }, ...inputs),
+    );
+  }
+}
+
+/** @param {string} name @param {string} value @param {string} [hint] @param {boolean} [doubtful] */
+function chip(name, value, hint = "", doubtful = false) {
+  return element(
+    "div",
+    { class: doubtful ? "chip doubtful" : "chip", title: hint },
+    element("span", { class: "chip-name" }, name),
+    element("span", { class: "chip-value" }, value),
+  );
+}
+
+/** @param {NonNullable<Inspection["estimate"]>} estimate */
+function describe(estimate) {
+  const time = estimate.seconds ? `about ${duration(estimate.seconds)}, ` : "";
+  return `${time}${counted(estimate.windows, "window")}, ${size(estimate.host_bytes + estimate.device_bytes)} of memory`;
+}

@@ -1,0 +1,43 @@
+/** The table of objects as the service writes it: one number per object in each column. */
+
+/** @typedef {{columns: Map<string, Float64Array>, length: number, unit: string}} Table */
+
+/** @param {string} text comma-separated values with a line of names @returns {Table} */
+export function parseTable(text) {
+  const lines = text.trimEnd().split("\n");
+  const names = (lines.shift() ?? "").split(",");
+  const columns = new Map(names.map((name) => [name, new Float64Array(lines.length)]));
+  const arrays = [...columns.values()];
+  const unitColumn = names.indexOf("unit");
+  lines.forEach((line, row) => {
+    const cells = line.split(",");
+    for (let column = 0; column < arrays.length; column += 1) {
+      const cell = cells[column];
+      arrays[column][row] = cell === "True" ? 1 : cell === "False" ? 0 : Number(cell);
+    }
+  });
+  const unit = lines[0]?.split(",")[unitColumn] ?? "um";
+  columns.delete("unit");
+  return { columns, length: lines.length, unit };
+}
+
+/** @param {Table} table @param {string} name @returns {Float64Array} */
+export function column(table, name) {
+  return table.columns.get(name) ?? new Float64Array(table.length);
+}
+
+/**
+ * The rows that lie within all limits, in the order of a column.
+ * @param {Table} table @param {string} sorted name of the column @param {boolean} descending
+ * @param {Map<string, [number, number]>} limits by column
+ */
+export function chooseRows(table, sorted, descending, limits) {
+  const rows = [];
+  const checks = [...limits].map(([name, [low, high]]) => ({ values: column(table, name), low, high }));
+  for (let row = 0; row < table.length; row += 1) {
+    if (checks.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
+  }
+  const keys = column(table, sorted);
+  const sign = descending ? -1 : 1;
+  return Uint32Array.from(rows.sort((one, other) => sign * (keys[one] - keys[other]) || one - other));
+}

@@ -1,0 +1,36 @@
+"""The page at `/`: files of this package, which ask no other host for anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
+
+router = APIRouter(include_in_schema=False)
+
+FOLDER = Path(__file__).parents[1] / "page"
+INDEX = "index.html"
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = {file.name: MEDIA_TYPES[file.suffix] for file in FOLDER.iterdir() if file.suffix in MEDIA_TYPES}
+# Blobs are pictures and files that the page itself makes; small pictures of earlier jobs are data.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# A browser asks whether a file has changed each time: modules of two versions would not fit.
+HEADERS = {"Cache-Control": "no-cache"}
+
+
+@router.get("/")
+async def front() -> FileResponse:
+    return FileResponse(FOLDER / INDEX, headers=HEADERS | {"Content-Security-Policy": POLICY})
+
+
+@router.get("/page/{name}")
+async def part(name: str) -> FileResponse:
+    """Return a module, a style sheet or a picture of the page. Raises HTTPException 404."""
+    if name not in FILES:
+        raise HTTPException(404)
+    return FileResponse(FOLDER / name, media_type=FILES[name], headers=HEADERS)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from urllib.parse import urljoin
+
+from live import FakeService
+
+
+def test_the_page_runs_nothing_but_files_of_the_service(service: FakeService) -> None:
+    page = service.client.get("/")
+    policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
+    assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
+    assert "unsafe" not in page.headers["content-security-policy"]
+    addresses = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+    assert len(addresses) == 4
+    for address in addresses:
+        assert service.client.get(urljoin("/", address)).status_code == 200
+
+
+def test_modules_import_modules_that_are_served(service: FakeService) -> None:
+    wanted, seen = ["main.js"], set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        module = service.client.get(f"/page/{name}")
+        assert module.headers["content-type"].startswith("text/javascript"), name
+        assert "http://" not in module.text
+        assert "https://" not in module.text
+        wanted += re.findall(r' from "\./([^"]+)"', module.text)
+    assert {"viewer.js", "slices.js", "objects_view.js"} <= seen
+    assert service.client.get("/page/page.py").json()["type"].endswith("not-found")
+    assert service.client.get("/page/index.html").status_code == 404

@@ -1,0 +1,30 @@
+// A viewer and a table of so many objects, in a stack of so many planes of that edge, without a service.
+async ([objects, depth, edge]) => {
+  const { Viewer } = await import("/page/viewer.js");
+  const { ObjectsView } = await import("/page/objects_view.js");
+  const shape = [depth, edge, edge], step = [1, 1, 1];
+  const image = new Uint16Array(depth * edge * edge), labels = new Uint16Array(image.length);
+  const side = Math.ceil(Math.sqrt(objects)), cell = edge / side;
+  const names = "label,num_pixels,area,equivalent_diameter_area,centroid-0,centroid-1,centroid-2,intensity_mean,";
+  const rows = [names + "touching_border,unit"];
+  for (let id = 1; id <= objects; id++) {
+    const y = Math.floor((id - 1) / side) * cell, x = ((id - 1) % side) * cell;
+    rows.push(`${id},100,${id % 97},${id % 13},${depth / 2},${y + cell / 2},${x + cell / 2},${id % 251},False,um`);
+  }
+  for (let p = 0; p < image.length; p++) {
+    const x = p % edge, y = Math.floor(p / edge) % edge;
+    const inside = x % cell > 1 && y % cell > 1;
+    image[p] = inside ? 900 + (p * 7919) % 100 : (p * 104729) % 100;
+    labels[p] = inside ? Math.min(objects, Math.floor(y / cell) * side + Math.floor(x / cell) + 1) : 0;
+  }
+  document.getElementById("start").hidden = true;
+  document.getElementById("work").hidden = false;
+  const viewer = new Viewer(document.getElementById("viewer"));
+  viewer.open({ data: image, shape, step, whole: shape }, { z: 1, y: 1, x: 1 });
+  viewer.settle();
+  viewer.setLabels({ data: labels, shape, step, whole: shape });
+  const { parseTable } = await import("/page/table.js");
+  const table = new ObjectsView(parseTable(rows.join("\n")));
+  document.getElementById("side").replaceChildren(table.root);
+  table.addEventListener("choose", event => viewer.select(event.detail, table.centroid(event.detail)));
+}

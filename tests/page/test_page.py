@@ -1,0 +1,240 @@
+"""The page in a real browser: Debian's chromium, driven by playwright."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from fakes import FakeSegmenter
+from live import Live, as_tiff, eager, serve
+from paths import ROOT
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from runtimes import loaded_segmenter
+
+from service.api.api_keys import generate_key, hash_key
+
+CHROMIUM = shutil.which("chromium")
+ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync")  # fmt: skip
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+SECONDS = 60
+
+expect.set_options(timeout=1000 * SECONDS)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def nuclei() -> Iterator[Live]:
+    with serve(eager(ROOT / "models", models={"serve": ("nuclei",), "load": ("nuclei",)})) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def fake(bands_repository: Path) -> Iterator[Live]:
+    with serve(eager(bands_repository, models={"load": "all"}), load=FakeSegmenter) as live:  # type: ignore[arg-type]
+        yield live
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open the page of a service; at the end, no request has left it, and nothing was against the policy."""
+    faults: list[str] = []
+    contexts = []
+
+    def open_at(live: Live, **options: Any) -> Page:
+        origin = f"http://{live.host}:{live.port}"
+        context = browser.new_context(base_url=origin, **{"viewport": {"width": 1280, "height": 720}, **options})
+        own = (origin, "blob:", "data:")
+        context.set_default_timeout(1000 * SECONDS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
+        page.on("request", lambda sent: None if sent.url.startswith(own) else faults.append(sent.url))
+        page.goto("/")
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def put(page: Page, content: bytes, name: str = "cells.tif") -> None:
+    page.set_input_files("#file", {"name": name, "mimeType": "image/tiff", "buffer": content})
+
+
+def segment(page: Page) -> None:
+    page.get_by_role("button", name="Segment", exact=True).click()
+
+
+def check_accessibility(page: Page) -> None:
+    """Let axe-core look for what keeps people out, in both themes."""
+    if not AXE.exists():
+        return
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        found = page.evaluate("axe.run().then(found => found.violations.map(v => v.id + ' ' + v.nodes[0].html))")
+        assert found == [], scheme
+
+
+def fake_segmenter(live: Live) -> FakeSegmenter:
+    segmenter: Any = loaded_segmenter(live.runtime.models, None)
+    return segmenter  # type: ignore[no-any-return]
+
+
+def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(nuclei, accept_downloads=True)
+    check_accessibility(page)
+    page.get_by_role("button", name="Try the sample").click()
+    expect(page.locator("#settings .facts")).to_contain_text("192 × 192 × 48")
+    expect(page.locator("#settings .facts")).to_contain_text("0.2 × 0.2 × 0.5 µm")
+    check_accessibility(page)
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("objects, median diameter")
+    job = nuclei.client.get("/jobs").json()["jobs"][0]
+    expect(page.locator("#words")).to_contain_text(f"{job['objects']} objects")
+    check_accessibility(page)
+    page.locator("tr[data-label='5']").click()
+    expect(page.locator(".readout")).to_contain_text("object 5")
+    page.get_by_role("tab", name="Take").click()
+    check_accessibility(page)
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name="Labels, OME-TIFF").click()
+    downloading.value.save_as(tmp_path / "labels.tif")
+    sample = (ROOT / "models" / "nuclei" / "sample.tif").read_bytes()
+    at_once = nuclei.segment(sample)
+    assert np.array_equal(tifffile.imread(tmp_path / "labels.tif"), tifffile.imread(io.BytesIO(at_once.content)))
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name="Picture of the view").click()
+    assert Path(downloading.value.path()).read_bytes().startswith(b"\x89PNG")
+    page.get_by_role("button", name="New stack").click()
+    page.locator(".recent-job").click()
+    expect(page.locator("#words")).to_contain_text(f"{job['objects']} objects")
+
+
+def test_an_ambiguous_file_is_settled_by_a_click(fake: Live, open_page: Open) -> None:
+    pixels = np.arange(3 * 5 * 16 * 16, dtype=np.uint16).reshape(3, 5, 16, 16)
+    tifffile.imwrite(stack := io.BytesIO(), pixels, photometric="minisblack", metadata={"axes": "QRYX"})
+    page = open_page(fake)
+    put(page, stack.getvalue())
+    page.get_by_role("button", name="ZCYX", exact=True).click()
+    expect(page.locator("#settings .facts")).to_contain_text("16 × 16 × 3")
+    page.locator("#channel").select_option("4")
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("classes")
+    assert fake.client.get("/jobs").json()["jobs"][0]["parameters"] | {"stack": ""} == {
+        "model": "bands", "axes": "ZCYX", "channel": "4", "stack": "",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_read_says_why(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    put(page, b"%PDF-1.7 no stack at all")
+    expect(page.locator("#side")).to_contain_text("cannot be segmented")
+    expect(page.get_by_role("button", name="Segment", exact=True)).to_be_disabled()
+
+
+def test_a_job_goes_on_while_the_page_is_loaded_again_and_is_cancelled(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    put(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
+    gate = fake_segmenter(fake).gate
+    gate.clear()
+    try:
+        segment(page)
+        expect(page.locator("#side")).to_contain_text("of 100 windows")
+        page.reload()
+        expect(page.locator("#side")).to_contain_text("of 100 windows")
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#side")).to_contain_text("Cancelled")
+    finally:
+        gate.set()
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("classes")
+
+
+def test_a_key_is_asked_for_where_the_service_wants_one(bands_repository: Path, open_page: Open) -> None:
+    key = generate_key()
+    settings = eager(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key(key)}})
+    with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
+        live.wait_ready()
+        page = open_page(live)
+        field = page.get_by_label("Key", exact=True)
+        field.fill("wrong")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#key-problem")).to_contain_text("does not know that key")
+        field.fill(key)
+        page.get_by_role("button", name="Use this key").click()
+        put(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
+        segment(page)
+        expect(page.locator("#words")).to_contain_text("classes")
+
+
+SYNTHETIC = (Path(__file__).parent / "synthetic.js").read_text(encoding="utf-8")
+
+WHEEL = """async () => {
+  const stage = document.querySelector(".view[data-axis=z] .stage"), times = [];
+  for (let turn = 0; turn < 21; turn++) {
+    performance.clearMeasures();
+    stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
+    await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+    times.push(performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0));
+  }
+  return times.sort((a, b) => a - b)[10];
+}"""
+
+CLICKS = """() => {
+  const times = [];
+  for (let turn = 0; turn < 11; turn++) {
+    const row = document.querySelectorAll("tr[data-label]")[turn];
+    const began = performance.now();
+    row.click();
+    document.body.offsetHeight;
+    times.push(performance.now() - began);
+  }
+  return times.sort((a, b) => a - b)[5];
+}"""
+
+
+def test_the_next_plane_and_a_chosen_row_appear_at_once(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    page.get_by_role("button", name="Try the sample").wait_for()
+    page.evaluate(SYNTHETIC, [2000, 64, 512])
+    wheel, click = page.evaluate(WHEEL), page.evaluate(CLICKS)
+    print(f"wheel {wheel:.1f} ms, row {click:.1f} ms")
+    # 16 and 100 ms are the aim; this machine is shared by other tests.
+    assert wheel < 50
+    assert click < 200
+
+
+def test_a_table_of_20_000_objects_has_few_rows_in_the_document(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    page.get_by_role("button", name="Try the sample").wait_for()
+    page.evaluate(SYNTHETIC, [20_000, 4, 512])
+    assert page.locator("tr[data-label]").count() < 100
+    page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = 28 * 15000 }")
+    page.locator("tr[data-label='15001']").click()
+    expect(page.locator(".readout")).to_contain_text("object 15001")
+    page.get_by_role("button", name="Mean").click()
+    first = page.locator("tr[data-label]").first
+    page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = 0 }")
+    expect(first.locator("td").nth(3)).to_have_text("250")
+    assert page.get_by_role("button", name="Mean").inner_text().endswith("↓")
