@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from ipaddress import ip_address
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -87,6 +88,21 @@ class ApiKeyAuth:
         if scope["method"] == "POST":
             slots.enter_context(rate_limit.hold_slot())
         rate_limit.count_request()
+
+
+def check_admin(request: Request, access: Access) -> None:
+    """Raise Unauthorized for a key that is not an admin's; without keys, for clients on other hosts."""
+    if access.keys and request.scope["state"]["caller"] not in access.admins:
+        raise Unauthorized("Only keys that the configuration names in access.admins may do this.")
+    if not access.keys and not (request.client and is_loopback(request.client.host)):
+        raise Unauthorized("Without API keys this may be done from the service's own host alone.")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is one of the service's own host."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
 
 
 def extract_key(headers: RawHeaders) -> str | None:

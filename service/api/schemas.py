@@ -169,8 +169,17 @@ class ModelList(BaseModel):
     models: list[ModelInfo]
 
 
+class ModelReload(BaseModel):
+    """Names of models that are new, changed or gone. `broken`: why one is not served as its folder has it, by name."""
+
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
+    broken: dict[str, Text]
+
+
 class Health(BaseModel):
-    """`status`: ok, or unavailable with the `reasons`. `degraded`: protection that the host lacks."""
+    """`status`: ok, unavailable with the `reasons`, or degraded: ready, though models or protection are missing."""
 
     status: str
     version: str

@@ -253,6 +253,7 @@ class Access(_Section):
     """API keys, their limits, and allowed hosts and origins.
 
     keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
+    admins               names of the keys that may reload models; without keys, whoever is on the service's host may
     requests_per_minute  of one key; 0: any number
     requests_at_once     of one key, counting those that bring work (POST); 0: any number
     hosts                that a Host header may name, `*.example.org` for all below one; none: any
@@ -260,15 +261,18 @@ class Access(_Section):
     """
 
     keys: dict[KeyName, KeyHash] = {}
+    admins: tuple[KeyName, ...] = ()
     requests_per_minute: NonNegativeInt = 0
     requests_at_once: NonNegativeInt = 0
     hosts: tuple[HostPattern, ...] = ()
     origins: tuple[Origin, ...] = ()
 
     @model_validator(mode="after")
-    def _limits_have_keys(self) -> Self:
+    def _names_have_keys(self) -> Self:
         if not self.keys and (self.requests_per_minute or self.requests_at_once):
             raise ValueError("requests_per_minute and requests_at_once are limits of a key, and there are no keys")
+        if unknown := sorted(set(self.admins) - self.keys.keys()):
+            raise ValueError(f"admins names {unknown[0]}, which is not in keys")
         return self
 
 

@@ -10,7 +10,7 @@ StackSegError
 |   |-- TooSlow             a body that comes too slowly
 |   |-- OutputExists        a file that was named for the result is there already
 |   |-- UnknownModel        no model of that name
-|   |-- Unauthorized        no API key, or one that is not known, where keys are asked for
+|   |-- Unauthorized        no API key, one that is not known, or one that may not do this
 |   |-- Misdirected         meant for a host that this service is not
 |   |-- UnknownJob          no job of that id, or not this caller's
 |   |-- UnknownStack        no kept stack of that id, or not this caller's
@@ -106,7 +106,7 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The request shows no API key that is known here."""
+    """The request shows no API key that is known here and may do this."""
 
     slug = "unauthorized"
 

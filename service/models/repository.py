@@ -37,7 +37,7 @@ def read_spec(folder: Path) -> ModelSpec:
         spec = ModelSpec.model_validate({**content, "folder": folder})
     except ValidationError as error:
         raise BrokenModel(f"{path}: {_describe_errors(error)}") from error
-    _check_weights(spec)
+    check_weights(spec)
     return spec
 
 
@@ -91,7 +91,8 @@ def _describe_errors(error: ValidationError) -> str:
     return "; ".join(f"{key}: {message}" if key else message for key, message in faults)
 
 
-def _check_weights(spec: ModelSpec) -> None:
+def check_weights(spec: ModelSpec) -> None:
+    """Compare the weights with the SHA-256 in the model file. Raises BrokenModel."""
     if spec.weights_path.exists() and not spec.weights_path.is_file():
         raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: it is no regular file.")
     try:

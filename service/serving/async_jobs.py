@@ -31,6 +31,7 @@ from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.memory import translate_error
 from service.inference.result import Result
+from service.models.spec import ModelSpec
 from service.serving.device_worker import Reservation
 from service.serving.fair_threads import begin_threads
 from service.serving.job import Job, Needs, Progress
@@ -92,6 +93,7 @@ class _ActiveJob:
         self.faulted: float | None = None
         self.over = threading.Event()
         self.space: Hold
+        self.spec: ModelSpec
         self.job: Job[Result]
 
 
@@ -311,7 +313,7 @@ class AsyncJobs:
         if active.job.cancelled():
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
-        self._runtime.models.servable_spec(active.request.model)
+        active.spec = self._runtime.models.servable_spec(active.request.model)
         source, place = self._store.input_path(active.id), active.query.input
         if not source.exists():
             raise InternalError("The input of the job is lost; post it again.")
@@ -389,7 +391,7 @@ class AsyncJobs:
     def _write(self, active: _ActiveJob, result: Result) -> None:
         assert active.pixels is not None  # noqa: S101 - they were segmented
         store, host_files = self._store, self._runtime.host_files
-        spec = self._runtime.models.servable_spec(active.request.model)
+        spec = active.spec
         active.stages.update(result.seconds)
         received = self._received(active)
         with translate_disk_faults():

@@ -16,7 +16,7 @@ from typing import Any
 
 from service.core import hardware, host
 from service.core.config import Settings
-from service.core.errors import BrokenModel, OutOfMemory
+from service.core.errors import BrokenModel, OutOfMemory, UnknownModel
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import Progress
 from service.core.volume import Options, Volume
@@ -27,6 +27,7 @@ from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.window_request import Share
+from service.models.repository import check_weights
 from service.models.spec import ModelSpec
 from service.serving.job import FreeMemory, Job, Needs
 from service.serving.job_queue import JobQueue, JobThreads
@@ -77,7 +78,9 @@ class DeviceWorker:
         self._torch_device = torch_device
         self._load_segmenter = load
         self._metrics = metrics
-        self._specs: Mapping[str, ModelSpec] = {}
+        self._specs: dict[str, ModelSpec] = {}
+        # Models that take the place of those in `_specs` once they are loaded.
+        self._renewed: dict[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         self.engines: dict[str, str] = {}
         self.loading: dict[str, Progress] = {}
@@ -105,11 +108,30 @@ class DeviceWorker:
 
     def start(self, specs: Mapping[str, ModelSpec], first: Iterable[str]) -> None:
         """Serve these models. The `first` ones are loaded now, and no request runs until they are."""
-        self._specs = specs
+        self._specs.update(specs)
         self._device.start()
         self.model_cache.start(first)
         self._job_threads.start()
         self.watchdog.start()
+
+    def renew(self, spec: ModelSpec, *, load: bool, keep: bool) -> None:
+        """Serve a model in place of the earlier one of its name, if there is one; wait until it is loaded if `load`.
+
+        Where the earlier one is kept and the new one cannot be loaded, all is as it was. Raises the error of loading.
+        """
+        if not load:
+            self.forget(spec.name)
+            self._specs[spec.name] = spec
+            return
+        self._renewed[spec.name] = spec
+        self.model_cache.reload(spec.name, keep=keep).result()
+
+    def forget(self, name: str) -> None:
+        """Serve a model no longer. Requests that use it keep it."""
+        self.model_cache.forget(name)
+        self._specs.pop(name, None)
+        self._estimators.pop(name, None)
+        self.engines.pop(name, None)
 
     def cancel_requests(self) -> None:
         """Accept no more requests, and cancel those that wait or run."""
@@ -205,16 +227,20 @@ class DeviceWorker:
         return size * WEIGHT_COPIES if self._on_host else size
 
     def _weights_size(self, name: str) -> int:
-        """Return the bytes of the file; 0 if it is gone, which loading it then reports."""
+        """Return the bytes of the file; 0 if it or the model is gone, which loading it then reports."""
         try:
             return self._specs[name].weights_path.stat().st_size
-        except OSError:
+        except (OSError, KeyError):
             return 0
 
     def _load(self, name: str) -> Segmenter:
         """Load a model and make it ready to run."""
-        spec = self._specs[name]
-        weights, limit = self._weights_size(name), self.settings.models.memory_bytes
+        spec = self._renewed.pop(name, None) or self._specs.get(name)
+        if spec is None:
+            raise UnknownModel(f"The model {name} is served no longer.")
+        # The files may have changed since the service has read the model file.
+        check_weights(spec)
+        weights, limit = spec.weights_path.stat().st_size, self.settings.models.memory_bytes
         if weights > limit:
             raise BrokenModel(too_large_message(name, weights, limit))
         began = time.monotonic()
@@ -229,6 +255,7 @@ class DeviceWorker:
             raise OutOfMemory(f"There is not enough memory to load {name}; try again later.", needed) from error
         finally:
             del self.loading[name]
+        self._specs[name] = spec
         self._load_seconds[name] = time.monotonic() - began
         self._estimators[name] = segmenter.estimator
         report = segmenter.report()

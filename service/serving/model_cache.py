@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.errors import BrokenModel, Cancelled, CapacityError, StackSegError
 
@@ -52,8 +52,10 @@ class _Entry(Generic[T]):
 class Lease(Generic[T]):
     """The use of a model until `end`. The future `model` has the loaded model, or the error of loading it."""
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
+    def __init__(self, give_back: Callable[[_Entry[T]], None]) -> None:
         self.model: Future[T] = Future()
+        # Set before the model is.
+        self.entry: _Entry[T]
         self._give_back = give_back
         self._ended = threading.Lock()
 
@@ -62,14 +64,15 @@ class Lease(Generic[T]):
         if not self._ended.acquire(blocking=False) or self.model.cancel():
             return
         if self.model.exception() is None:
-            self._give_back()
+            self._give_back(self.entry)
 
 
 class ModelCache(Generic[T]):
     """A thread that loads models by name, one at a time, in the order of the requests for them.
 
     A model is never unloaded while a request uses it. A model that is in use and has to make room gets no more users,
-    so that requests for the other model have their turn; later requests wait until it is loaded again.
+    so that requests for the other model have their turn; later requests wait until it is loaded again. A model that is
+    loaded anew replaces the earlier one, which stays loaded for those who use it.
 
     limit_bytes  of all loaded models together
     load         makes a model ready to run; runs in the thread, without a lock of this object
@@ -94,7 +97,13 @@ class ModelCache(Generic[T]):
         # Leases that wait for a model, by its name, in the order of the first one for each.
         self._wanted: dict[str, list[Lease[T]]] = {}
         self._first: list[str] = []
+        # Models to be loaded anew, and whether the earlier one is kept where that fails.
+        self._stale: dict[str, tuple[Future[None], bool]] = {}
+        # Entries that others have replaced, as long as they are in use, with the names of their models.
+        self._replaced: list[tuple[str, _Entry[T]]] = []
         self._loading: str | None = None
+        # What was asked for when loading began.
+        self._renewal: tuple[Future[None], bool] | None = None
         self._problems: dict[str, str] = {}
         self._closed = False
         self._changed = threading.Condition()
@@ -110,9 +119,13 @@ class ModelCache(Generic[T]):
         with self._changed:
             self._closed = True
             waiting = self._pop_waiting(tuple(self._wanted))
+            stale = [done for done, _ in self._stale.values()]
+            self._stale.clear()
             self._changed.notify_all()
         for lease in waiting:
-            lease.model.set_exception(Cancelled("the service is stopping"))
+            _refuse_stopping(lease.model)
+        for done in stale:
+            _refuse_stopping(done)
 
     def join(self, seconds: float) -> bool:
         """Wait until the thread has ended; return False if it has not after `seconds`."""
@@ -151,7 +164,7 @@ class ModelCache(Generic[T]):
 
     def lease(self, name: str) -> Lease[T]:
         """Return a lease, which gets the model once it is loaded. The model stays loaded until the lease ends."""
-        lease: Lease[T] = Lease(lambda: self._end_use(name))
+        lease: Lease[T] = Lease(self._end_use)
         with self._changed:
             if self._closed or name in self._problems:
                 error = BrokenModel(self._problems[name]) if name in self._problems else Cancelled("stopping")
@@ -164,22 +177,47 @@ class ModelCache(Generic[T]):
         _hand_out(granted)
         return lease
 
-    def _end_use(self, name: str) -> None:
+    def reload(self, name: str, *, keep: bool = True) -> Future[None]:
+        """Load a model anew; the future is done once new leases get that one, or has the error.
+
+        Where that fails, the earlier one stays if it is to be kept; otherwise the model cannot be used.
+        """
+        done: Future[None] = Future()
         with self._changed:
-            entry = self._entries[name]
+            if self._closed:
+                _refuse_stopping(done)
+            else:
+                self._stale[name] = done, keep
+                self._changed.notify_all()
+        return done
+
+    def forget(self, name: str) -> None:
+        """Unload a model once nobody uses it, and forget why it could not be loaded."""
+        with self._changed:
+            self._problems.pop(name, None)
+            self._sizes.pop(name, None)
+            self._replace(name)
+            self._changed.notify_all()
+
+    def _replace(self, name: str) -> None:
+        if (entry := self._entries.pop(name, None)) is not None:
+            self._replaced.append((name, entry))
+
+    def _end_use(self, entry: _Entry[T]) -> None:
+        with self._changed:
             entry.users -= 1
             entry.used = time.time()
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the thread if a lease waits: otherwise there is nothing to load, or to make room for."""
-        if self._wanted:
+        """Wake the thread if there may be something to load, to make room for, or to unload."""
+        if self._wanted or self._stale or self._replaced:
             self._changed.notify_all()
 
     def _loop(self) -> None:
         while (step := self._wait_for_step()) is not None:
             for name in step.dropped:
-                log.info("%s was unloaded to make room", name)
+                log.info("%s was unloaded", name)
                 self._free(name)
             if step.name is not None:
                 self._load_model(step.name)
@@ -204,9 +242,11 @@ class ModelCache(Generic[T]):
         dropped = [other for other, entry in self._entries.items() if entry.leaving and not entry.users]
         for other in dropped:
             del self._entries[other]
+        dropped += [other for other, entry in self._replaced if not entry.users]
+        self._replaced = [(other, entry) for other, entry in self._replaced if entry.users]
         if name is None or any(entry.leaving for entry in self._entries.values()):
             return _Step(dropped, None) if dropped else None
-        self._loading = name
+        self._loading, self._renewal = name, self._stale.get(name)
         return _Step(dropped, name)
 
     def _size_of(self, name: str) -> int:
@@ -218,7 +258,7 @@ class ModelCache(Generic[T]):
         for wanted, leases in list(self._wanted.items()):
             if all(lease.model.cancelled() for lease in leases):
                 del self._wanted[wanted]
-        absent = self._first or [name for name in self._wanted if name not in self._entries]
+        absent = self._first or [name for name in self._wanted if name not in self._entries] or list(self._stale)
         name = absent[0] if absent else None
         excess = 0 if name is None else self._used_bytes() + self._size_of(name) - self._limit
         # Those in use make room last.
@@ -228,10 +268,11 @@ class ModelCache(Generic[T]):
         return name
 
     def _used_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries.values())
+        replaced = (entry for _, entry in self._replaced)
+        return sum(entry.nbytes for entry in (*self._entries.values(), *replaced))
 
-    def _grant(self) -> list[tuple[Lease[T], T]]:
-        """Return the waiting leases whose model is loaded, and the model, and count them as users."""
+    def _grant(self) -> list[Lease[T]]:
+        """Return the waiting leases whose model is loaded, with its entry, and count them as users."""
         if self._first:
             return []
         usable = {name: entry for name, entry in self._entries.items() if name in self._wanted and not entry.leaving}
@@ -240,7 +281,9 @@ class ModelCache(Generic[T]):
             leases = self._pop_waiting((name,))
             entry.users += len(leases)
             entry.used = time.time()
-            granted += [(lease, entry.model) for lease in leases]
+            for lease in leases:
+                lease.entry = entry
+            granted += leases
         return granted
 
     def _pop_waiting(self, names: Iterable[str]) -> list[Lease[T]]:
@@ -261,12 +304,15 @@ class ModelCache(Generic[T]):
         with self._changed:
             self._sizes[name] = nbytes
             if nbytes + self._used_bytes() <= self._limit:
+                self._replace(name)
+                self._problems.pop(name, None)
                 self._entries[name] = _Entry(model, nbytes, time.time())
-                self._end_loading(name)
+                renewed, _ = self._end_loading(name)
                 # Before the model might have to make room for others.
                 granted = self._grant()
         if granted is not None:
             _hand_out(granted)
+            renewed.set_result(None)
             return
         del model
         self._free(name)
@@ -283,18 +329,27 @@ class ModelCache(Generic[T]):
 
     def _refuse(self, name: str, error: Exception) -> None:
         with self._changed:
-            self._end_loading(name)
-            if not isinstance(error, CapacityError | Cancelled):
-                known = isinstance(error, StackSegError)
-                self._problems[name] = str(error) if known else f"{type(error).__name__}: {error}"
-                log.error("%s cannot be served: %s", name, self._problems[name])
-            waiting = self._pop_waiting((name,))
+            renewed, keep = self._end_loading(name)
+            kept = keep and name in self._entries
+            problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
+            if not kept and not isinstance(error, CapacityError | Cancelled):
+                self._replace(name)
+                self._problems[name] = problem
+            log.error("%s cannot be served%s: %s", name, " as it is now" if kept else "", problem)
+            waiting = [] if kept else self._pop_waiting((name,))
         for lease in waiting:
             lease.model.set_exception(error)
+        renewed.set_exception(error if isinstance(error, StackSegError) else BrokenModel(problem))
 
-    def _end_loading(self, name: str) -> None:
+    def _end_loading(self, name: str) -> tuple[Future[None], bool]:
+        """Return the future of whoever has asked for loading the model anew, and whether to keep the earlier one."""
         self._loading = None
         self._first = [other for other in self._first if other != name]
+        renewal, self._renewal = self._renewal, None
+        if renewal is None or self._stale.get(name) is not renewal:
+            return Future(), True
+        del self._stale[name]
+        return renewal
 
 
 class _Step(NamedTuple):
@@ -304,9 +359,13 @@ class _Step(NamedTuple):
     name: str | None
 
 
-def _hand_out(granted: list[tuple[Lease[T], T]]) -> None:
-    for lease, model in granted:
-        lease.model.set_result(model)
+def _refuse_stopping(future: Future[Any]) -> None:
+    future.set_exception(Cancelled("the service is stopping"))
+
+
+def _hand_out(granted: list[Lease[T]]) -> None:
+    for lease in granted:
+        lease.model.set_result(lease.entry.model)
 
 
 def too_large_message(name: str, nbytes: int, limit: int) -> str:

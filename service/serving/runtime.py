@@ -87,7 +87,7 @@ class Runtime:
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()
         # Each returns why the service is not ready, in one sentence, or None.
-        self.checks: list[Callable[[], str | None]] = [lambda: self.models.problem]
+        self.checks: list[Callable[[], str | None]] = []
         self.draining = False
         self._drain_timer: threading.Timer | None = None
 
@@ -172,6 +172,11 @@ class Runtime:
             reasons.append("The service is stopping.")
         reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]
         return (*reasons, *self.models.unready_reasons())
+
+    def degradations(self) -> tuple[str, ...]:
+        """Return what is wrong though the service is ready, one sentence each."""
+        missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing.items())
+        return (*self.models.degradations(), *missing)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
         """Estimate windows and memory of a segmentation. Memory is a guess for a model that was never loaded.

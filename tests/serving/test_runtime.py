@@ -249,13 +249,14 @@ def test_everything_is_loaded_at_start_where_that_is_wanted(three: Path, tmp_pat
         assert set(states(runtime).values()) == {"ready"}
 
 
-@pytest.mark.parametrize("models", [{"load": ["delta"]}, {"default": "delta"}])
-def test_a_model_that_is_to_be_loaded_and_is_not_there_keeps_the_service_unready(
-    three: Path, tmp_path: Path, models: dict[str, Any]
+@pytest.mark.parametrize(("models", "ready"), [({"load": ["delta"]}, True), ({"default": "delta"}, False)])
+def test_a_model_that_is_to_be_loaded_and_is_not_there_is_told_and_the_default_one_has_to_be(
+    three: Path, tmp_path: Path, models: dict[str, Any], *, ready: bool
 ) -> None:
     with running(settings(three, tmp_path, models={"folder": three, **models})) as runtime:
         until(lambda: not runtime.device_workers[0].model_cache.starting)
-        assert [reason for reason in runtime.unready_reasons() if "delta" in reason]
+        assert ["delta" in reason for reason in runtime.unready_reasons()] == ([] if ready else [True])
+        assert any("delta" in sentence for sentence in runtime.degradations()) is ready
 
 
 def test_service_stays_ready_and_goes_on_while_a_model_is_loaded(three: Path, tmp_path: Path, stack: Volume) -> None:

@@ -19,17 +19,17 @@ PREFIXES = ("", "/v1", "/v2")
 @router.get("/health")
 async def health(runtime: RuntimeDependency, response: Response) -> Health:
     """State of the service and of every model; 503 while it is not ready."""
-    reasons = list(runtime.unready_reasons())
+    reasons, degraded = list(runtime.unready_reasons()), list(runtime.degradations())
     if reasons:
         response.status_code = 503
     return Health(
-        status="unavailable" if reasons else "ok",
+        status="unavailable" if reasons else "degraded" if degraded else "ok",
         version=version("stackseg"),
         uptime_seconds=round(runtime.uptime_seconds, 1),
         waiting=runtime.waiting,
         models={model.name: model.state for model in runtime.models.states()},
         reasons=reasons,
-        degraded=[f"Files are read without {layer}: {reason}." for layer, reason in runtime.reader.missing.items()],
+        degraded=degraded,
     )
 
 
@@ -39,11 +39,14 @@ async def live() -> Liveness:
 
 
 async def ready(runtime: RuntimeDependency) -> Liveness:
-    """200 once the models that are loaded at start are warm; 503 with the reasons before that and while stopping."""
+    """200 once the models that are loaded at start are warm; 503 with the reasons before that and while stopping.
+
+    The status is `degraded` instead of `ready` where `/health` tells of something that is wrong nevertheless.
+    """
     reasons = runtime.unready_reasons()
     if reasons:
         raise NotReady(" ".join(reasons))
-    return Liveness(status="ready")
+    return Liveness(status="degraded" if runtime.degradations() else "ready")
 
 
 for _prefix in PREFIXES:

@@ -1,16 +1,18 @@
-"""GET /models: facts and state of the models that are served."""
+"""/models: facts and state of the models that are served, and reading their folders again."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
+from service.api.auth import check_admin
 from service.api.dependencies import RuntimeDependency
-from service.api.schemas import Loaded, ModelInfo, ModelList
+from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
+from service.api.threads import run_in_thread
 from service.models.repository import default_name
 from service.serving.model_registry import ModelState
 
@@ -45,6 +47,17 @@ async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
     if spec.sample is None:
         raise HTTPException(404)
     return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
+
+
+@router.post("/models/reload")
+async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
+    """Read the model folders again, for an admin: add, replace and remove models without a restart.
+
+    The answer comes once models that were loaded and have changed are loaded anew. Requests that run keep the model
+    that they have; where a new one is broken, the earlier one stays.
+    """
+    check_admin(request, runtime.settings.access)
+    return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())
 
 
 def _describe(model: ModelState) -> ModelInfo:

@@ -188,6 +188,8 @@ class _SegmentRequest:
         file.drop_content()
         self._voxels = self._pixels.segmented.voxels
         self._check_cancelled()
+        # While the file came and was read, the model may have been replaced.
+        self._spec = self._runtime.models.servable_spec(self._spec.name)
         self._job = self._runtime.submit(self._spec, self._pixels.segmented, query.options, self._finish, self._caller)
         return self._job.future
 
@@ -257,11 +259,16 @@ class _SegmentRequest:
         return answer, FileSnapshot.read(answer.path)
 
     def _cache_key(self) -> str | None:
-        """Return a key of all that decides about the answer; None for a file that others may read or change."""
+        """Return a key of all that decides about the answer.
+
+        None for a file that others may read or change, and where the model was replaced meanwhile.
+        """
         query = self._file.received.query
         if self._digest is None or query.output_to is not None:
             return None
         model, runtime = self._spec.name, self._runtime
+        if runtime.models.specs.get(model) is not self._spec:
+            return None
         facts, settings = runtime.models.spec_json[model], runtime.execution_settings(model)
         return fingerprint(self._caller, self._digest, facts, query, settings)
 

@@ -1,0 +1,160 @@
+"""Models that are added, replaced and removed while a real service runs, and one that is broken."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fakes import FakeSegmenter, until
+from live import Live, as_tiff, eager, serve
+
+from service.api.api_keys import generate_key, hash_key
+from service.core.errors import BrokenModel
+
+STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+
+
+def put(models: Path, name: str, version: str) -> Path:
+    """Make `name` a copy of the only model in the folder of `bands`, with another name and version."""
+    folder = models / name
+    if not folder.exists():
+        shutil.copytree(models / "bands", folder)
+    file = folder / "model.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"name": name, "version": version}))
+    return file
+
+
+class Loading:
+    """Loads fake segmenters, and remembers them by identifier; versions in `broken` do not load."""
+
+    def __init__(self) -> None:
+        self.fakes: dict[str, list[FakeSegmenter]] = {}
+        self.broken: set[str] = set()
+
+    def __call__(self, spec: Any, settings: Any) -> FakeSegmenter:
+        if spec.version in self.broken:
+            raise BrokenModel(f"{spec.folder}: the weights do not fit.")
+        self.fakes.setdefault(spec.identifier, []).append(FakeSegmenter(spec, settings))
+        return self.fakes[spec.identifier][-1]
+
+
+class Service:
+    """A service whose folder of models may be changed."""
+
+    def __init__(self, live: Live, models: Path, loading: Loading) -> None:
+        self.live, self.models, self.loading = live, models, loading
+
+    def reload(self) -> dict[str, Any]:
+        response = self.live.client.post("/models/reload")
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def served(self) -> dict[str, tuple[str, str]]:
+        models = self.live.client.get("/models").json()["models"]
+        return {model["name"]: (model["version"], model["state"]) for model in models}
+
+    def segment(self, model: str) -> str:
+        response = self.live.segment(STACK, model=model)
+        return str(response.headers.get("X-StackSeg-Model", response.json().get("type") if response.is_error else ""))
+
+
+@pytest.fixture
+def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
+    models, loading = tmp_path / "models", Loading()
+    shutil.copytree(bands_repository / "bands", models / "bands")
+    put(models, "other", "1")
+    settings = eager(models, models={"default": "bands"}, limits={"cache_bytes": 2**20})
+    with serve(settings, load=loading) as live:
+        yield Service(live, models, loading)
+
+
+def test_models_are_added_replaced_and_removed_without_a_restart(service: Service) -> None:
+    assert service.reload() == {"added": [], "changed": [], "removed": [], "broken": {}}
+    put(service.models, "bands", "2")
+    put(service.models, "third", "1")
+    shutil.rmtree(service.models / "other")
+    assert service.reload() == {"added": ["third"], "changed": ["bands"], "removed": ["other"], "broken": {}}
+    assert service.served() == {"bands": ("2", "ready"), "third": ("1", "unloaded")}
+    assert [service.segment(name) for name in ("bands", "third")] == ["bands/2", "third/1"]
+    assert service.segment("other").endswith("unknown-model")
+    assert service.live.client.get("/health/ready").status_code == 200
+
+
+def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: Service) -> None:
+    (old,) = service.loading.fakes["bands/1"]
+    old.gate.clear()
+    answers: list[str] = []
+    request = threading.Thread(target=lambda: answers.append(service.segment("bands")))
+    request.start()
+    until(lambda: service.live.runtime.running)
+    put(service.models, "bands", "2")
+    assert service.reload()["changed"] == ["bands"]
+    assert service.served()["bands"] == ("2", "ready")
+    old.gate.set()
+    request.join()
+    assert answers == ["bands/1"]
+    assert service.segment("bands") == "bands/2"
+    memory = service.live.runtime.device_workers[0]
+    until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
+    assert memory.loaded_bytes == old.nbytes
+
+
+@pytest.mark.parametrize("fault", ["model file", "weights", "loading"])
+def test_a_model_that_is_broken_meanwhile_is_served_as_it_was(service: Service, fault: str) -> None:
+    file = put(service.models, "bands", "2")
+    good = file.read_text()
+    weights = (service.models / "bands" / "weights.safetensors").read_bytes()
+    if fault == "model file":
+        file.write_text("name: [")
+    elif fault == "weights":
+        (service.models / "bands" / "weights.safetensors").write_bytes(b"other bytes")
+    else:
+        service.loading.broken.add("2")
+    reloaded = service.reload()
+    assert (reloaded["changed"], list(reloaded["broken"])) == ([], ["bands"])
+    assert service.served()["bands"] == ("1", "ready")
+    assert service.segment("bands") == "bands/1"
+    health = service.live.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert any("bands is served as it was" in sentence for sentence in health.json()["degraded"])
+    file.write_text(good)
+    (service.models / "bands" / "weights.safetensors").write_bytes(weights)
+    service.loading.broken.clear()
+    assert service.reload() == {"added": [], "changed": ["bands"], "removed": [], "broken": {}}
+    assert service.segment("bands") == "bands/2"
+
+
+def test_a_broken_folder_degrades_the_service_and_leaves_it_ready(service: Service) -> None:
+    (service.models / "other" / "model.yaml").write_text("name: [")
+    assert list(service.reload()["broken"]) == ["other"]
+    ready = service.live.client.get("/health/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "degraded"})
+    assert service.served()["other"][1] == "failed"
+    assert (service.segment("bands"), service.segment("other")[-12:]) == ("bands/1", "broken-model")
+
+
+def test_weights_that_were_replaced_are_not_taken_for_those_of_the_model_file(service: Service) -> None:
+    (service.models / "other" / "weights.safetensors").write_bytes(b"other bytes")
+    assert service.segment("other").endswith("broken-model")
+    assert "SHA-256" in service.live.client.get("/models/other").json()["problem"]
+
+
+def test_only_admins_reload(bands_repository: Path) -> None:
+    keys = {name: generate_key() for name in ("ada", "bob")}
+    access = {"keys": {name: hash_key(key) for name, key in keys.items()}, "admins": ["ada"]}
+    with serve(eager(bands_repository, access=access), load=FakeSegmenter) as live:
+        answers = [
+            live.client.post("/models/reload", headers={"X-API-Key": key}).status_code for key in (*keys.values(), "no")
+        ]
+    assert answers == [200, 401, 401]
+
+
+def test_without_keys_other_hosts_do_not_reload(service: Service) -> None:
+    answer = service.live.client.post("/models/reload", headers={"X-Forwarded-For": "192.0.2.7"})
+    assert (answer.status_code, answer.json()["type"]) == (401, "urn:stackseg:problem:unauthorized")
