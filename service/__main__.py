@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
 from service.cli.options import add_settings, settings_of
 from service.core import logs
+from service.core.bundled import software_version
 from service.core.errors import ConfigError, StackSegError
 
 COMMANDS = (
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with one subparser per command."""
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
-    root.add_argument("--version", action="version", version=version("stackseg"))
+    root.add_argument("--version", action="version", version=software_version())
     root.set_defaults(extra=None, reword=str)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, module, summary in COMMANDS:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -35,6 +34,7 @@ from service.api.problems import (
     problem_responses,
 )
 from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks
+from service.core.bundled import software_version
 from service.core.config import Settings
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
@@ -88,7 +88,7 @@ def create_app(settings: Settings) -> FastAPI:
     """Return the service as an ASGI application; its lifespan starts and stops the runtime. Raises ConfigError."""
     app = Application(
         title="StackSeg",
-        version=version("stackseg"),
+        version=software_version(),
         summary="Segment 3D microscopy stacks: a TIFF in, a label OME-TIFF with the same axes and voxel size out.",
         # See service.api.routes.docs.
         openapi_url=None,

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from service.cli.folder_records import Records, StackRecord, write_report, write
 from service.cli.models import choose_model
 from service.cli.progress import ProgressBar, show_progress
 from service.cli.segment import name_options
+from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import BadParameter, CapacityError, DeviceLost, NonFiniteScores, RequestError
 from service.core.timing import Stages
@@ -126,9 +126,7 @@ class FolderWork:
 
     def segment(self, stacks: Sequence[str], query: Query) -> None:
         """Segment the stacks that are not done with these parameters, and record each."""
-        parameters = json.dumps(
-            [query.canonical, self._spec.identifier, self._spec.weights.sha256, version("stackseg")]
-        )
+        parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
         series = self._settle_diameter(stacks, query, parameters)
         self._key = key = json.dumps([parameters, series.query.diameter])
         for number, name in enumerate(stacks, 1):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from blake3 import blake3
 
+from service.core.bundled import software_version
 from service.inference.result import Result
 from service.serving.parameters import Query
 
@@ -44,4 +44,4 @@ def hash_file(path: Path) -> str:
 
 @cache
 def _software() -> str:
-    return f"StackSeg {version('stackseg')}"
+    return f"StackSeg {software_version()}"

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from service.core import hardware
+from service.core.bundled import software_version
 from service.core.config import Settings
 from service.core.errors import NotReady
 from service.core.hardware import Driver
@@ -82,7 +82,7 @@ class Runtime:
         self.read_threads = FairThreadPool(SMALL_READERS, "read")
         self.decode_threads = FairThreadPool(LARGE_READERS, "decode")
         # Looking the version up takes a millisecond.
-        self._version = version("stackseg")
+        self._version = software_version()
         self._window_settings = settings.windows.model_dump(mode="json")
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from fastapi import APIRouter, Response
 
 from service.api.dependencies import RuntimeDependency
 from service.api.schemas import Health, Liveness
+from service.core.bundled import software_version
 from service.core.errors import NotReady
 
 router = APIRouter(tags=["health"])
@@ -24,7 +23,7 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
         response.status_code = 503
     return Health(
         status="unavailable" if reasons else "degraded" if degraded else "ok",
-        version=version("stackseg"),
+        version=software_version(),
         uptime_seconds=round(runtime.uptime_seconds, 1),
         waiting=runtime.waiting,
         models={model.name: model.state for model in runtime.models.states()},

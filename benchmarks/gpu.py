@@ -1,0 +1,246 @@
+"""What benchmarks/gpu.sh measures besides `stackseg bench`; each row is printed as soon as it is measured.
+
+python benchmarks/gpu.py machine
+python benchmarks/gpu.py engines [--device cuda] [--batch-sizes 8 1 2 4 16]
+python benchmarks/gpu.py clients [--device cuda] [--config gpu] [--shape 64 512 512] [--seconds 15]
+python benchmarks/gpu.py loads [--device cuda] [--loads 50]
+
+machine  versions, GPU and processor
+engines  the bundled network alone, by every engine in BF16, each in turn with the eager FP32 network that MONAI runs
+clients  one client, then eight, who post stacks to a real server: answers per second, the share of the time in which
+         the device was busy with windows, and the driver's own utilisation
+loads    a server with room for one model of two that are asked for in turn, beside a client of a third
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, request, run_server
+from end_to_end import read_metrics
+
+from service.cli.benchmark.networks import DevicePeak, Runner, compare_runners, list_engines
+from service.cli.benchmark.report import format_table
+from service.cli.benchmark.requests import write_stack
+from service.cli.benchmark.timing import flop_of_window
+from service.cli.models import choose_model
+from service.core import hardware
+from service.core.config import override_settings, read_settings
+from service.engine import backends
+from service.models.loader import load_network
+from service.models.repository import read_spec
+
+LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
+CLIENTS, PAIR_SECONDS = 8, 4.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--config", default="default")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8])
+    parser.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512))
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--loads", type=int, default=50)
+    options = parser.parse_args()
+    return STEPS[options.step](options)
+
+
+def show(*cells: object) -> None:
+    """Print a row of a Markdown table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def show_head(*names: str) -> None:
+    show(*names)
+    print("|---" * len(names) + "|", flush=True)
+
+
+def show_machine(_options: argparse.Namespace) -> int:
+    """Print what this machine is and has."""
+    show_head("what", "which")
+    show("Python", platform.python_version())
+    show("torch", f"{torch.__version__}, CUDA {torch.version.cuda}")
+    for name in LIBRARIES:
+        try:
+            show(name, version(name))
+        except PackageNotFoundError:
+            show(name, "missing")
+    cpu = hardware.cpu()
+    show("processor", f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.features)}")
+    for gpu in hardware.gpus():
+        memory = (gpu.memory_total or 0) / 2**30
+        show(f"GPU {gpu.index}", f"{gpu.name}, {memory:.0f} GiB, driver {gpu.driver}, {gpu.compute_capability}")
+    return 0
+
+
+def compare_engines(options: argparse.Namespace) -> int:
+    """Time the network by each engine in turn with the eager FP32 one; what compiles comes last."""
+    settings = override_settings(read_settings(), "device", {"name": options.device})
+    device = hardware.choose_device(options.device)
+    spec = choose_model(None, settings)
+    peak = DevicePeak(device, flop_of_window(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
+    if settings.engine.precision == "auto" and torch.bfloat16 in hardware.native_precisions(device):
+        settings = override_settings(settings, "engine", {"precision": "bf16"})
+    eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32", "channels_last": False})
+    first = next(list_engines(spec, eager, device, options.batch_sizes)).build()
+    print("\n".join(format_table("engine", compare_runners("", [first], peak, PAIR_SECONDS))), flush=True)
+    for size in options.batch_sizes:
+        for builder in sorted(list_engines(spec, settings, device, [size]), key=lambda each: "(" in each.name):
+            try:
+                show_pair(first, builder.build(), peak)
+            except backends.ENGINE_FAILURES as error:
+                show(builder.name, builder.windows, backends.first_line(error), "", "", "", "")
+    return 0
+
+
+def show_pair(first: Runner, runner: Runner, peak: DevicePeak) -> None:
+    """Print the row of `runner`, timed in turn with `first`."""
+    rows = list(compare_runners("engines", [first, runner], peak, PAIR_SECONDS))
+    print(list(format_table("", rows))[-1], flush=True)
+
+
+def serve_clients(options: argparse.Namespace) -> int:
+    """Post stacks to a server from one client, then from eight."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        write_stack(read_spec(ROOT / "models" / "nuclei"), tuple(options.shape), folder / "stack.tif")
+        body = (folder / "stack.tif").read_bytes()
+        with run_server(folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device) as (_pid, port):
+            show_head(
+                "clients", "stacks", "stacks/s", "median s", "device busy", "utilisation by the driver", "other answers"
+            )
+            for clients in (1, CLIENTS):
+                show(clients, *measure_clients(port, body, clients, options.seconds))
+    return 0
+
+
+def measure_clients(port: int, body: bytes, clients: int, seconds: float) -> Sequence[object]:
+    """Return the cells of a row about so many clients, who post for so many seconds."""
+    taken, refused, used = list[float](), Counter[int](), list[int]()
+    over = threading.Event()
+
+    def post() -> None:
+        while not over.is_set():
+            began = time.perf_counter()
+            status, _ = request(port, "POST", "/segment?diameter=none", body)
+            if status == 200:
+                taken.append(time.perf_counter() - began)
+            else:
+                refused[status] += 1
+
+    request(port, "POST", "/segment?diameter=none", body)
+    before, began = busy_seconds(port), time.perf_counter()
+    with threads(post, clients):
+        while time.perf_counter() - began < seconds:
+            time.sleep(0.2)
+            used += [gpu.utilisation_percent for gpu in hardware.gpus()[:1] if gpu.utilisation_percent is not None]
+        over.set()
+    wall = time.perf_counter() - began
+    share = (busy_seconds(port) - before) / wall
+    driver = f"{statistics.mean(used):.0f} %" if used else "unknown"
+    median = f"{statistics.median(taken):.3f}" if taken else ""
+    return len(taken), f"{len(taken) / wall:.1f}", median, f"{share:.2f}", driver, dict(refused) or "none"
+
+
+def busy_seconds(port: int) -> float:
+    """Return the seconds in which the server has computed windows so far."""
+    return sum(value for name, value in read_metrics(port).items() if name.startswith("stackseg_device_seconds_total"))
+
+
+@contextmanager
+def threads(work: Callable[[], None], count: int) -> Iterator[None]:
+    """Run `work` in so many threads, and wait for them at the end."""
+    started = [threading.Thread(target=work) for _ in range(count)]
+    for thread in started:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in started:
+            thread.join()
+
+
+def change_models(options: argparse.Namespace) -> int:
+    """Let two models take turns in the room for one, beside a client of the default model. Returns 1 after a 5xx."""
+    sample = (ROOT / "models" / "membranes" / "sample.tif").read_bytes()
+    statuses, over = Counter[int](), threading.Event()
+
+    def post_beside() -> None:
+        while not over.is_set():
+            statuses[request(port, "POST", "/segment?model=nuclei&diameter=none", sample)[0]] += 1
+
+    environment = {"STACKSEG_DEVICE__NAME": options.device, "STACKSEG_MODELS__MEMORY_BYTES": str(room(options))}
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as name,
+        run_server(Path(name), **environment) as (_pid, port),
+    ):
+        show_head("loads", "unloads", "answers", "5xx or none", "GiB in use on the device", "seconds")
+        began = time.perf_counter()
+        with threads(post_beside, 1):
+            for turn in range(options.loads):
+                model = ("membranes", "tissue")[turn % 2]
+                statuses[request(port, "POST", f"/segment?model={model}&diameter=none", sample)[0]] += 1
+                if turn % 5 == 4 or turn + 1 == options.loads:
+                    show(*describe_loads(port, statuses), f"{time.perf_counter() - began:.0f}")
+            over.set()
+    return int(failures(statuses) > 0)
+
+
+def room(options: argparse.Namespace) -> int:
+    """Return the bytes of the default model and the larger of the two others, each loaded once by a server."""
+    environment = {"STACKSEG_DEVICE__NAME": options.device, "STACKSEG_MODELS__LOAD": "all"}
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as name,
+        run_server(Path(name), **environment) as (_pid, port),
+    ):
+        sizes = read_sizes(port)
+    return sizes["nuclei"] + max(sizes["membranes"], sizes["tissue"])
+
+
+def read_sizes(port: int) -> dict[str, int]:
+    """Return the bytes that each loaded model takes."""
+    models: list[dict[str, Any]] = json.loads(request(port, "GET", "/models")[1])["models"]
+    return {model["name"]: sum(loaded["bytes"] for loaded in model["devices"]) for model in models}
+
+
+def describe_loads(port: int, statuses: Counter[int]) -> Sequence[object]:
+    metrics = read_metrics(port)
+    loads, unloads = (
+        int(sum(value for name, value in metrics.items() if name.startswith(f"stackseg_model_{what}_total")))
+        for what in ("loads", "unloads")
+    )
+    used = sum(gpu.memory_used or 0 for gpu in hardware.gpus())
+    return loads, unloads, statuses.total(), failures(statuses), f"{used / 2**30:.2f}"
+
+
+def failures(statuses: Counter[int]) -> int:
+    """Count answers of a server's fault, and those that did not come."""
+    return sum(count for status, count in statuses.items() if status == 0 or status >= 500)
+
+
+STEPS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "machine": show_machine,
+    "engines": compare_engines,
+    "clients": serve_clients,
+    "loads": change_models,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
