@@ -44,6 +44,31 @@ PARAMETERS = {
         "do not compute windows in which nothing is brighter; auto: than the background, none: compute all (default:"
         " none, or windows.skip_below of the configuration)",
     ),
+    "threshold": (
+        "PROBABILITY",
+        "of foreground above which a voxel belongs to an object; higher: smaller and fewer objects (default: what the"
+        " model's file says, 0.6 for nuclei)",
+    ),
+    "minimum_size": (
+        "SIZE",
+        "drop objects of fewer voxels of the stack, or less volume: 60, 12.5um3 (default: what the model's file says,"
+        " for nuclei a 32nd of the volume of a ball as wide as objects are)",
+    ),
+    "border": (
+        "KEEP|DROP",
+        "whether objects stay that touch a face of the stack, where they may be cut (default: what the model's file"
+        " says, keep for nuclei)",
+    ),
+    "fill_holes": (
+        "TRUE|FALSE",
+        "whether background inside of one object becomes part of it (default: what the model's file says, false for"
+        " nuclei)",
+    ),
+    "min_confidence": (
+        "PROBABILITY",
+        "drop objects whose voxels have a lower mean probability of foreground (default: what the model's file says, 0"
+        " for nuclei)",
+    ),
     "output": (
         "KIND",
         "labels, classes or probabilities (default: labels where the model tells objects apart, else classes)",

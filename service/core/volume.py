@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ OutputKind = Literal["labels", "classes", "probabilities"]
 
 # Shortest and longest length, a tenth of an atom to a metre in micrometres: beyond, TIFF tags and quotients overflow.
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
+# Largest volume, a metre cubed in cubic micrometres.
+MOST_VOLUME = 1e18
 
 
 @dataclass(frozen=True)
@@ -276,11 +278,58 @@ def parse_skip_below(text: str) -> SkipBelow:
 
 
 @dataclass(frozen=True)
+class ObjectVolume:
+    """Volume of an object in voxels of the stack (px) or in cubic micrometres. Raises BadParameter beyond 0 to 1e18."""
+
+    amount: float
+    unit: Literal["px", "um3"]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amount <= MOST_VOLUME:
+            raise BadParameter(f"A volume must be from 0 to {MOST_VOLUME:g}, not {self.amount}.")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse text such as 60 or 12.5um3. Raises BadParameter."""
+        given = text.strip().lower()
+        try:
+            return cls(float(given.removesuffix("um3")), "um3" if given.endswith("um3") else "px")
+        except (ValueError, BadParameter):
+            pass
+        raise BadParameter(f"A number of voxels, or of cubic micrometres as in 12.5um3, is expected, not {text!r}")
+
+    def in_voxels(self, voxel_size: VoxelSize | None) -> float | None:
+        """Return the number of voxels, None for micrometres without a voxel size."""
+        if self.unit == "px":
+            return self.amount
+        return None if voxel_size is None else self.amount / math.prod(voxel_size)
+
+
+class Steering(NamedTuple):
+    """Changes by the caller in how scores become objects, of the same meaning as in a model file's `decoding`.
+
+    None leaves a choice to the model file. `minimum_size` is in the stack, whatever it is resampled to.
+    """
+
+    threshold: float | None = None
+    minimum_size: ObjectVolume | None = None
+    border: Literal["keep", "drop"] | None = None
+    fill_holes: bool | None = None
+    min_confidence: float | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the choices that were made."""
+        return tuple(name for name, value in self._asdict().items() if value is not None)
+
+
+@dataclass(frozen=True)
 class Options:
     """Choices of the caller for one request; None leaves a choice to the operator or the model.
 
     diameter    of the objects; the volume is resampled so that they have the size that the model works best at
     skip_below  windows whose voxels are all up to this grey value are not computed
+    steering    how scores become objects
     """
 
     output: OutputKind | None = None
@@ -288,3 +337,4 @@ class Options:
     overlap: float | None = None
     diameter: DiameterSetting | None = None
     skip_below: SkipBelow | None = None
+    steering: Steering = field(default_factory=Steering)

@@ -12,8 +12,19 @@ from torch import nn
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.volume import Description, Diameter, DiameterSetting, Extent, Options, OutputKind, Size, Volume
+from service.core.volume import (
+    Description,
+    Diameter,
+    DiameterSetting,
+    Extent,
+    Options,
+    OutputKind,
+    Size,
+    Steering,
+    Volume,
+)
 from service.inference.decoding.decoders import estimate_decoding
+from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
@@ -32,6 +43,7 @@ class Plan(NamedTuple):
     diameter    of the objects, where the volume is resampled by it
     estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
     skip_below  grey value of windows that are not computed; None: all are
+    steering    how scores become objects
     """
 
     output: OutputKind
@@ -40,6 +52,7 @@ class Plan(NamedTuple):
     diameter: Diameter | None = None
     estimated: bool = False
     skip_below: float | Literal["auto"] | None = None
+    steering: Steering = Steering()
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,8 @@ class PlannedRequest(NamedTuple):
 def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
     """Apply the operator's defaults and limits; `tuned` is the batch size where the operator leaves it open.
 
-    Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, and for a
-    diameter that it cannot estimate.
+    Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, for a
+    diameter that it cannot estimate, and for steering that the output does not follow.
     """
     windows, limits = settings.windows, settings.limits
     configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
@@ -81,13 +94,16 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and below != "none":
         raise BadParameter("skip_below: this service leaves windows to MONAI, which computes all; leave it out.")
+    output = _choose_output(spec, options.output)
+    check_steering(spec, output, options.steering)
     return Plan(
-        output=_choose_output(spec, options.output),
+        output=output,
         sw_batch_size=batch_size,
         overlap=overlap,
         diameter=None if isinstance(options.diameter, str) else options.diameter,
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
+        steering=options.steering,
     )
 
 
@@ -212,6 +228,7 @@ class Estimator:
         """
         plan = self.plan(options)
         self._check_channels(volume)
+        minimum_voxels(plan.steering, volume)
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))

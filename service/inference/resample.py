@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
-from service.core.volume import Diameter, Extent, Segmentation, Size, Volume, VoxelSize, label_dtype
+from service.core.volume import Diameter, Extent, Segmentation, Size, Volume, VoxelSize
+from service.inference.decoding.instances import keep_objects
 from service.inference.normalize import NormalisedImage, normalise_volume
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
@@ -58,10 +59,11 @@ def resample_image(image: NormalisedImage, volume: Volume, spec: ModelSpec, diam
     return PreparedImage(resampled, (note,))
 
 
-def resample_segmentation(segmentation: Segmentation, size: Size) -> Segmentation:
+def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:
     """Resample a segmentation to `size` (Z, Y, X): labels and classes to the nearest voxel, probabilities trilinearly.
 
-    Objects too small for the grid vanish; the remaining ones are renumbered without gaps.
+    Objects too small for the grid vanish, and so do those that are left with less than `minimum_size` voxels; the
+    remaining ones are renumbered without gaps. A segmentation of that size is returned as it is.
     """
     pixels = segmentation.pixels
     if pixels.shape[-3:] == size:
@@ -74,13 +76,8 @@ def resample_segmentation(segmentation: Segmentation, size: Size) -> Segmentatio
     nearest = pixels[np.ix_(*axes)]
     if segmentation.kind == "classes":
         return replace(segmentation, pixels=nearest)
-    present = np.zeros(int(nearest.max(initial=0)) + 1, bool)
-    present[nearest] = True
-    present[0] = False
-    count = int(np.count_nonzero(present))
-    numbers = np.where(present, np.cumsum(present), 0).astype(label_dtype(count))
-    objects = None if segmentation.objects is None else segmentation.objects.select(present[1:])
-    return replace(segmentation, pixels=numbers[nearest], count=count, objects=objects)
+    voxels = np.bincount(nearest.ravel(), minlength=(segmentation.count or 0) + 1)
+    return keep_objects(replace(segmentation, pixels=nearest), voxels[1:] >= max(minimum_size, 1))
 
 
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:

@@ -23,6 +23,7 @@ from service.core.volume import Diameter, Options, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.diameter import DiameterCache, DiameterEstimator, Sizing, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
@@ -172,16 +173,18 @@ class Segmenter:
             plan, estimate = sized.request
             with stages.measure("prepare"):
                 resampled, resampling_notes = self._resample(source, volume, plan.diameter)
-            image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, plan, stages, probe)
+            size = as_size(resampled.shape[2:])
+            spec = steer(self.spec, plan.steering, volume, size, sized.diameter)
+            image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
             progress(0, estimate.windows)
-            size = as_size(image.shape[2:])
-            decoder = partial(make_decoder, self.spec, size, plan.output, volume.voxel_size, self._allocate)
+            decoder = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)
             compute = partial(infer, cancelled=cancelled, progress=progress)
             scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
             del source, resampled, image
             with stages.measure("decode"):
-                segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:])
+                least = minimum_voxels(plan.steering, volume)
+                segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:], least)
         notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *self._batch_notes(options), *scored.notes)
         return Result(
             segmentation,
@@ -262,16 +265,16 @@ class Segmenter:
         tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
         return prepared._replace(image=tensor.to(self._device))
 
-    def _skip_empty_windows(
-        self, image: Image, volume: Volume, plan: Plan, stages: Stages, compute: ComputeSlabs
+    def _skip_empty_windows(  # noqa: PLR0913, PLR0917
+        self, image: Image, volume: Volume, spec: ModelSpec, plan: Plan, stages: Stages, compute: ComputeSlabs
     ) -> Skipping:
-        """Leave out windows without anything in them, where the plan says so."""
+        """Leave out windows without anything in them, where the plan says so; `spec` as it decodes the request."""
         if plan.skip_below is None:
             return Skipping(image, None)
         with stages.measure("skip"):
             grid = Grid.cover(as_size(image.shape[2:]), self.spec.input.roi_size, plan.overlap)
             score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
-            windows = EmptyWindowFilter(image, grid, plan.sw_batch_size, self.spec, score_windows)
+            windows = EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
             return windows.skip(volume, plan.skip_below)
 
     def report(self) -> EngineReport:

@@ -104,6 +104,8 @@ class Instances(_FrozenModel):
     threshold      foreground probability above which a voxel belongs to an object
     persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
     minimum_size   objects of fewer voxels are dropped
+    minimum_fraction  so are objects of less than this part of a ball of the objects' diameter, where that is known
+    min_confidence objects whose voxels have a lower mean probability of foreground are dropped
     smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
     border         keep or drop objects that touch a face of the volume
     holes          keep or fill background that one object encloses
@@ -115,6 +117,8 @@ class Instances(_FrozenModel):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     persistence: Annotated[float, Field(ge=0)] = 0.1
     minimum_size: Annotated[int, Field(ge=0)] = 16
+    minimum_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
     smoothing: Annotated[int, Field(ge=0, le=16)] = 0
     border: Literal["keep", "drop"] = "keep"
     holes: Literal["keep", "fill"] = "keep"

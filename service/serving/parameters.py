@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from service.core.errors import BadParameter, validation_message
-from service.core.volume import Options, OutputKind, Selection, VoxelSize, parse_diameter, parse_skip_below
+from service.core.volume import (
+    ObjectVolume,
+    Options,
+    OutputKind,
+    Selection,
+    Steering,
+    VoxelSize,
+    parse_diameter,
+    parse_skip_below,
+)
 
 # What is told of the faults of a request: it may have thousands.
 MAX_FAULTS = 3
@@ -68,6 +77,47 @@ class Query(BaseModel):
             examples=["120", "auto"],
         ),
     ] = None
+    threshold: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            lt=1,
+            description="Probability of foreground above which a voxel belongs to an object: a higher one gives "
+            "smaller and fewer objects. What the model's file says if not given.",
+        ),
+    ] = None
+    minimum_size: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Objects of fewer voxels of the stack, or of less volume, are dropped. A part of the objects' "
+            "width, as the model's file says, if not given.",
+            examples=["60", "12.5um3"],
+        ),
+    ] = None
+    border: Annotated[
+        Literal["keep", "drop"] | None,
+        Field(
+            description="Whether objects that touch a face of the stack, where they may be cut, are kept. What the "
+            "model's file says if not given."
+        ),
+    ] = None
+    fill_holes: Annotated[
+        bool | None,
+        Field(
+            description="Whether background that one object encloses becomes part of it. What the model's file says if "
+            "not given."
+        ),
+    ] = None
+    min_confidence: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Objects whose voxels have a lower mean probability of foreground are dropped. What the "
+            "model's file says if not given.",
+        ),
+    ] = None
     output: Annotated[
         OutputKind | None,
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
@@ -113,7 +163,7 @@ class Query(BaseModel):
         """Drop the fields of a form that were left empty, which browsers send."""
         return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
 
-    @field_validator("voxel_size", "diameter", "skip_below")
+    @field_validator("voxel_size", "diameter", "skip_below", "minimum_size")
     @classmethod
     def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
@@ -140,7 +190,9 @@ class Query(BaseModel):
         """How to segment."""
         diameter = None if self.diameter is None else parse_diameter(self.diameter)
         skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
-        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below)
+        least = None if self.minimum_size is None else ObjectVolume.parse(self.minimum_size)
+        steering = Steering(self.threshold, least, self.border, self.fill_holes, self.min_confidence)
+        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below, steering)
 
 
 def explain(faults: Sequence[Mapping[str, Any]]) -> str:
@@ -173,4 +225,5 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "voxel_size": _voxel_size,
     "diameter": parse_diameter,
     "skip_below": parse_skip_below,
+    "minimum_size": ObjectVolume.parse,
 }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.core.volume import Diameter, Options, Selection, VoxelSize
+from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering, VoxelSize
 from service.serving.parameters import Query, explain
 
 
@@ -82,6 +82,21 @@ def test_a_grey_value_is_a_finite_number(text: str) -> None:
     assert explain(caught.value.errors()).startswith("skip_below: A grey value")
 
 
+def test_steering_is_left_to_the_model_unless_given() -> None:
+    given = {"threshold": "0.7", "minimum_size": " 12.5 UM3", "border": "drop", "fill_holes": "true"}
+    steering = Query.model_validate(given | {"min_confidence": "0.9"}).options.steering
+    assert steering == Steering(0.7, ObjectVolume(12.5, "um3"), "drop", fill_holes=True, min_confidence=0.9)
+    assert Query(minimum_size="60").options.steering == Steering(minimum_size=ObjectVolume(60, "px"))
+    assert Query.model_validate({"threshold": "", "minimum_size": ""}).options == Options()
+
+
+@pytest.mark.parametrize("text", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"])
+def test_a_minimum_size_is_a_number_of_voxels_or_micrometres(text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query(minimum_size=text)
+    assert explain(caught.value.errors()).startswith("minimum_size: A number of voxels")
+
+
 @pytest.mark.parametrize(
     "text",
     ["15", "px", "automatic", "15 mm", "1,2px", "1,2,3,4um", "0px", "-3um", "nanpx", "infum", "1,a,3px", "15pxum"],
@@ -93,7 +108,9 @@ def test_diameter_needs_a_unit_and_positive_lengths(text: str) -> None:
     assert "15px" in explain(caught.value.errors())
 
 
-@pytest.mark.parametrize("given", [{"zoom": 1}, {"overlap": 1}, {"time": -1}, {"output": "cells"}])
+@pytest.mark.parametrize(
+    "given", [{"zoom": 1}, {"overlap": 1}, {"time": -1}, {"output": "cells"}, {"threshold": 1}, {"border": "cut"}]
+)
 def test_explanation_is_sentences(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         Query.model_validate(given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -103,9 +104,12 @@ class InstanceDecoder:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=none)
         decoding = self._decoding
         labels, objects = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
+        segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
+        if decoding.min_confidence:
+            segmentation = keep_objects(segmentation, objects.confidence >= decoding.min_confidence)
         if decoding.holes == "fill":
-            fill_holes(labels)
-        return Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
+            fill_holes(segmentation.pixels)
+        return segmentation
 
 
 class StreamingWatershed(Protocol):
@@ -215,6 +219,14 @@ def label_basins(
     labels = np.empty(basins.pieces.shape, label_dtype(count))
     _write_labels(basins.pieces, of_piece.to(basins.pieces.device), labels)
     return labels, Objects.from_sums(voxels[kept], foreground[kept] / PROBABILITY_ONE, peaks[kept])
+
+
+def keep_objects(segmentation: Segmentation, kept: NDArray[np.bool_]) -> Segmentation:
+    """Return labels of only the objects for which `kept` [N] is true, numbered without gaps."""
+    count = int(np.count_nonzero(kept))
+    numbers = np.append(0, np.where(kept, kept.cumsum(), 0)).astype(label_dtype(count))
+    objects = None if segmentation.objects is None else segmentation.objects.select(kept)
+    return replace(segmentation, pixels=numbers[segmentation.pixels], count=count, objects=objects)
 
 
 def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from landscapes import decode, hills
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from service.core.buffers import allocate_on_disk
 from service.core.volume import OutputKind, Segmentation, VoxelSize
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
+from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import Smoother
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
@@ -172,6 +173,45 @@ def test_labels_do_not_depend_on_where_slabs_are_cut(seed: int, cuts: set[int], 
     whole = run(random_nuclei, scores)
     assert whole.count
     assert np.array_equal(run(random_nuclei, scores, tuple(sorted(cuts))).pixels, whole.pixels)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    cuts=st.sets(st.integers(1, 12)),
+    minimum_size=st.sampled_from([0, 40, 300]),
+    border=st.sampled_from(["keep", "drop"]),
+    holes=st.sampled_from(["keep", "fill"]),
+    confidence=st.sampled_from([0.0, 0.8, 0.9]),
+)
+def test_what_is_dropped_does_not_depend_on_where_slabs_are_cut(
+    seed: int,
+    cuts: set[int],
+    minimum_size: int,
+    border: str,
+    holes: str,
+    confidence: float,
+    random_nuclei: ModelSpec,
+) -> None:
+    """And it is what is small, touches a face or is doubtful among all objects, which keep their order and voxels."""
+    scores = smooth_scores(seed)
+    given = {"minimum_size": minimum_size, "border": border, "min_confidence": confidence}
+    every = run(with_decoding(random_nuclei, minimum_size=0), scores).pixels
+    expected, probability = np.zeros_like(every), torch.sigmoid(scores[0, 0]).numpy()
+    for number in range(1, every.max() + 1):
+        inside = every == number
+        faces = any(np.take(inside, end, axis).any() for axis in range(3) for end in (0, -1))
+        mean = probability[inside].mean()
+        assume(abs(mean - confidence) > 0.01)
+        if inside.sum() >= minimum_size and not (faces and border == "drop") and mean >= confidence:
+            expected[inside] = expected.max() + 1
+    found = run(with_decoding(random_nuclei, holes="keep", **given), scores, tuple(sorted(cuts)))
+    assert np.array_equal(found.pixels, expected)
+    assert found.count == expected.max()
+    if holes == "fill":
+        fill_holes(expected)
+        filled = run(with_decoding(random_nuclei, holes=holes, **given), scores, tuple(sorted(cuts)))
+        assert np.array_equal(filled.pixels, expected)
 
 
 def test_an_object_across_a_seam_stays_one(random_nuclei: ModelSpec) -> None:

@@ -1,0 +1,75 @@
+"""How a request and the width of its objects change the way in which a model's scores become objects."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from service.core.errors import BadParameter
+from service.core.volume import Diameter, Extent, OutputKind, Size, Steering
+from service.models.spec import Instances, ModelSpec
+
+
+def check_steering(spec: ModelSpec, output: OutputKind, steering: Steering) -> None:
+    """Check that the output of a model follows what a request steers. Raises BadParameter."""
+    for name in steering.given:
+        if not isinstance(spec.decoding, Instances):
+            raise BadParameter(
+                f"{name}: {spec.name} gives each voxel the class with the highest score and finds no objects; leave it"
+                " out."
+            )
+        if output == "probabilities" or (output == "classes" and name != "threshold"):
+            raise BadParameter(f"{name}: there are no objects in {output}; leave it out, or ask for output=labels.")
+
+
+def minimum_voxels(steering: Steering, volume: Extent) -> int:
+    """Return how many voxels of the volume an object must have for the caller, 0 where that is not stated.
+
+    Raises BadParameter for micrometres without a voxel size.
+    """
+    if steering.minimum_size is None:
+        return 0
+    voxels = steering.minimum_size.in_voxels(volume.voxel_size)
+    if voxels is None:
+        raise BadParameter(
+            "minimum_size: the file states no voxel size, so um3 mean nothing; give voxel_size=Z,Y,X too, or a number"
+            " of voxels, such as 60."
+        )
+    # One more than there are drops everything as well, and fits the integers of the kernel.
+    return min(math.ceil(voxels), math.prod(volume.shape[1:]) + 1)
+
+
+def steer(
+    spec: ModelSpec, steering: Steering, volume: Extent, size: Size, diameter: Diameter | None = None
+) -> ModelSpec:
+    """Return a model as it decodes one request, the minimum size of its objects in voxels of the working grid.
+
+    size      (Z, Y, X) of the working grid
+    diameter  of the objects, where it is known: fragments of `minimum_fraction` of such a ball are dropped unless the
+              request states a minimum size
+
+    Raises what `minimum_voxels` raises.
+    """
+    decoding = spec.decoding
+    if not isinstance(decoding, Instances):
+        return spec
+    scales = [after / before for after, before in zip(size, volume.shape[1:], strict=True)]
+    least = round(minimum_voxels(steering, volume) * math.prod(scales))
+    if steering.minimum_size is None:
+        widths = None if diameter is None else diameter.in_voxels(volume.voxel_size)
+        least = max(decoding.minimum_size, math.ceil(decoding.minimum_fraction * _ball(widths, scales, size)))
+    changes: dict[str, Any] = {"minimum_size": least}
+    for name in ("threshold", "border", "min_confidence"):
+        if (value := getattr(steering, name)) is not None:
+            changes[name] = value
+    if steering.fill_holes is not None:
+        changes["holes"] = "fill" if steering.fill_holes else "keep"
+    return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
+
+
+def _ball(widths: tuple[float, float, float] | None, scales: list[float], size: Size) -> float:
+    """Return the voxels of a ball that is so wide along (z, y, x) before scaling, within a grid of `size`."""
+    if widths is None:
+        return 0.0
+    edges = (min(width * scale, edge) for width, scale, edge in zip(widths, scales, size, strict=True))
+    return math.pi / 6 * math.prod(edges)

@@ -1,0 +1,109 @@
+"""Requests that steer how objects are found: through a real server, jobs and the command line alike."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import tifffile
+import yaml
+from fakes import until
+from live import Answer, Live, as_tiff, eager, serve
+
+from service.__main__ import main
+from service.models.spec import ModelSpec
+
+STACK = as_tiff(np.random.default_rng(0).integers(0, 255, (12, 40, 40), dtype=np.uint16))
+STEERED: dict[str, Any] = {
+    "threshold": "0.51",
+    "minimum_size": "0.4um3",
+    "border": "drop",
+    "fill_holes": "true",
+    "min_confidence": "0.552",
+}
+
+
+@pytest.fixture(scope="module")
+def live(random_nuclei: ModelSpec) -> Iterator[Live]:
+    with serve(eager(random_nuclei.folder.parent, limits={"cache_bytes": 2**20})) as running:
+        yield running
+
+
+@pytest.fixture
+def config(random_nuclei: ModelSpec, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    sections = {"models": {"folder": str(random_nuclei.folder.parent)}, "engine": {"kind": "eager"}}
+    path.write_text(yaml.safe_dump(sections | {"device": {"name": "cpu", "threads": 1}}))
+    return path
+
+
+def sizes(content: bytes) -> list[int]:
+    return np.bincount(Answer(content).pixels.ravel())[1:].tolist()
+
+
+def test_each_parameter_changes_the_labels_and_the_key_of_kept_results(live: Live) -> None:
+    plain = live.segment(STACK)
+    # The random network is never unsure of the foreground, and less often of the background.
+    for name, value in (STEERED | {"threshold": "0.45"}).items():
+        answer = live.segment(STACK, **{name: value})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-cache"] == "miss"
+        assert answer.headers["etag"] != plain.headers["etag"]
+        assert name == "fill_holes" or not np.array_equal(Answer(answer.content).pixels, Answer(plain.content).pixels)
+    assert live.segment(STACK, **STEERED).headers["x-cache"] == "miss"
+    assert live.segment(STACK, **STEERED).headers["x-cache"] == "hit"
+
+
+def test_no_object_is_smaller_than_stated(live: Live) -> None:
+    """Of voxels of 0.02 um3."""
+    for stated, least in (("30", 30), ("0.7um3", 35), ("0", 1)):
+        found = sizes(live.segment(STACK, minimum_size=stated).content)
+        assert min(found) >= least
+        assert len(found) == int(live.segment(STACK, minimum_size=stated).headers["x-stackseg-objects"])
+    assert min(found) < 16
+
+
+def test_jobs_and_the_command_line_give_the_same_labels_and_say_how(live: Live, config: Path, tmp_path: Path) -> None:
+    answer = live.segment(STACK, **STEERED)
+    job = live.client.post("/jobs", content=STACK, params=STEERED, headers={"Content-Type": "image/tiff"})
+    assert job.json()["parameters"].keys() == STEERED.keys()
+    until(lambda: live.client.get(job.headers["location"]).json()["state"] == "done", 60)
+    later = live.client.get(f"{job.headers['location']}/result")
+    assert np.array_equal(Answer(later.content).pixels, Answer(answer.content).pixels)
+    stack, labels = tmp_path / "stack.tif", tmp_path / "labels.tif"
+    stack.write_bytes(STACK)
+    options = [text for name, value in STEERED.items() for text in (f"--{name.replace('_', '-')}", value)]
+    assert main(["segment", str(stack), str(labels), *options, "--config", str(config)]) == 0
+    assert np.array_equal(tifffile.imread(labels), Answer(answer.content).pixels)
+    assert tifffile.imread(labels).any()
+    for content in (answer.content, later.content, labels.read_bytes()):
+        with tifffile.TiffFile(io.BytesIO(content)) as file:
+            entries = ElementTree.fromstring(str(file.ome_metadata)).iter()
+        (parameters,) = (entry.text for entry in entries if entry.get("K") == "parameters")
+        given = {"threshold": 0.51, "minimum_size": "0.4um3", "border": "drop", "fill_holes": True}
+        assert json.loads(str(parameters)) == given | {"min_confidence": 0.552}
+
+
+def test_what_cannot_be_steered_is_refused_in_the_words_of_the_caller(
+    live: Live, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = live.segment(STACK, output="classes", minimum_size="9")
+    assert (refused.status_code, refused.json()["detail"][:13]) == (422, "minimum_size:")
+    bare = as_tiff(np.zeros((4, 20, 20), np.uint8), metadata={"axes": "ZYX"}, resolution=None)
+    refused = live.segment(bare, minimum_size="9um3")
+    assert (refused.status_code, "voxel_size=" in refused.json()["detail"]) == (422, True)
+    seen = live.client.post(
+        "/inspect", content=bare, params={"minimum_size": "9um3"}, headers={"Content-Type": "image/tiff"}
+    )
+    assert "voxel_size=" in seen.json()["problem"]
+    stack = tmp_path / "stack.tif"
+    stack.write_bytes(STACK)
+    arguments = ["segment", str(stack), str(tmp_path / "out.tif"), "--config", str(config)]
+    assert main([*arguments, "--output", "probabilities", "--threshold", "0.4"]) == 1
+    assert "--threshold: there are no objects in probabilities" in capsys.readouterr().err
