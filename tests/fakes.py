@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from service.core.cpp_library import CppFunctions, load_library
 from service.core.errors import Cancelled
@@ -21,6 +22,28 @@ Functions = TypeVar("Functions", bound=CppFunctions)
 
 # As many as a large stack has: of such, one after the other is worked on.
 WINDOWS = 100
+
+
+class SeparateDevice:
+    """Driver of a device that computes on the CPU, and counts as one with memory of its own."""
+
+    def __init__(self, free: int = 2**30, total: int = 2**30) -> None:
+        self.free, self.total, self.working = free, total, True
+
+    def is_on_host(self, _device: torch.device) -> bool:
+        return False
+
+    def is_working(self, _device: torch.device) -> bool:
+        return self.working
+
+    def free_bytes(self, _device: torch.device) -> int:
+        return self.free
+
+    def total_bytes(self, _device: torch.device) -> int:
+        return self.total
+
+    def release_memory(self, _device: torch.device) -> None:
+        pass
 
 
 class FakeEstimator(Estimator):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from fakes import SeparateDevice
 from torch import Tensor
 
 from service.api.app import create_app
@@ -27,13 +28,12 @@ from service.models.loader import Network
 from service.models.spec import ModelSpec
 from service.serving.runtime import Runtime
 
-FREE = 2**30
 
-
-class FaultyDevice:
+class FaultyDevice(SeparateDevice):
     """A device, as its driver tells, whose faults are files in a folder; None: it has none."""
 
     def __init__(self, faults: Path | None) -> None:
+        super().__init__()
         self._faults = faults
 
     def has(self, fault: str) -> bool:
@@ -49,9 +49,6 @@ class FaultyDevice:
             (self._faults / "broken").touch()
         self.check()
 
-    def is_on_host(self, _device: torch.device) -> bool:
-        return False
-
     def is_working(self, device: torch.device) -> bool:
         def compute(_device: torch.device) -> bool:
             self.check()
@@ -59,9 +56,9 @@ class FaultyDevice:
 
         return hardware.is_working(device, compute, pause=0.01)
 
-    def free_bytes(self, _device: torch.device) -> int:
+    def free_bytes(self, device: torch.device) -> int:
         self.check()
-        return FREE
+        return super().free_bytes(device)
 
     def release_memory(self, _device: torch.device) -> None:
         self.check()

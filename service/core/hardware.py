@@ -78,6 +78,8 @@ class Driver(Protocol):
 
     def free_bytes(self, device: torch.device) -> int | None: ...
 
+    def total_bytes(self, device: torch.device) -> int | None: ...
+
     def release_memory(self, device: torch.device) -> None: ...
 
 
@@ -209,6 +211,13 @@ def free_bytes(device: torch.device) -> int | None:
         return host.available_memory()
     free, _total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Return the bytes of the device's memory; None where unknown."""
+    if device.type != "cuda":
+        return host.read_meminfo("MemTotal")
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def release_memory(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
@@ -24,7 +24,7 @@ from service.engine import backends, plans, precision, tf32
 from service.engine.autotune import Candidate, NothingRuns, Tuner, Winner
 from service.engine.plans import EngineConfig, EnginePlan, Trial
 from service.engine.prepare import prepare
-from service.inference.label_agreement import LabelAgreement
+from service.inference.label_agreement import LabelAgreement, score
 from service.inference.windows.blending import Blending
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
@@ -298,7 +298,9 @@ class EngineSelector:
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
             ready = self.build(config)
             windows = max(RACE_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
-            call = _segment_in_all_streams(ready.window, agreement, agreement.row(windows))
+            # On a GPU, where the network takes little, decoding would be most of what is timed.
+            run = agreement.segment if self._driver.is_on_host(self._device) else score
+            call = _run_in_all_streams(ready.window, partial(run, ready.window, agreement.row(windows)))
             return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
 
         return Tuner(
@@ -366,16 +368,15 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(most.bit_length()))
 
 
-def _segment_in_all_streams(window: SlidingWindow, agreement: LabelAgreement, image: Tensor) -> Callable[[], object]:
-    """Return a function that segments `image` in every stream at the same time, as requests do that share a device."""
-    segment = partial(agreement.segment, window, image)
+def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Callable[[], object]:
+    """Return a function that calls `run` for every stream at the same time, as requests do that share a device."""
     if window.streams == 1:
         # Here: graphs that were recorded on CUDA belong to the thread that recorded them.
-        return segment
+        return run
     cores = max(torch.get_num_threads() // window.streams, 1)
     # Its threads end with the candidate that holds this function.
     threads = ThreadPoolExecutor(window.streams, "stream", partial(hardware.use_threads, cores))
-    return lambda: list(threads.map(segment, range(window.streams)))
+    return lambda: list(threads.map(run, range(window.streams)))
 
 
 def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,12 +27,17 @@ from service.core.volume import (
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
+from service.inference.device_image import count_planes, planes_sent
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
+
+# Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests
+# and the allocator take the rest.
+DECODING_SHARE = 0.5
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
@@ -44,6 +50,7 @@ class Plan(NamedTuple):
     estimated   whether it is still to be estimated from the stack; until then the stack counts as it is sampled
     skip_below  grey value of windows that are not computed; None: all are
     steering    how scores become objects
+    decode_on_host  whether scores are decoded on the host, as the device's memory may not hold what that takes
     """
 
     output: OutputKind
@@ -53,6 +60,7 @@ class Plan(NamedTuple):
     estimated: bool = False
     skip_below: float | Literal["auto"] | None = None
     steering: Steering = Steering()
+    decode_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,14 +147,16 @@ def estimate(  # noqa: PLR0913
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    # Pixels become float32 where a window reads them, unless the whole volume is resampled or lies on the device.
+    # Pixels become float32 where a window reads them, unless the whole volume is resampled.
     resampled = size != tuple(volume.shape[1:])
-    stored = math.prod(volume.shape[1:]) if resampled else 0
-    image = 4 * spec.input.channels * (math.prod(size) + stored) if resampled or not on_host else 0
+    image = 4 * spec.input.channels * (math.prod(size) + math.prod(volume.shape[1:])) if resampled else 0
+    # Planes on a device, and those of one channel that are on their way there.
+    plane, sent = 4 * size[1] * size[2], 0 if on_host else 2 * planes_sent(size)
+    there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0])
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
-    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host)
+    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     depth = min(grid.roi[0], volume.shape[1])
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0
@@ -155,8 +165,8 @@ def estimate(  # noqa: PLR0913
         sw_batch_size=plan.sw_batch_size,
         overlap=plan.overlap,
         working_size=size,
-        host_bytes=decoding.host + planes + image + (running if on_host else 0),
-        device_bytes=0 if on_host else decoding.device + image + running,
+        host_bytes=decoding.host + planes + image + (running if on_host else plane * sent),
+        device_bytes=0 if on_host else decoding.device + running + plane * (there + sent),
     )
 
 
@@ -186,6 +196,7 @@ class Estimator:
                     number, in one stream where that is less
     on_host        whether the device's memory is the host's
     streams        batches of `sw_batch_size` windows that are computed at the same time
+    device_memory  bytes of the device's own memory; None: unknown, or the host's
     """
 
     spec: ModelSpec
@@ -196,6 +207,7 @@ class Estimator:
     streams: int = 1
     score_bytes: int | None = None
     any_batch_size: bool | None = None
+    device_memory: int | None = None
 
     def fit_batch(self, batch_size: int) -> int:
         """Return the windows per call for a request that asks for `batch_size`, as the network is built."""
@@ -236,7 +248,11 @@ class Estimator:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes
-        needed = estimate(self.spec, volume, plan, window_bytes, on_host=self.on_host, streams=streams)
+        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
+        needed = estimate_plan(plan, window_bytes)
+        if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
+            plan = plan._replace(decode_on_host=True)
+            needed = estimate_plan(plan, window_bytes)
         if self.settings.windows.inferer == "monai":
             needed = self._add_whole_scores(needed)
         if needed.windows > (most := self.settings.limits.windows):
@@ -250,11 +266,10 @@ class Estimator:
         """Add what MONAI holds beside the windows: the image, and scores and weights of every voxel, all float32."""
         voxels = 4 * math.prod(needed.working_size)
         image, scores = voxels * self.spec.input.channels, voxels * (len(self.spec.outputs) + 1)
-        if self.on_host:
-            return replace(needed, host_bytes=needed.host_bytes + image + scores)
-        if self.settings.windows.device == "cpu":
-            return replace(needed, host_bytes=needed.host_bytes + scores)
-        return replace(needed, device_bytes=needed.device_bytes + scores)
+        host, device = needed.host_bytes + image, needed.device_bytes + (0 if self.on_host else image)
+        if self.on_host or self.settings.windows.device == "cpu":
+            return replace(needed, host_bytes=host + scores, device_bytes=device)
+        return replace(needed, host_bytes=host, device_bytes=device + scores)
 
     def _check_channels(self, volume: Extent) -> None:
         have, want = volume.shape[0], self.spec.input.channels

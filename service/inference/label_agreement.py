@@ -74,6 +74,12 @@ class LabelAgreement:
         return decoder.finish()
 
 
+def score(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
+    """Compute and blend the scores of an image [1, C, Z, Y, X], as `LabelAgreement.segment` does, and drop them."""
+    for _slab in window.run(image, OVERLAP, stream=stream):
+        pass
+
+
 def image_of(spec: ModelSpec) -> Tensor:
     """Return the middle of the model's sample, at most two windows per axis: float32 [1, C, Z, Y, X], normalised.
 

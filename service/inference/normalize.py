@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, assert_never
@@ -108,9 +108,22 @@ class IntensityScaling:
         if not plain or out.dtype != torch.float32 or not _torch_reads(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
             return
+        self._scale_into(torch.from_numpy(pixels), pixels.dtype, out)
+
+    def send_into(self, pixels: Array, out: Tensor, send: Callable[[Array], Tensor]) -> None:
+        """Write the scaled pixels into `out`, float32 on the device to which `send` copies an array.
+
+        They are sent as they are stored, unless float32 cannot hold them, or some are replaced.
+        """
+        if self._is_plain and pixels.dtype in _EXACT_IN_FLOAT32:
+            self._scale_into(send(pixels), pixels.dtype, out)
+        else:
+            out.copy_(send(self.apply(pixels)))
+
+    def _scale_into(self, stored: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
         # In place and with all of torch's threads this takes a third of NumPy's time.
-        out.copy_(torch.from_numpy(pixels)).sub_(self.offset).div_(self.scale)
-        if not self._stays_within_limits(pixels.dtype):
+        out.copy_(stored).sub_(self.offset).div_(self.scale)
+        if not self._stays_within_limits(dtype):
             out.clamp_(self.lowest, self.highest)
 
     def _stays_within_limits(self, dtype: np.dtype[Any]) -> bool:
@@ -149,6 +162,14 @@ class NormalisedImage:
         """Write the normalised box into `out`: one tensor [z, y, x] of any floating dtype for each channel."""
         for target, pixels, scaling in zip(out, self._read(box), self._scalings[box[1]], strict=True):
             scaling.apply_into(pixels, target)
+
+    def send_planes(self, first: int, end: int, out: Tensor, send: Callable[[Array], Tensor]) -> None:
+        """Write the normalised planes from `first` to `end` into `out`, float32 [C, z, Y, X] on another device.
+
+        `send` returns a copy of an array on that device.
+        """
+        for target, pixels, scaling in zip(out, self._volume.read(first, end), self._scalings, strict=True):
+            scaling.send_into(pixels, target, send)
 
     def _read(self, box: Box) -> list[Array]:
         _, channels, z, y, x = box

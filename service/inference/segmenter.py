@@ -22,15 +22,16 @@ from service.core.timing import Stages
 from service.core.volume import Diameter, Options, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
-from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.decoders import HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
+from service.inference.device_image import DeviceImage
 from service.inference.diameter import DiameterCache, DiameterEstimator, Sizing, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
 from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
-from service.inference.resample import PreparedImage, resample_image, resample_segmentation, working_size
+from service.inference.resample import resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
 from service.inference.scores import Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer
 from service.inference.windows.grid import Grid, as_size
@@ -110,6 +111,7 @@ class Segmenter:
             config.sw_batch_size,
             window_bytes=self._window_bytes * backends.batch_dtype(config).itemsize // 4,
             on_host=self._on_host,
+            device_memory=None if self._on_host else self._driver.total_bytes(self._device),
             streams=config.streams,
             score_bytes=None if ready is None else ready.score_bytes,
             any_batch_size=None if ready is None or config.engine == "eager" else ready.window.any_batch_size,
@@ -177,7 +179,8 @@ class Segmenter:
             spec = steer(self.spec, plan.steering, volume, size, sized.diameter)
             image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
             progress(0, estimate.windows)
-            decoder = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)
+            make = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)
+            decoder = partial(HostDecoder, make) if plan.decode_on_host else make
             compute = partial(infer, cancelled=cancelled, progress=progress)
             scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
@@ -227,12 +230,12 @@ class Segmenter:
         if sizing.diameter is None or sizing.fits:
             return _Sized(request, sizing.diameter, (sizing.note,))
         try:
-            estimate = self.estimator.estimate(volume, replace(options, diameter=sizing.diameter))
+            planned, estimate = self.estimator.plan_request(volume, replace(options, diameter=sizing.diameter))
             self._check_memory(estimate)
         except (TooLarge, OutOfMemory) as error:
             note = f"Objects seem to be {sizing.diameter} wide, yet the stack is used as it is sampled: {error}"
             return _Sized(request, sizing.diameter, (note,))
-        plan = request.plan._replace(diameter=sizing.diameter)
+        plan = request.plan._replace(diameter=sizing.diameter, decode_on_host=planned.decode_on_host)
         return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
 
     def _measure_diameter(self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs) -> Sizing:
@@ -257,13 +260,17 @@ class Segmenter:
         inferer: RunWindows = import_module(MONAI_INFERER).MonaiInferer(self._settings.windows, run)
         return inferer
 
-    def _resample(self, image: NormalisedImage, volume: Volume, diameter: Diameter | None) -> PreparedImage:
-        """Resample an image to the grid of the network, and bring it to the device."""
+    def _resample(
+        self, image: NormalisedImage, volume: Volume, diameter: Diameter | None
+    ) -> tuple[Image, tuple[str, ...]]:
+        """Resample an image to the grid of the network, and bring it to the device; return it with notes."""
         prepared = resample_image(image, volume, self.spec, diameter)
-        if self._on_host and self._settings.windows.inferer == "own":
-            return prepared
+        if self._settings.windows.inferer == "own":
+            if self._on_host:
+                return prepared.image, prepared.notes
+            return DeviceImage(prepared.image, self.spec.input.roi_size[0], self._device), prepared.notes
         tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
-        return prepared._replace(image=tensor.to(self._device))
+        return tensor.to(self._device), prepared.notes
 
     def _skip_empty_windows(  # noqa: PLR0913, PLR0917
         self, image: Image, volume: Volume, spec: ModelSpec, plan: Plan, stages: Stages, compute: ComputeSlabs

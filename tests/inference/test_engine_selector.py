@@ -3,15 +3,18 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import NoneType
 
 import pytest
 import torch
 from fake_backends import FakeBackend, change
+from fakes import SeparateDevice
 from paths import ROOT
 from torch import nn
 
-from service.core import host
+from service.core import hardware, host
 from service.core.config import Settings
+from service.core.volume import Segmentation
 from service.engine import backends
 from service.engine.plans import EngineConfig
 from service.inference.engine_selector import EngineSelector, batch_size
@@ -407,6 +410,23 @@ def test_a_race_segments_in_all_streams_at_the_same_time(bands, settings, only, 
     assert {cores for _, cores in threads} == {1}
     assert len(threads) >= 2
     assert all("failed" not in trial.verdict for trial in ready.plan.trials)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_race_times_decoding_only_where_the_network_runs_on_the_same_cores(bands, settings, on_host):
+    batches = []
+
+    class Counting(Wrong):
+        def forward(self, x):
+            batches.append(len(x))
+            return super().forward(x)
+
+    chosen, driver = settings({"sw_batch_size": 2}, kind="eager"), hardware if on_host else SeparateDevice()
+    selector = EngineSelector(bands, chosen, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
+    candidate = selector._make_tuner()._build(replace(selector.preliminary(), streams=1))
+    del batches[:]
+    assert isinstance(candidate.call(), Segmentation if on_host else NoneType)
+    assert sum(batches) == candidate.windows == 4
 
 
 def fixed(settings, **engine):

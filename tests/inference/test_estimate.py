@@ -13,6 +13,7 @@ from torch import nn
 from service.core.config import Limits, Settings, Windows
 from service.core.errors import BadParameter
 from service.core.volume import Description, Options, Volume, VoxelSize
+from service.inference import device_image
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
 from service.inference.windows.grid import SKIPPED_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
@@ -153,6 +154,21 @@ def test_memory_is_that_of_the_device_or_of_the_host(random_nuclei):
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
+
+
+def test_a_deeper_stack_takes_no_more_of_a_device_where_scores_leave_it(random_nuclei, monkeypatch):
+    monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+
+    def plan(depth, memory):
+        estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
+        return estimator.plan_request(volume_of_shape((1, depth, 640, 640)), Options())
+
+    ample, tight = plan(640, 2**40), plan(640, 2**30)
+    assert not ample.plan.decode_on_host
+    assert tight.plan.decode_on_host
+    assert ample.estimate.device_bytes > 2**30 > tight.estimate.device_bytes
+    assert plan(328, 2**30).estimate.device_bytes == tight.estimate.device_bytes
+    assert tight.estimate.host_bytes > 4 * 640**3
 
 
 def test_a_window_that_is_alone_is_not_summed_up(bands):

@@ -1,30 +1,22 @@
 import pytest
 import torch
+from fakes import SeparateDevice
 
 from service.core.errors import DeviceLost, OutOfMemory
 from service.inference.estimate import Estimate
 from service.inference.memory import check_memory, translate_errors
 
 
-class Gone:
-    """Driver of a device that is lost."""
-
-    def is_on_host(self, _device):
-        return False
-
-    def is_working(self, _device):
-        return False
-
-
 def test_device_that_answers_no_more_is_lost_and_one_that_does_is_not():
     needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
-    gpu = torch.device("cuda", 0)
+    gpu, driver = torch.device("cuda", 0), SeparateDevice()
+    driver.working = False
     for error in (RuntimeError("CUDA error: device-side assert triggered"), AssertionError()):
-        with pytest.raises(DeviceLost, match="cuda:0 has failed"), translate_errors(needed, gpu, Gone()):
+        with pytest.raises(DeviceLost, match="cuda:0 has failed"), translate_errors(needed, gpu, driver):
             raise error
     with pytest.raises(RuntimeError, match="triggered"), translate_errors(needed, torch.device("cpu")):
         raise RuntimeError("triggered")
-    with pytest.raises(OutOfMemory), translate_errors(needed, gpu, Gone()):
+    with pytest.raises(OutOfMemory), translate_errors(needed, gpu, driver):
         raise torch.OutOfMemoryError("no")
 
 

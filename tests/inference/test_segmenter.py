@@ -5,14 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from fakes import until
+from fakes import SeparateDevice, until
 from segmenters import settings_of, started, with_network
 
 from service.core.config import Device, Limits, Settings, Windows
-from service.core.errors import BadParameter, Cancelled, ConfigError, TooLarge
+from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
 from service.core.volume import Options, Volume, VoxelSize
 from service.engine.torch_compile import count_graphs
 from service.inference import batcher as device_module
+from service.inference import device_image
 from service.inference.estimate import Estimator
 from service.inference.segmenter import Segmenter
 from service.models.spec import Instances, RangeNormalisation
@@ -390,6 +391,30 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("total", [2**40, 1])
+def test_a_device_with_memory_of_its_own_gives_the_same(bands, random_nuclei, phantom, whole, total, monkeypatch):
+    """Also a device that holds neither the stack nor what its labels are made from."""
+    if not whole:
+        monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+    image = np.concatenate([phantom.image] * 2)
+    for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
+        volume = Volume.from_array(image[None, :, :40, :40], VOXEL)
+        there = Segmenter(spec, settings_of(), SeparateDevice(total=total))
+        there.warm_up()
+        request = there.estimator.plan_request(volume, Options())
+        assert request.plan.decode_on_host == (total == 1)
+        expected = started(spec, settings_of()).segment(volume, Options()).segmentation
+        np.testing.assert_array_equal(there.segment(volume, Options()).segmentation.pixels, expected.pixels)
+
+
+def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(bands, volume):
+    segmenter = Segmenter(bands, settings_of(), SeparateDevice(free=2**20))
+    segmenter.warm_up()
+    with pytest.raises(OutOfMemory, match="memory of the device"):
+        segmenter.segment(volume, Options(), progress=pytest.fail)
+
+
 def test_a_device_that_is_not_there(bands):
     with pytest.raises(ConfigError):
         Segmenter(bands, Settings(device=Device(name="cuda")))

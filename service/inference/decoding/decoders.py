@@ -6,7 +6,7 @@ A decoder takes finished slabs and keeps of each only what it needs, so that the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,6 +49,19 @@ def make_decoder(
             return ForegroundDecoder(spec, spec.decoding, size, voxel_size, allocate)
         return InstanceDecoder(spec, spec.decoding, size, voxel_size)
     return ClassDecoder(spec, size, voxel_size, allocate)
+
+
+class HostDecoder:
+    """Decoder of scores that come from another device: `make()` makes the one that gets them on the host."""
+
+    def __init__(self, make: Callable[[], Decoder]) -> None:
+        self._decoder = make()
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        self._decoder.add(z0, y0, scores.cpu())
+
+    def finish(self) -> Segmentation:
+        return self._decoder.finish()
 
 
 class DecodingMemory(NamedTuple):

@@ -1,0 +1,117 @@
+"""An image on a device with memory of its own, which is sent there as it is stored, a layer of windows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.core.volume import Array, Size
+from service.inference.normalize import NormalisedImage
+from service.inference.windows.grid import Box, as_size
+
+# Float32 images up to this size stay on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
+WHOLE_BYTES = 2**30
+# Planes are sent together up to this many bytes.
+PIECE_BYTES = 2**23
+
+StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
+
+
+def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
+    """Start to copy to a device, and return a function that waits until `source` may be overwritten."""
+    target.copy_(source, non_blocking=True)
+    if not target.is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(target.device))
+    return event.synchronize
+
+
+class Upload:
+    """Sends arrays of up to `nbytes` through two buffers: one is filled while the other is on its way.
+
+    Buffers for a CUDA device are pinned: of other memory the driver makes a copy first, for which it waits.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, start: StartCopy = start_copy) -> None:
+        self._device, self._start = device, start
+        pinned = device.type == "cuda"
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
+
+    def __call__(self, pixels: Array) -> Tensor:
+        """Return a copy on the device, of the same shape and dtype, for work on its current stream."""
+        self._buffers.reverse()
+        self._waits.reverse()
+        self._waits[0]()
+        dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
+        staged = self._buffers[0][: pixels.nbytes].view(dtype).view(pixels.shape)
+        np.copyto(staged.numpy(), pixels)
+        sent = torch.empty(pixels.shape, dtype=dtype, device=self._device)
+        self._waits[0] = self._start(staged, sent)
+        return sent
+
+
+class DeviceImage:
+    """The planes of an image that windows are cut from, float32 on a device; all of them where they are few.
+
+    Index it with (0, channels, z, y, x), slices all but the first, like the float32 [1, C, Z, Y, X] that it stands for.
+    What it returns is valid until the next index, for work on the device's current stream. One thread at a time may use
+    it.
+
+    source  image on the host; a tensor is float32 [1, C, Z, Y, X]
+    depth   planes of a window
+    """
+
+    def __init__(self, source: NormalisedImage | Tensor, depth: int, device: torch.device) -> None:
+        self._source = source
+        _, channels, *size = self.shape = tuple(source.shape)
+        depth, self._step = count_planes(channels, as_size(size), depth), planes_sent(as_size(size))
+        self._upload = Upload(device, 4 * self._step * size[1] * size[2])
+        self._planes = torch.empty((channels, depth, *size[1:]), device=device)
+        self._first = self._end = 0
+        self._load(0)
+
+    def __getitem__(self, box: Box) -> Tensor:
+        _, channels, z, y, x = box
+        first, end, _ = z.indices(self.shape[2])
+        if not self._first <= first <= end <= self._end:
+            self._load(first)
+        if end > self._end:
+            raise IndexError(f"{end - first} planes are asked for, and windows have {self._planes.shape[1]}")
+        return self._planes[channels, first - self._first : end - self._first, y, x]
+
+    def _load(self, first: int) -> None:
+        """Fill the device's planes from plane `first` on, without sending again those that are there."""
+        depth = self._planes.shape[1]
+        moved, kept = first - self._first, max(self._end - first, 0) if first >= self._first else 0
+        self._first = self._end = first
+        # Source and target overlap where more planes are kept than left.
+        for z in range(0, kept, max(moved, 1)):
+            count = min(moved, kept - z)
+            self._planes[:, z : z + count] = self._planes[:, z + moved : z + moved + count]
+        for z in range(kept, min(depth, self.shape[2] - first), self._step):
+            end = min(z + self._step, depth, self.shape[2] - first)
+            self._send(first + z, first + end, self._planes[:, z:end])
+        self._end = min(first + depth, self.shape[2])
+
+    def _send(self, first: int, end: int, out: Tensor) -> None:
+        if isinstance(self._source, NormalisedImage):
+            self._source.send_planes(first, end, out, self._upload)
+            return
+        for channel, target in zip(self._source[0, :, first:end].numpy(), out, strict=True):
+            target.copy_(self._upload(channel))
+
+
+def count_planes(channels: int, size: Size, depth: int) -> int:
+    """Return how many planes of an image of `size` (Z, Y, X) are on the device, where windows have `depth` planes."""
+    planes, height, width = size
+    return planes if 4 * channels * planes * height * width <= WHOLE_BYTES else min(depth, planes)
+
+
+def planes_sent(size: Size) -> int:
+    """Return how many planes of one channel of an image of `size` (Z, Y, X) are sent together."""
+    return min(max(PIECE_BYTES // (4 * size[1] * size[2]), 1), size[0])

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from service.core.volume import Array, Volume
+from service.inference import device_image
+from service.inference.device_image import DeviceImage, Upload
+from service.inference.normalize import IntensityScaling, NormalisedImage
+from service.inference.windows.grid import Grid
+
+CPU = torch.device("cpu")
+SHAPE = (2, 11, 6, 7)
+SCALINGS = [IntensityScaling(30.5, 70, -0.25, 0.5), IntensityScaling(0, 0)]
+
+
+@pytest.fixture
+def layered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image is small enough to be on the device as a whole, and each plane is sent alone."""
+    monkeypatch.setattr(device_image, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(device_image, "PIECE_BYTES", 1)
+
+
+def some_pixels(dtype: str) -> Array:
+    return np.random.default_rng(1).integers(0, 100, SHAPE).astype(dtype)
+
+
+def boxes(overlap: float, depth: int = 4) -> list[tuple[Any, ...]]:
+    grid = Grid.cover((11, 6, 7), (depth, 4, 4), overlap)
+    return [
+        (0, slice(None), *(slice(start, start + edge) for start, edge in zip(place, grid.roi, strict=True)))
+        for place in grid.positions()
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8", "?"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_windows_on_a_device_are_those_on_the_host(dtype: str, whole: bool, request: pytest.FixtureRequest) -> None:
+    if not whole:
+        request.getfixturevalue("layered")
+    pixels = some_pixels(dtype)
+    pixels.flags.writeable = False
+    for stored in (pixels, pixels[:, ::-1, :, ::-1]):
+        source = NormalisedImage(Volume.from_array(stored), SCALINGS)
+        image = DeviceImage(source, 4, CPU)
+        assert image.shape == source.shape
+        for box in (*boxes(0.5), *boxes(0.25)):
+            torch.testing.assert_close(image[box], source[box], rtol=1e-6, atol=1e-7)
+
+
+def test_pixels_that_are_not_finite_are_replaced() -> None:
+    pixels = np.array([1, np.nan, 3, np.inf], np.float32).reshape(1, 1, 2, 2)
+    image = DeviceImage(NormalisedImage(Volume.from_array(pixels), [IntensityScaling(1, 2, substitute=5)]), 1, CPU)
+    assert image[0, slice(None), slice(None), slice(None), slice(None)].flatten().tolist() == [0, 2, 1, 2]
+
+
+@pytest.mark.usefixtures("layered")
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=8))
+def test_layers_come_in_any_order(starts: list[int]) -> None:
+    whole = torch.arange(11.0)[None, None, :, None, None].expand(1, 1, 11, 2, 3).contiguous()
+    image = DeviceImage(whole, 4, CPU)
+    for start in starts:
+        box = (0, slice(None), slice(start, start + 4), slice(0, 2), slice(1, 3))
+        assert torch.equal(image[box], whole[box])
+
+
+@pytest.mark.usefixtures("layered")
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.75])
+def test_every_plane_is_read_once_and_no_more_are_held_than_a_window_has(overlap: float) -> None:
+    pixels, read = some_pixels("uint16"), list[int]()
+
+    def read_planes(z0: int, z1: int) -> Array:
+        read.extend(range(z0, z1))
+        return pixels[:, z0:z1]
+
+    source = NormalisedImage(Volume(SHAPE, pixels.dtype, read_planes), SCALINGS)
+    image = DeviceImage(source, 4, CPU)
+    for box in boxes(overlap):
+        held = image[box]
+    assert read == list(range(11))
+    assert held.untyped_storage().nbytes() == 4 * 2 * 4 * 6 * 7
+    with pytest.raises(IndexError, match="5 planes"):
+        image[0, slice(None), slice(0, 5), slice(0, 4), slice(0, 4)]
+
+
+class SlowCopies:
+    """Copies as a device makes them: at any time until somebody waits, here as late as possible."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        self.pending.append((source, target))
+        return self.finish
+
+    def finish(self) -> None:
+        for source, target in self.pending:
+            target.copy_(source)
+        self.pending.clear()
+
+
+def test_buffer_is_not_filled_while_it_is_on_its_way() -> None:
+    copies = SlowCopies()
+    upload = Upload(CPU, 2 * 3 * 4, copies)
+    blocks = [np.full((count, 3), value, np.float32) for value, count in zip(range(7), itertools.cycle((2, 1)))]
+    sent, waiting = [], []
+    for block in blocks:
+        sent.append(upload(block))
+        waiting.append(len(copies.pending))
+    assert max(waiting) == 2
+    copies.finish()
+    assert all(np.array_equal(tensor.numpy(), block) for tensor, block in zip(sent, blocks, strict=True))
