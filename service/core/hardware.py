@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import pynvml
@@ -16,6 +18,8 @@ import torch
 
 from service.core import host
 from service.core.errors import ConfigError, DeviceLost, StackSegError
+
+log = logging.getLogger(__name__)
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
@@ -86,14 +90,49 @@ class Driver(Protocol):
 def choose_device(name: str) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises ConfigError for a GPU that is not there."""
     available = torch.cuda.is_available()
+    if name == "auto" and not available:
+        _warn_of_unused_gpus()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ConfigError(f"device.name is {name}, but no CUDA device can be used; set it to cpu or auto.")
+        reason = explain_no_cuda()
+        raise ConfigError(f"device.name is {name}, but no CUDA device can be used: {reason}; or set it to cpu or auto.")
     device = torch.device("cuda:0" if name in {"auto", "cuda"} else name)
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ConfigError(f"device.name is {name}, but there are only {torch.cuda.device_count()} CUDA devices.")
     return device
+
+
+def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
+    """Return why torch, built for CUDA version `built` (None: for CPUs only), sees no CUDA device, and what to do."""
+    if built is None:
+        return "this torch is a build for CPUs; install one for CUDA, in an image with the build argument VARIANT=gpu"
+    try:
+        nvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (
+            "there is no NVIDIA driver here; install it, and give a container its GPU (the NVIDIA container toolkit,"
+            " --gpus all)"
+        )
+    try:
+        driver, number = _query(nvml.nvmlSystemGetDriverVersion), _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    finally:
+        nvml.nvmlShutdown()
+    supported = f"{number // 1000}.{number % 1000 // 10}"
+    # A driver runs every minor version of its major one.
+    if number and number // 1000 < int(built.partition(".")[0]):
+        return (
+            f"the NVIDIA driver {driver} is too old: it runs CUDA up to {supported}, and this torch is built for"
+            f" {built}; update the driver, or install a torch for an older CUDA (build argument CUDA of the image)"
+        )
+    return f"the NVIDIA driver {driver} shows this process no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+@cache
+def _warn_of_unused_gpus() -> None:
+    """Log once that there are GPUs which torch cannot use, where the CPU takes their place."""
+    if found := gpus():
+        log.warning("%s is not used: %s", found[0].name, explain_no_cuda())
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -71,6 +71,7 @@ def test_without_a_driver_there_are_no_gpus() -> None:
 
 ANSWERS: dict[str, Any] = {
     "SystemGetDriverVersion": "580.65",
+    "SystemGetCudaDriverVersion_v2": 12040,
     "DeviceGetCount": 2,
     "DeviceGetMemoryInfo": SimpleNamespace(total=80, used=30),
     "DeviceGetCudaComputeCapability": (9, 0),
@@ -138,6 +139,22 @@ def test_what_a_gpu_does_not_support_is_none() -> None:
         "DeviceGetPowerUsage",
     )
     assert hardware.gpus(driver)[0] == hardware.GpuStatus(0, "unknown", None, None, None, None, 0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "reason"),
+    [
+        (None, FakeDriver(), "build for CPUs"),
+        ("13.0", FakeDriver("Init"), "no NVIDIA driver"),
+        ("13.0", FakeDriver(), "driver 580.65 is too old: it runs CUDA up to 12.4, and this torch is built for 13.0"),
+        ("12.6", FakeDriver(), "driver 580.65 shows this process no GPU"),
+        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 shows this process no GPU"),
+    ],
+    ids=["no CUDA", "no driver", "old driver", "no device", "unknown"],
+)
+def test_why_there_is_no_cuda_device_says_what_to_do(built: str | None, driver: FakeDriver, reason: str) -> None:
+    assert reason in hardware.explain_no_cuda(built, driver)
+    assert driver.open == 0
 
 
 @pytest.mark.parametrize("driver", [FakeDriver("Init"), FakeDriver("DeviceGetCount")], ids=["start", "count"])
