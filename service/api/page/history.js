@@ -1,6 +1,9 @@
 /** The stacks and jobs of this browser: names, numbers and thumbnails, in its own storage. */
 
-/** @typedef {{job: string, stack: string, name: string, model: string, objects: number | null, created: string, thumbnail: string}} Entry */
+/**
+ * @typedef {{job: string, stack: string, name: string, model: string, parameters: string, objects: number | null,
+ *   created: string, thumbnail: string}} Entry
+ */
 
 const HISTORY = "stackseg-jobs";
 const MOST = 24;
@@ -19,7 +22,15 @@ export function entries() {
 export function remember(entry) {
   const others = entries();
   const known = others.find((other) => other.job === entry.job);
-  const empty = { stack: "", name: "", model: "", objects: null, created: new Date().toISOString(), thumbnail: "" };
+  const empty = {
+    stack: "",
+    name: "",
+    model: "",
+    parameters: "",
+    objects: null,
+    created: new Date().toISOString(),
+    thumbnail: "",
+  };
   const merged = { ...empty, ...known, ...entry };
   if (known) others[others.indexOf(known)] = merged;
   else others.unshift(merged);

@@ -2,17 +2,15 @@
 
 import { button, byId, element } from "./elements.js";
 import { forget, remember } from "./history.js";
-import { ObjectsView } from "./objects_view.js";
 import { fetchVolume } from "./planes.js";
+import { showResult } from "./result_view.js";
 import { follow, RunView } from "./run_view.js";
-import { json, Problem, queryOf, request, upload, useKey, warningText, whenKeyIsWanted } from "./server.js";
+import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./server.js";
 import { StackView } from "./stack_view.js";
 import { showStart } from "./start_view.js";
 import { parseTable } from "./table.js";
-import { takeView } from "./take_view.js";
 import { startTheme } from "./theme.js";
 import { Viewer } from "./viewer.js";
-import { counted, number } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -29,10 +27,11 @@ class Session {
     this.ending = new AbortController();
     this.loaded = "";
     this.loading = new AbortController();
+    this.following = new AbortController();
     byId("title").textContent = name;
     show("work");
     this.viewer = new Viewer(byId("viewer"));
-    this.settings = new StackView(byId("settings"), models, defaultModel);
+    this.settings = new StackView(byId("settings"), models, defaultModel, known);
     this.settings.setName(name, bytes);
     this.settings.addEventListener("change", () => this.inspectLater());
     this.settings.addEventListener("run", () => this.run());
@@ -46,6 +45,7 @@ class Session {
 
   end() {
     this.ending.abort();
+    this.following.abort();
     this.loading.abort();
     clearTimeout(this.timer);
   }
@@ -112,13 +112,11 @@ class Session {
     try {
       /** @type {Job} */
       const job = await json(`jobs?${query}`, { method: "POST" });
-      remember({
-        job: job.id,
-        stack: this.stack,
-        name: this.name,
-        model: job.model,
-        thumbnail: this.viewer.thumbnail(),
-      });
+      const { model: _, ...others } = settings.parameters;
+      const parameters = Object.entries(others).flatMap(([name, value]) => (value ? [`${name} ${value}`] : []));
+      const { stack, name } = this;
+      const thumbnail = this.viewer.thumbnail();
+      remember({ job: job.id, stack, name, model: job.model, parameters: parameters.join(", "), thumbnail });
       history.pushState(null, "", `#job=${job.id}`);
       await this.follow(job.id);
     } catch (error) {
@@ -133,8 +131,10 @@ class Session {
     const side = byId("side");
     const running = new RunView(side, id);
     this.viewer.setLabels(null);
+    this.following.abort();
+    this.following = new AbortController();
     try {
-      const job = await follow(id, this.ending.signal, (now) => running.show(now));
+      const job = await follow(id, this.following.signal, (now) => running.show(now));
       remember({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
       else side.replaceChildren(ending(job));
@@ -146,8 +146,7 @@ class Session {
   /** @param {Job} job */
   async showResult(job) {
     const { viewer } = this;
-    const side = byId("side");
-    const signal = this.ending.signal;
+    const { signal } = this.following;
     viewer.waiting.textContent = "Fetching the labels";
     const hasTable = job.parameters.measurements === "zip";
     const text = hasTable
@@ -160,96 +159,11 @@ class Session {
     });
     viewer.setLabels(labels);
     viewer.waiting.textContent = "";
-    const objects = text ? new ObjectsView(parseTable(await text)) : null;
-    side.replaceChildren(resultView(job, objects, this.name, () => viewer.picture()));
-    if (objects) connect(viewer, objects);
+    const table = text && parseTable(await text);
+    showResult(byId("side"), job, { table, name: this.name, stack: this.stack, viewer, signal });
     viewer.drawNow();
     remember({ job: job.id, thumbnail: viewer.thumbnail() });
   }
-}
-
-/** Link table and views in both directions. @param {Viewer} viewer @param {ObjectsView} objects */
-function connect(viewer, objects) {
-  objects.addEventListener("choose", (event) => {
-    const began = performance.now();
-    const label = /** @type {CustomEvent<number>} */ (event).detail;
-    const middle = objects.centroid(label);
-    const image = viewer.scene.image;
-    if (!middle || !image) return;
-    const edges =
-      objects.table.unit === "um" ? viewer.scene.voxel.map((edge, axis) => edge / image.step[axis]) : [1, 1, 1];
-    viewer.select(label, /** @type {Triple} */ (middle.map((place, axis) => place / edges[axis])));
-    performance.measure("choose", { start: began });
-  });
-  objects.addEventListener("filter", () => viewer.hide(objects.hidden));
-  viewer.addEventListener("pick", (event) => objects.select(/** @type {CustomEvent<number>} */ (event).detail));
-}
-
-/** @param {Job} job @param {ObjectsView | null} objects @param {string} name @param {() => Promise<Blob>} picture */
-function resultView(job, objects, name, picture) {
-  const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
-  const words = objects
-    ? objects.words()
-    : job.objects === null
-      ? "The result has classes."
-      : `${counted(job.objects, "object")}.`;
-  const take = takeView(job, name, objects !== null, picture);
-  const notes = job.warnings.map(warningText).filter(Boolean);
-  const pages = element("div", { class: "pages" });
-  const tabs = [
-    ["Objects", objects?.root ?? element("p", { class: "muted" }, "No table was asked for.")],
-    ["Take", take],
-  ].map(([text, page], place) => {
-    const tab = element(
-      "button",
-      {
-        type: "button",
-        role: "tab",
-        id: `tab-${place}`,
-        "aria-controls": `page-${place}`,
-        onclick: () => choose(place),
-        onkeydown: (/** @type {KeyboardEvent} */ event) => {
-          if (event.key === "ArrowRight" || event.key === "ArrowLeft") choose(1 - place).focus();
-        },
-      },
-      /** @type {string} */ (text),
-    );
-    const panel = element(
-      "div",
-      { role: "tabpanel", id: `page-${place}`, "aria-labelledby": `tab-${place}` },
-      /** @type {HTMLElement} */ (page),
-    );
-    return { tab, panel };
-  });
-  /** @param {number} chosen */
-  function choose(chosen) {
-    tabs.forEach(({ tab, panel }, place) => {
-      tab.setAttribute("aria-selected", String(place === chosen));
-      tab.tabIndex = place === chosen ? 0 : -1;
-      panel.hidden = place !== chosen;
-    });
-    return tabs[chosen].tab;
-  }
-  pages.append(...tabs.map(({ panel }) => panel));
-  choose(0);
-  return element(
-    "div",
-    { class: "result" },
-    element("p", { class: "big", id: "words" }, words),
-    element(
-      "p",
-      { class: "muted small" },
-      [job.model, job.diameter && `diameter ${job.diameter}`, `${number(seconds, 2)} s`].filter(Boolean).join(" · "),
-    ),
-    notes.length > 0 &&
-      element(
-        "ul",
-        { class: "notes", "aria-label": "What to know about this result" },
-        ...notes.map((note) => element("li", {}, note)),
-      ),
-    element("div", { class: "tabs", role: "tablist", "aria-label": "Result" }, ...tabs.map(({ tab }) => tab)),
-    pages,
-  );
 }
 
 /** @param {Job} job that is over without a result */
@@ -309,6 +223,8 @@ function before() {
 let models = [];
 /** @type {string | null} */
 let defaultModel = null;
+/** Names of the service's parameters. @type {Set<string>} */
+let known = new Set();
 /** @type {Session | null} */
 let session = null;
 
@@ -379,19 +295,24 @@ async function openJob(id) {
   const job = await json(`jobs/${id}`);
   const { stack: kept, measurements: _, ...parameters } = job.parameters;
   const stack = typeof kept === "string" ? await json(`stacks/${kept}`).catch(() => null) : null;
-  const opened = new Session(stack?.id ?? "", job.name || "stack.tif", stack?.bytes ?? 0);
-  session = opened;
+  if (session === null || stack === null || session.stack !== stack.id) {
+    session?.end();
+    session = new Session(stack?.id ?? "", job.name || "stack.tif", stack?.bytes ?? 0);
+  }
+  const opened = session;
   const given = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
   opened.settings.restore({ ...given, model: String(parameters.model ?? job.model.split("/")[0]) });
-  remember({ job: id, name: job.name, model: job.model, created: job.created });
+  remember({ job: id, stack: opened.stack, name: job.name, model: job.model, created: job.created });
   const looking = stack ? opened.inspect() : Promise.resolve(opened.settings.lose());
   await Promise.all([looking, opened.follow(id)]);
 }
 
 async function route() {
-  session?.end();
-  session = null;
   const [kind, id] = location.hash.slice(1).split("=");
+  if (kind !== "job") {
+    session?.end();
+    session = null;
+  }
   try {
     if (kind === "job" && id) await openJob(id);
     else if (kind === "stack" && id) await openStack(id);
@@ -436,7 +357,10 @@ async function start() {
     location.reload();
   });
   window.addEventListener("hashchange", route);
-  const served = await json("models");
+  const [served, document] = await Promise.all([json("models"), json("openapi.json")]);
+  /** @type {{name: string}[]} */
+  const parameters = document.paths["/jobs"].post.parameters;
+  known = new Set(parameters.map(({ name }) => name));
   byId("key").hidden = !sessionStorage.getItem("stackseg-key");
   models = served.models;
   defaultModel = served.default;

@@ -10,13 +10,7 @@ import { counted, median, number } from "./words.js";
 
 const ROW_PIXELS = 28;
 const SPARE_ROWS = 8;
-const TITLES = /** @type {Record<string, string>} */ ({
-  label: "#",
-  area: "Volume",
-  equivalent_diameter_area: "Diameter",
-  num_pixels: "Voxels",
-  touching_border: "Border",
-});
+const TITLES = /** @type {Record<string, string>} */ ({ label: "#", touching_border: "Edge", confidence: "Sure" });
 
 export class ObjectsView extends EventTarget {
   /** @param {Table} table */
@@ -225,6 +219,7 @@ export class ObjectsView extends EventTarget {
         dot.style.background = cssColour(label);
         return element("td", {}, dot, String(label));
       }
+      if (name === "confidence") return element("td", {}, `${Math.round(value * 100)} %`);
       return element("td", {}, name === "touching_border" ? (value ? "yes" : "") : number(value));
     });
     const chosen = label === this.selected;
@@ -251,7 +246,7 @@ function spacer(rows) {
 /** @param {Table} table */
 function shownColumns(table) {
   const intensities = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
-  return ["label", "equivalent_diameter_area", "area", ...intensities, "touching_border"].filter((name) =>
+  return ["label", "equivalent_diameter_area", "area", ...intensities, "confidence", "touching_border"].filter((name) =>
     table.columns.has(name),
   );
 }
@@ -259,8 +254,8 @@ function shownColumns(table) {
 /** @param {string} name @param {Table} table */
 function title(name, table) {
   const unit = table.unit === "um" ? "µm" : "px";
-  if (name === "area") return `Volume ${unit}³`;
-  if (name === "equivalent_diameter_area") return `Diameter ${unit}`;
+  if (name === "area") return `Vol. ${unit}³`;
+  if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
   if (name.startsWith("intensity_mean")) return `Mean${name.slice("intensity_mean".length).replace("-", " ")}`;
   return TITLES[name] ?? name;
 }

@@ -163,7 +163,7 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
     if (id === 0) continue;
     // Beyond the ends of a row there is undefined, which is no id.
     const inside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
-    if (id === selected) pixels[offset + x] = inside ? 0x55ffffff : 0xffffffff;
+    if (id === selected) pixels[offset + x] = inside ? 0x28ffffff : 0xffffffff;
     else if (!inside) pixels[offset + x] = COLOURS[((id - 1) % 255) + 1];
     else if (filled) pixels[offset + x] = (COLOURS[((id - 1) % 255) + 1] & 0x00ffffff) | 0x70000000;
   }

@@ -17,10 +17,45 @@ const LIKELY_AXES = {
   6: ["TZCYXS"],
 };
 
+/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Optional */
+
+/** Parameters that few need; those that the service does not know are left out. @type {Optional[]} */
+const OPTIONAL = [
+  { name: "threshold", title: "Threshold of foreground", placeholder: "as the model says, 0 to 1" },
+  { name: "minimum_size", title: "Smallest object", placeholder: "voxels, or 12.5um3" },
+  { name: "min_confidence", title: "Least confidence", placeholder: "as the model says, 0 to 1" },
+  {
+    name: "border",
+    title: "Objects at the border",
+    choices: [
+      ["", "as the model says"],
+      ["keep", "keep"],
+      ["drop", "drop"],
+    ],
+  },
+  {
+    name: "fill_holes",
+    title: "Holes in objects",
+    choices: [
+      ["", "as the model says"],
+      ["true", "fill"],
+      ["false", "leave"],
+    ],
+  },
+  { name: "overlap", title: "Overlap of windows", placeholder: "0.25" },
+  { name: "skip_below", title: "Skip windows darker than", placeholder: "auto, none or a grey value" },
+];
+
 export class StackView extends EventTarget {
-  /** @param {HTMLElement} root @param {Model[]} models @param {string | null} first the default model */
-  constructor(root, models, first) {
+  /**
+   * @param {HTMLElement} root @param {Model[]} models @param {string | null} first the default model
+   * @param {Set<string>} known names of the service's parameters
+   */
+  constructor(root, models, first, known) {
     super();
+    this.known = known;
+    /** @type {Map<string, HTMLInputElement | HTMLSelectElement>} */
+    this.optional = new Map();
     this.models = models.filter((model) => model.input);
     /** @type {Parameters} */
     this.parameters = { model: first ?? this.models[0]?.name ?? "" };
@@ -83,15 +118,6 @@ export class StackView extends EventTarget {
       hidden: true,
       onchange: () => this.#readDiameter(),
     });
-    const text = (/** @type {string} */ name, /** @type {string} */ placeholder) =>
-      element("input", {
-        type: "text",
-        placeholder,
-        autocomplete: "off",
-        onchange: (/** @type {Event} */ event) => {
-          this.#change({ [name]: /** @type {HTMLInputElement} */ (event.target).value.trim() });
-        },
-      });
     return element(
       "div",
       {},
@@ -101,10 +127,19 @@ export class StackView extends EventTarget {
         "details",
         {},
         element("summary", {}, "More"),
-        field("Overlap of windows", text("overlap", "0.25")),
-        field("Skip windows darker than", text("skip_below", "auto, none or a grey value")),
+        ...OPTIONAL.filter(({ name }) => this.known.has(name)).map((option) => this.#makeOptional(option)),
       ),
     );
+  }
+
+  /** @param {Optional} option */
+  #makeOptional({ name, title, placeholder, choices }) {
+    const onchange = () => this.#change({ [name]: control.value.trim() });
+    const control = choices
+      ? element("select", { onchange }, ...choices.map(([value, text]) => element("option", { value }, text)))
+      : element("input", { type: "text", placeholder, autocomplete: "off", onchange });
+    this.optional.set(name, control);
+    return field(title, control);
   }
 
   #readDiameter() {
@@ -130,12 +165,14 @@ export class StackView extends EventTarget {
   restore(parameters) {
     this.parameters = parameters;
     if (this.model) this.model.value = parameters.model;
-    const stated = /^([\d.]+)px$/.exec(parameters.diameter ?? "");
-    if (this.diameterKind && this.diameter) {
-      this.diameterKind.value = stated ? "px" : (parameters.diameter ?? "");
-      this.diameter.hidden = !stated;
-      if (stated) this.diameter.value = stated[1];
-    }
+    for (const [name, control] of this.optional) control.value = parameters[name] ?? "";
+    const diameter = parameters.diameter ?? "";
+    const stated = /^([\d.]+)px$/.exec(diameter);
+    if (!this.diameterKind || !this.diameter) return;
+    this.diameterKind.value = stated ? "px" : diameter;
+    if (this.diameterKind.selectedIndex < 0) this.diameterKind.append(new Option(diameter, diameter, true, true));
+    this.diameter.hidden = !stated;
+    if (stated) this.diameter.value = stated[1];
   }
 
   /** Say that the stack of a job is not kept any more. */

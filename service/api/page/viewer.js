@@ -58,6 +58,15 @@ export class Viewer extends EventTarget {
       element("div", { class: "view-foot between" }, element("span", { class: "caption" }, "Maximum"), this.readout),
     );
     this.views[0].stage.append(this.scaleBar, this.circle);
+    this.views[0].root.append(
+      element(
+        "div",
+        { class: "zoom", role: "group", "aria-label": "Zoom" },
+        button("+", () => this.zoomBy(1.4), "icon"),
+        button("−", () => this.zoomBy(1 / 1.4), "icon"),
+        button("Fit", () => this.fit()),
+      ),
+    );
     this.grid = element("div", { class: "views" }, this.views[0].root, this.views[2].root, this.views[1].root, corner);
     this.toolbar = this.#makeToolbar();
     root.replaceChildren(this.toolbar, this.grid, this.waiting);
@@ -115,13 +124,6 @@ export class Viewer extends EventTarget {
         this.soft,
       ),
       this.objectTools,
-      element(
-        "div",
-        { class: "tools end" },
-        button("−", () => this.zoomBy(1 / 1.4), "quiet icon"),
-        button("Fit", () => this.fit(), "quiet"),
-        button("+", () => this.zoomBy(1.4), "quiet icon"),
-      ),
     );
   }
 
@@ -323,8 +325,8 @@ export class Viewer extends EventTarget {
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxel[axis]);
     const share = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
-    this.grid.style.gridTemplateColumns = `${1 - share(x)}fr ${share(x)}fr`;
-    this.grid.style.gridTemplateRows = `${1 - share(y)}fr ${share(y)}fr`;
+    this.grid.style.gridTemplateColumns = `minmax(0, ${1 - share(x)}fr) minmax(0, ${share(x)}fr)`;
+    this.grid.style.gridTemplateRows = `minmax(0, ${1 - share(y)}fr) minmax(0, ${share(y)}fr)`;
     for (const view of this.views) view.resize();
     this.#setScale();
     this.drawNow();

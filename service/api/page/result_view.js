@@ -1,0 +1,127 @@
+/** The result of a job: its words, notes, objects and what can be taken; linked with the views of the stack. */
+
+import { element } from "./elements.js";
+import { entries } from "./history.js";
+import { ObjectsView } from "./objects_view.js";
+import { warningText } from "./server.js";
+import { takeView } from "./take_view.js";
+import { counted, number } from "./words.js";
+
+/** @typedef {import("./server.js").Job} Job */
+/** @typedef {import("./planes.js").Triple} Triple */
+/** @typedef {import("./viewer.js").Viewer} Viewer */
+
+/**
+ * @param {HTMLElement} root
+ * @param {Job} job that is done
+ * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer, signal: AbortSignal}} shown
+ *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views
+ */
+export function showResult(root, job, { table, name, stack, viewer, signal }) {
+  const objects = table && new ObjectsView(table);
+  const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
+  const take = takeView(job, name, objects !== null, () => viewer.picture());
+  root.replaceChildren(
+    element(
+      "div",
+      { class: "result" },
+      versions(job, stack),
+      element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered),
+      element("p", { class: "muted small" }, facts(job).join(" · ")),
+      notes(job),
+      ...tabs([
+        ["Objects", objects?.root ?? element("p", { class: "muted" }, "There is no table of objects for this result.")],
+        ["Take", take],
+      ]),
+    ),
+  );
+  if (objects) connect(viewer, objects, signal);
+}
+
+/** Link table and views in both directions. @param {Viewer} viewer @param {ObjectsView} objects @param {AbortSignal} signal */
+function connect(viewer, objects, signal) {
+  objects.addEventListener("choose", (event) => {
+    const label = /** @type {CustomEvent<number>} */ (event).detail;
+    const middle = objects.centroid(label);
+    const { image, voxel } = viewer.scene;
+    if (!middle || !image) return;
+    const edges = objects.table.unit === "um" ? voxel.map((edge, axis) => edge / image.step[axis]) : [1, 1, 1];
+    viewer.select(label, /** @type {Triple} */ (middle.map((place, axis) => place / edges[axis])));
+  });
+  objects.addEventListener("filter", () => viewer.hide(objects.hidden));
+  viewer.addEventListener("pick", (event) => objects.select(/** @type {CustomEvent<number>} */ (event).detail), {
+    signal,
+  });
+}
+
+/** @param {Job} job @returns {string[]} */
+function facts(job) {
+  const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
+  const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)} %`] : [];
+  const diameter = job.diameter ? [job.diameter.replaceAll(",", " × ").replace("px; ", " px, ")] : [];
+  return [job.model, ...diameter, ...confidence, `${number(seconds, 2)} s`];
+}
+
+/** @param {Job} job */
+function notes(job) {
+  const doubt = job.doubt ? warningText(job.doubt) : "";
+  const texts = job.warnings.map(warningText).filter((note) => note && note !== doubt);
+  return (
+    (doubt || texts.length > 0) &&
+    element(
+      "ul",
+      { class: "notes", "aria-label": "What to know about this result" },
+      doubt && element("li", { class: "warning" }, doubt),
+      ...texts.map((note) => element("li", {}, note)),
+    )
+  );
+}
+
+/** The results of the same stack, to go from one to the other without moving. @param {Job} job @param {string} stack */
+function versions(job, stack) {
+  const all = stack ? entries().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
+  if (all.length < 2) return null;
+  const tags = all.map((entry) => {
+    const text = [entry.model, entry.parameters, counted(entry.objects ?? 0, "object")].filter(Boolean).join(" · ");
+    const onclick = () => {
+      location.hash = `job=${entry.job}`;
+    };
+    const current = entry.job === job.id ? "true" : undefined;
+    return element("button", { type: "button", "aria-current": current, onclick }, text);
+  });
+  return element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" }, ...tags);
+}
+
+/** @param {[string, HTMLElement][]} pages @returns {[HTMLElement, HTMLElement]} the list of tabs, and the pages */
+function tabs(pages) {
+  const made = pages.map(([text, page], place) => {
+    const onkeydown = (/** @type {KeyboardEvent} */ event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (step) choose((place + step + pages.length) % pages.length).focus();
+    };
+    const id = `tab-${place}`;
+    const onclick = () => choose(place);
+    return {
+      tab: element(
+        "button",
+        { type: "button", role: "tab", id, "aria-controls": `page-${place}`, onclick, onkeydown },
+        text,
+      ),
+      panel: element("div", { role: "tabpanel", id: `page-${place}`, "aria-labelledby": id }, page),
+    };
+  });
+  /** @param {number} chosen */
+  function choose(chosen) {
+    made.forEach(({ tab, panel }, place) => {
+      tab.setAttribute("aria-selected", String(place === chosen));
+      tab.tabIndex = place === chosen ? 0 : -1;
+      panel.hidden = place !== chosen;
+    });
+    return made[chosen].tab;
+  }
+  choose(0);
+  return [
+    element("div", { class: "tabs", role: "tablist", "aria-label": "Result" }, ...made.map(({ tab }) => tab)),
+    element("div", { class: "pages" }, ...made.map(({ panel }) => panel)),
+  ];
+}
