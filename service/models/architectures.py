@@ -156,11 +156,16 @@ _MISFIT = (
 )
 
 
-def count_parameters(architecture: Architecture) -> int:
-    """Return the numbers in a network's tensors without memory for them. Raise what `build_network` raises."""
+def describe_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a network's tensors by name, without memory for them. Raise what `build_network` raises."""
     # The limit may end the end of an inner `no_grad`, too: the outer one puts the mode back.
     with torch.no_grad(), torch.device("meta"), _CallLimit():
-        return sum(tensor.numel() for tensor in build_network(architecture).state_dict().values())
+        return {name: tuple(tensor.shape) for name, tensor in build_network(architecture).state_dict().items()}
+
+
+def count_parameters(architecture: Architecture) -> int:
+    """Return the numbers in a network's tensors without memory for them. Raise what `build_network` raises."""
+    return sum(map(math.prod, describe_tensors(architecture).values()))
 
 
 class _CallLimit(TorchFunctionMode):

@@ -14,6 +14,7 @@ from service.models.documents import read_document
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
+MAX_PACKAGE_BYTES = 8 * 2**30
 # More channels than a network for stacks has: a description states any number in a few bytes.
 MAX_CHANNELS = 4096
 
@@ -34,6 +35,8 @@ class Draft:
     weights   path of the package's weights file, and `kind` its format
     problems  statements of the package that cannot be honoured, by the key of the model file that would replace them
     notes     sentences for the operator
+    missing   keys of the model file about which a format like this says nothing
+    what      what the package is, in words
     """
 
     content: dict[str, Any]
@@ -42,6 +45,21 @@ class Draft:
     tests: tuple[PackageTest, ...] = ()
     problems: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    what: str = "a package"
+
+
+class MissingKeys(UnsupportedPackage):
+    """A package does not say everything that a model file needs.
+
+    what      what the package is, in words
+    problems  for every key of the model file that the operator has to state, why
+    """
+
+    def __init__(self, what: str, problems: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
+        super().__init__(f"The package cannot be honoured as it is. State these keys of model.yaml: {reasons}")
+        self.what, self.problems = what, problems
 
 
 class Fields:

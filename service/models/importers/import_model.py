@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
 import shutil
 import tempfile
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,17 +22,17 @@ from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.volume import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
 from service.models.importers.archives import unpack
-from service.models.importers.draft import Draft, PackageTest
+from service.models.importers.checkpoint import fit_tensors, read_checkpoint
+from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, MissingKeys, PackageTest
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
-from service.models.spec import ModelSpec
-from service.models.zip_archive import copy_members, open_archive
+from service.models.spec import Architecture, ModelSpec
 
-MAX_PACKAGE_BYTES = 8 * 2**30
 TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors of readers that a description causes whose values have other types or sizes than they should.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+FORMATS = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
 SUFFIX = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 PrepareImage = Callable[[Volume, ModelSpec], Tensor]
@@ -106,13 +105,18 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
     for key in {"summary", "licence", "training_data"} & content.keys():
         if isinstance(content[key], str):
             content[key] = CONTROL_CHARACTERS.sub("", content[key])
+    if draft.kind == "state dict" and isinstance(content.get("architecture"), dict):
+        arguments = content["architecture"].get("arguments") or {}
+        content["input"] = {"channels": arguments.get("in_channels", 1), **content["input"]}
     content["version"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(content["version"]))[:32]
-    problems = [f"{key}: {problem}" for key, problem in draft.problems.items() if not _has_key(stated, key)]
-    if problems:
-        raise UnsupportedPackage(
-            "The package cannot be honoured as it is. State these keys of model.yaml with --with: "
-            + "; ".join(problems)
-        )
+    problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not say it") | draft.problems
+    unsettled = {key: problem for key, problem in problems.items() if not _has_key(stated, key)}
+    if unsettled:
+        raise MissingKeys(f"{draft.weights.name} is {draft.what}", unsettled)
+    settled = [
+        f"{key} is as you stated it, since what the package says cannot be honoured: {problem}"
+        for key, problem in draft.problems.items()
+    ]
     target = models / content["name"]
     if target.exists():
         raise UnsupportedPackage(f"{target} is there already; choose another name with --name, or remove it.")
@@ -120,15 +124,15 @@ def _write(draft: Draft, models: Path, stated: Mapping[str, Any], name: str | No
     with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch:
         folder = Path(scratch) / content["name"]
         folder.mkdir()
-        content["weights"] = _store_weights(draft, folder)
+        content["weights"] = _store_weights(draft, content.get("architecture"), folder)
         text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
-        notes = _check_and_document(draft, folder, prepare)
+        notes = _check_and_document(draft, folder, prepare, settled)
         folder.rename(target)
     return Imported(read_spec(target), notes)
 
 
-def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage) -> tuple[str, ...]:
+def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage, settled: Sequence[str]) -> tuple[str, ...]:
     """Run the package's own tests with the model in `folder`, write its README and return the notes in it."""
     spec = read_spec(folder)
     network = load_network(spec)
@@ -136,7 +140,11 @@ def _check_and_document(draft: Draft, folder: Path, prepare: PrepareImage) -> tu
         _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec.activation, test)
         for test in draft.tests
     ]
-    notes = *draft.notes, *(checks or ["The package has no test of its own; only the shape of its scores was checked."])
+    notes = (
+        *draft.notes,
+        *settled,
+        *(checks or ["The package has no test of its own; only the shape of its scores was checked."]),
+    )
     bullets = "\n".join(f"- {note}" for note in notes)
     (folder / "README.md").write_text(f"# {spec.name}\n\n{spec.summary}\n\n{bullets}\n")
     return notes
@@ -165,11 +173,19 @@ def _make_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
 
 
-def _store_weights(draft: Draft, folder: Path) -> dict[str, Any]:
+def _read_architecture(content: Any) -> Architecture:
+    try:
+        return Architecture.model_validate(content)
+    except ValidationError as error:
+        raise BrokenModel(f"architecture: a name and arguments are expected, not {content!r:.80}.") from error
+
+
+def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
     """Write the weights into `folder`, and return the key `weights` of its model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        save_file({key: value.contiguous().clone() for key, value in read_state_dict(draft.weights).items()}, file)
+        tensors = fit_tensors(read_checkpoint(draft.weights).tensors, _read_architecture(architecture))
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
         kind, file = draft.kind, folder / f"weights{SUFFIX[draft.kind]}"
         if kind == "onnx":
@@ -180,37 +196,6 @@ def _store_weights(draft: Draft, folder: Path) -> dict[str, Any]:
         digest = hashlib.file_digest(written, "sha256").hexdigest()
     trusted = {"trusted": True} if kind == "torchscript" else {}
     return {"kind": kind, "file": file.name, "sha256": digest} | trusted
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file of `torch.save` without unpickling anything else. Raise UnsupportedPackage.
-
-    The tensors may lie below `model`, `state_dict` or `network`, and have `DataParallel`'s prefix.
-    """
-    try:
-        with open_archive(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: it is a TorchScript program.")
-            content = torch.load(copy_members(archive), map_location="cpu", weights_only=True)
-    except (*_DAMAGE, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason[0]}") from error
-    for key in ("model", "state_dict", "network"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not content or not all(map(_is_plain, content.values())):
-        raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
-    # A tensor may repeat what is stored, so that a small file has large ones.
-    if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
-        raise UnsupportedPackage(f"{path.name}: holds tensors of more than {MAX_PACKAGE_BYTES} bytes.")
-    return {str(key).removeprefix("module."): value for key, value in content.items()}
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value is a tensor whose numbers lie in memory, one by one."""
-    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex():
-        return False
-    return value.layout is torch.strided and value.device.type == "cpu"
 
 
 @torch.inference_mode()

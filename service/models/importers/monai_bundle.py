@@ -7,6 +7,7 @@ Source: the specification of the MONAI bundle format, version 0.1.10.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,16 @@ WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"
 # Transforms that load a file and lay it out, which is done here by other means, or bring the result back to its grid.
 _NEUTRAL = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
 NEUTRAL = frozenset(_NEUTRAL.split())
+SPACING = "Spacingd"
 MAX_DEPTH = 32
 AXES_NOTE = (
     "The network gets the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
     "them the other way round: try it on a stack whose answer you know."
+)
+
+SPACING_NOTE = (
+    "Its Spacingd asks for voxels of {}, taken as um along Z, Y, X, which is input.voxel_size unless you stated one. "
+    "State it where the bundle counts in other units, such as the millimetres of NIfTI files."
 )
 
 
@@ -62,7 +69,12 @@ def read(root: Path) -> Draft:
     with collect_problem(problems, "input.channels"):
         content["input"]["channels"] = _get_only(formats, "inputs").get("num_channels")
     with collect_problem(problems, "input.normalisation"):
-        content["input"]["normalisation"] = _read_normalisation(config)
+        content["input"]["normalisation"] = _read_normalisation(config, content["input"].get("channels", 1))
+    spacing: list[float] | None = None
+    with collect_problem(problems, "input.voxel_size"):
+        spacing = _read_spacing(config)
+    if spacing is not None:
+        content["input"]["voxel_size"] = spacing
     with collect_problem(problems, "input.roi_size"):
         content["input"]["roi_size"] = _read_roi_size(config, formats)
     with collect_problem(problems, "outputs"):
@@ -77,7 +89,8 @@ def read(root: Path) -> Draft:
         problems["decoding"] = (
             "postprocessing: does not say by an argmax over several outputs what labels are made from."
         )
-    return Draft(content, file, kind, problems=problems, notes=(AXES_NOTE,))
+    notes = (AXES_NOTE,) if spacing is None else (AXES_NOTE, SPACING_NOTE.format(", ".join(f"{e:g}" for e in spacing)))
+    return Draft(content, file, kind, problems=problems, notes=notes)
 
 
 def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
@@ -189,23 +202,53 @@ def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
     return [(name, step) for name, step in named if name not in NEUTRAL]
 
 
-def _read_normalisation(config: Fields) -> dict[str, Any]:
-    steps = _read_transforms(config, "preprocessing")
-    if not steps:
-        return {"kind": "range", "low": 0.0, "high": 1.0}
+def _read_normalisation(config: Fields, channels: Any) -> dict[str, Any]:
+    """Read what maps intensities. Raise UnsupportedPackage, naming every other transform but `Spacingd`."""
+    if "preprocessing" not in config:
+        raise UnsupportedPackage("preprocessing: there is no such key, so it is unknown what is done to an image.")
     translators = {
         "ScaleIntensityRanged": _from_range,
         "ScaleIntensityRangePercentilesd": _from_percentiles,
         "ScaleIntensityd": _from_extremes,
         "NormalizeIntensityd": _from_mean,
     }
-    name, step = steps[0]
-    if len(steps) > 1 or name not in translators:
-        unsupported, step = steps[1] if name in translators else steps[0]
+    steps = [(name, step) for name, step in _read_transforms(config, "preprocessing") if name != SPACING]
+    known = [step for name, step in steps if name in translators][:1]
+    others = [f"{step.location('_target_')}: {name}" for name, step in steps if step not in known]
+    if others:
         raise UnsupportedPackage(
-            f"{step.location('_target_')}: {unsupported} cannot be honoured; one of {', '.join(translators)} can."
+            f"{', '.join(others)} cannot be honoured; one of {', '.join(translators)}, and {SPACING} can."
+        )
+    if not known:
+        return {"kind": "range", "low": 0.0, "high": 1.0}
+    (name, step), *_ = steps
+    if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
+        raise UnsupportedPackage(
+            f"{step.location('channel_wise')}: statistics over all channels together cannot be honoured."
         )
     return translators[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
+
+
+def _read_spacing(config: Fields) -> list[float] | None:
+    """Return the voxel size to which images are resampled, along the axes of the network, None where they are not."""
+    steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING]
+    if not steps:
+        return None
+    step = steps[0]
+    _check_plain(step.as_dict(), step.location())
+    modes = step.get("mode") or "bilinear"
+    if len(steps) > 1 or "min_pixdim" in step or "max_pixdim" in step:
+        raise UnsupportedPackage(f"{step.location()}: only one {SPACING} with a pixdim alone can be honoured.")
+    if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
+        raise UnsupportedPackage(
+            f"{step.location('mode')}: {modes!r} cannot be honoured; images are resampled bilinear."
+        )
+    pixdim = step.get("pixdim")
+    # As MONAI does, the last edge stands for those that are not stated.
+    edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
+    if not all(isinstance(edge, int | float) and not isinstance(edge, bool) and 0 < edge < math.inf for edge in edges):
+        raise UnsupportedPackage(f"{step.location('pixdim')}: three edges of a voxel are expected, not {pixdim!r:.80}.")
+    return [float(edge) for edge in edges]
 
 
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:

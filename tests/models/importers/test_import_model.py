@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from service.__main__ import main
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.models.importers.archives import unpack
-from service.models.importers.import_model import read_state_dict
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
@@ -25,16 +23,6 @@ STATED: dict[str, Any] = {
     "activation": "softmax",
     "decoding": {"kind": "classes"},
 }
-
-
-class Trap:
-    """Unpickling it would make a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def archive_of(path: Path, **entries: bytes) -> Path:
@@ -73,87 +61,6 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
         import_model(tmp_path / "empty", tmp_path / "models", {})
     with pytest.raises(UnsupportedPackage, match="no such file"):
         import_model(tmp_path / "nowhere", tmp_path / "models", {})
-
-
-def test_pickles_are_read_as_tensors_or_not_at_all(tmp_path: Path) -> None:
-    trap = tmp_path / "trapped"
-    torch.save({"weight": torch.ones(2), "extra": Trap(trap)}, tmp_path / "trap.pt")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap(trap), protocol=2))
-    for name in ("trap.pt", "plain.pt"):
-        with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
-            read_state_dict(tmp_path / name)
-    assert not trap.exists()
-    torch.save([torch.ones(2)], tmp_path / "list.pt")
-    with pytest.raises(UnsupportedPackage, match="something else"):
-        read_state_dict(tmp_path / "list.pt")
-
-
-STRANGE: dict[str, tuple[Any, str]] = {
-    "repeated": ({"w": torch.ones(1).expand(2**40)}, "more than 8589934592 bytes"),
-    "repeated by many": ({f"w{n}": torch.ones(1).expand(2**28) for n in range(100)}, "more than 8589934592 bytes"),
-    "sparse": ({"w": torch.ones(2).to_sparse()}, "something else"),
-    "without numbers": ({"w": torch.ones(2, device="meta")}, "something else"),
-    "complex": ({"w": torch.ones(2, dtype=torch.complex64)}, "something else"),
-    "nothing": ({}, "something else"),
-}
-
-
-@pytest.mark.parametrize("kind", STRANGE)
-def test_tensors_that_are_not_what_is_stored_are_refused(tmp_path: Path, kind: str) -> None:
-    content, reason = STRANGE[kind]
-    torch.save(content, tmp_path / "strange.pt")
-    with pytest.raises(UnsupportedPackage, match=reason):
-        read_state_dict(tmp_path / "strange.pt")
-
-
-def test_a_tensor_of_a_checkpoint_cannot_be_larger_than_its_bytes(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(200)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "grown.pt", "w") as new:
-        for entry in old.infolist():
-            # 200 as a number of one byte, and 2**31 - 1 as one of four: sizes, and what the storage is said to have.
-            new.writestr(entry, old.read(entry).replace(b"K\xc8", b"J\xff\xff\xff\x7f"))
-    with pytest.raises(UnsupportedPackage, match=r"cannot be read as plain tensors|more than"):
-        read_state_dict(tmp_path / "grown.pt")
-
-
-def test_checkpoints_are_archives_of_one_reading(bands_network: nn.Module, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    torch.jit.script(bands_network).save(str(tmp_path / "program.pt"))
-    torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
-    (tmp_path / "prefixed.pt").write_bytes(b"#!" + (tmp_path / "plain.pt").read_bytes())
-    with zipfile.ZipFile(tmp_path / "plain.pt") as old:
-        members = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
-        for name, content in members.items():
-            bomb.writestr(name, bytes(2**26 + 1) if name.endswith("data/0") else content)
-    for name in ("old.pt", "program.pt", "prefixed.pt", "bomb.pt"):
-        with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
-            read_state_dict(tmp_path / name)
-
-
-# Calls of a pickle without what they take.
-DAMAGED = (
-    b".",
-    b"(.",
-    b"K\x01Q.",
-    b"ctorch._utils\n_rebuild_tensor_v2\n)R.",
-    b"ctorch._utils\n_rebuild_parameter\nK\x01R.",
-)
-
-
-@pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_pickle_is_named(tmp_path: Path, damaged: bytes) -> None:
-    with zipfile.ZipFile(tmp_path / "damaged.pt", "w") as archive:
-        for name, content in {"data.pkl": b"\x80\x02" + damaged, "version": b"3\n", "byteorder": b"little"}.items():
-            archive.writestr(f"damaged/{name}", content)
-    with pytest.raises(UnsupportedPackage, match="cannot be read as plain tensors"):
-        read_state_dict(tmp_path / "damaged.pt")
-
-
-@pytest.mark.parametrize("wrap", [dict, lambda s: {"model": s}, lambda s: {f"module.{k}": v for k, v in s.items()}])
-def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -> None:
-    torch.save(wrap({"head.weight": torch.ones(2)}), tmp_path / "checkpoint.pt")
-    assert list(read_state_dict(tmp_path / "checkpoint.pt")) == ["head.weight"]
 
 
 def test_a_bare_program_needs_everything_stated(bands_network: nn.Module, tmp_path: Path) -> None:

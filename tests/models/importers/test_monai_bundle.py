@@ -16,7 +16,7 @@ from monai.bundle import init_bundle
 from torch import nn
 
 from service.core.errors import UnsupportedPackage
-from service.core.volume import Options, Volume
+from service.core.volume import Options, Volume, VoxelSize
 from service.inference.segmenter import Segmenter
 
 METADATA: dict[str, Any] = {
@@ -204,6 +204,79 @@ def test_links_out_of_a_bundle_are_not_followed(bands_network: nn.Module, tmp_pa
     (bundle / name).rename(tmp_path / "outside")
     (bundle / name).symlink_to(tmp_path / "outside")
     with pytest.raises(UnsupportedPackage, match=f"{name}: not a file inside the package"):
+        import_model(bundle, tmp_path / "models", {})
+
+
+RANGE = {"_target_": "ScaleIntensityRanged", "a_min": 0, "a_max": 2800, "b_min": 0, "b_max": 1}
+
+
+@pytest.mark.parametrize(
+    ("pixdim", "expected"),
+    [
+        ([1.5, 0.5, 0.25], (1.5, 0.5, 0.25)),
+        (0.5, (0.5, 0.5, 0.5)),
+        ([2, 1], (2.0, 1.0, 1.0)),
+        ("@size", (4.0, 1.0, 1.0)),
+    ],
+)
+def test_spacing_becomes_the_voxel_size_of_the_model(
+    bands_network: nn.Module, tmp_path: Path, pixdim: Any, expected: tuple[float, ...]
+) -> None:
+    step = {"_target_": "Spacingd", "keys": ["image", "label"], "pixdim": pixdim, "mode": ["bilinear", "nearest"]}
+    imported = import_model(
+        write(tmp_path / "bundle", bands_network, scaled(step, RANGE) | {"size": [4, 1, 1]}), tmp_path / "models", {}
+    )
+    assert imported.spec.input.voxel_size == expected
+    assert imported.spec.input.normalisation.kind == "range"
+    assert any("Spacingd" in note and "um along Z, Y, X" in note for note in imported.notes)
+    model = Segmenter(imported.spec, eager(tmp_path / "models"))
+    model.warm_up()
+    volume = Volume.from_array(np.zeros((1, 8, 16, 16), np.uint16), VoxelSize(1.0, 1.0, 1.0))
+    notes = model.segment(volume, Options()).notes
+    assert any("for the model's voxel size" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pixdim": [1.0, -1.0, 1.0]},
+        {"pixdim": "$[1, 1, 1]"},
+        {"pixdim": [1.0, 1.0, 1.0], "mode": "nearest"},
+        {"pixdim": [1.0, 1.0, 1.0], "max_pixdim": [2.0, 2.0, 2.0]},
+        {},
+    ],
+)
+def test_a_spacing_that_cannot_be_honoured_is_refused(
+    bands_network: nn.Module, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    bundle = write(tmp_path / "bundle", bands_network, scaled({"_target_": "Spacingd", **wrong}, RANGE))
+    with pytest.raises(UnsupportedPackage, match=r"input\.voxel_size: preprocessing\.transforms\[0\]"):
+        import_model(bundle, tmp_path / "models", {"input": {"normalisation": {"kind": "zscore"}}})
+    imported = import_model(bundle, tmp_path / "models", {"input": {"voxel_size": None}})
+    assert imported.spec.input.voxel_size is None
+    assert any("input.voxel_size is as you stated it" in note and "transforms[0]" in note for note in imported.notes)
+
+
+def test_no_transform_is_dropped_without_a_word(bands_network: nn.Module, tmp_path: Path) -> None:
+    orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
+    bundle = write(tmp_path / "bundle", bands_network, scaled(orientation, RANGE, crop))
+    with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd cannot be honoured"):
+        import_model(bundle, tmp_path / "models", {})
+    imported = import_model(bundle, tmp_path / "models", {"input": {"normalisation": {"kind": "zscore"}}})
+    assert any("Orientationd" in note and "CropForegroundd" in note for note in imported.notes)
+    assert "CropForegroundd" in (imported.spec.folder / "README.md").read_text()
+    nothing = {key: value for key, value in INFERENCE.items() if key != "preprocessing"}
+    with pytest.raises(UnsupportedPackage, match=r"input\.normalisation: preprocessing: there is no such key"):
+        import_model(write(tmp_path / "bare", bands_network, nothing), tmp_path / "models", {})
+
+
+def test_statistics_over_several_channels_together_are_refused(bands_network: nn.Module, tmp_path: Path) -> None:
+    formats = json.loads(json.dumps(METADATA["network_data_format"]))
+    formats["inputs"]["image"]["num_channels"] = 2
+    bundle = write(
+        tmp_path / "bundle", bands_network, scaled({"_target_": "NormalizeIntensityd"}), network_data_format=formats
+    )
+    with pytest.raises(UnsupportedPackage, match=r"channel_wise: statistics over all channels together"):
         import_model(bundle, tmp_path / "models", {})
 
 

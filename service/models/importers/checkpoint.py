@@ -1,0 +1,200 @@
+"""Files of `torch.save` and safetensors: what one is, without unpickling objects, and the tensors of one network."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from pickletools import genops
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from service.core.errors import BrokenModel, UnsupportedPackage
+from service.models.architectures import describe_tensors
+from service.models.importers.draft import MAX_PACKAGE_BYTES
+from service.models.spec import Architecture
+from service.models.zip_archive import copy_members, open_archive
+
+# How files of torch before 1.6 begin.
+OLD_TORCH = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+# Keys below which training scripts keep a network's tensors; a checkpoint has optimisers and counters beside them.
+USUAL_KEYS = ("model", "state_dict", "network", "model_state_dict", "net")
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_UNREADABLE = (*_DAMAGE, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile)
+SAVE_AGAIN = (
+    "  python -c \"import torch; torch.save(torch.load({name!r}, map_location='cpu', weights_only={safe}){part}, "
+    "'tensors.pth')\""
+)
+
+
+class Checkpoint(NamedTuple):
+    """Tensors of one network by name; the keys below which they lay, and what lay beside them."""
+
+    tensors: dict[str, Tensor]
+    place: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return what the file is, in words."""
+        count = f"{len(self.tensors)} tensors"
+        kind = f"a state dict of {count}"
+        if self.left_out:
+            beside = ", ".join(self.left_out)
+            kind = f"a checkpoint, whose {'.'.join(self.place)!r} holds {count} beside {beside}"
+        kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
+        if not kernels:
+            return f"{kind}, none of them of a 3D convolution"
+        first, last = (" x ".join(map(str, kernel.shape)) for kernel in (kernels[0], kernels[-1]))
+        return f"{kind}; its first 3D convolution has a kernel of {first}, its last one of {last}"
+
+
+def is_torchscript(path: Path) -> bool:
+    """Return whether a file is an archive that `torch.jit.save` wrote. Raise UnsupportedPackage for a damaged one."""
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with open_archive(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except _UNREADABLE as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read the tensors of one network from a file without unpickling anything else. Raise UnsupportedPackage.
+
+    They may lie below a usual key, or below the only key that holds tensors, and have `DataParallel`'s prefix.
+    """
+    content = _load_safetensors(path) if path.suffix == ".safetensors" else _load(path)
+    content, place, left_out = _find_tensors(path, content)
+    # A tensor may repeat what is stored, so that a small file has large ones.
+    if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
+        raise UnsupportedPackage(f"{path.name}: holds tensors of more than {MAX_PACKAGE_BYTES} bytes.")
+    return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, place, left_out)
+
+
+def _load_safetensors(path: Path) -> Any:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _load(path: Path) -> Any:
+    """Return what `torch.save` wrote, if it is plain. Raise UnsupportedPackage, saying what the file is otherwise."""
+    with path.open("rb") as file:
+        start = file.read(len(OLD_TORCH))
+    if start == OLD_TORCH:
+        again = SAVE_AGAIN.format(name=path.name, safe=True, part="")
+        raise _unreadable(path, f"a torch before 1.6 wrote it. Save it again, and import tensors.pth:\n{again}")
+    if is_torchscript(path):
+        raise _unreadable(path, "it is a TorchScript program.")
+    try:
+        with open_archive(path) as archive:
+            copy = copy_members(archive)
+    except _UNREADABLE as error:
+        pickled = " it is a plain pickle, which torch did not write." if start[:1] == b"\x80" else ""
+        raise _unreadable(path, pickled.strip() or str(error)) from error
+    try:
+        return torch.load(copy, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise _unreadable(path, _explain(path, copy) or str(error)) from error
+
+
+def _unreadable(path: Path, reason: str) -> UnsupportedPackage:
+    return UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason.strip() or 'damaged'}")
+
+
+def _explain(path: Path, copy: BytesIO) -> str:
+    """Return which objects a file holds beside tensors, and what to do; "" where that is not why it cannot be read."""
+    copy.seek(0)
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(copy))
+        with zipfile.ZipFile(copy) as archive:
+            pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+        outermost = next(
+            (str(text).replace(" ", ".") for code, text, _ in genops(pickled) if code.name == "GLOBAL"), ""
+        )
+    except (*_UNREADABLE, StopIteration):
+        return ""
+    if not names:
+        return ""
+    if outermost in names:
+        what, part = f"it is a whole pickled module, {outermost}.", ".state_dict()"
+    else:
+        what, part = f"it holds other objects, of {', '.join(names[:3])}, beside tensors.", "['state_dict']"
+    again = SAVE_AGAIN.format(name=path.name, safe=False, part=part)
+    return (
+        f"{what} Unpickling it could run any code, so it is not done here. Where you trust it, save its tensors alone "
+        f"where it was made, and import tensors.pth:\n{again}"
+    )
+
+
+def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
+    """Return the tensors in what a file holds, the keys that lead to them, and the keys beside those."""
+    place: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    while isinstance(content, dict) and not _is_state_dict(content):
+        usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
+        only = [key for key, value in content.items() if _is_state_dict(value)]
+        if not usual and len(only) != 1:
+            names = ", ".join(map(str, list(only or content)[:6])) or "nothing"
+            found = (
+                f"several networks ({names})" if only else f"something else than the tensors of one network ({names})"
+            )
+            raise UnsupportedPackage(f"{path.name}: holds {found}.")
+        chosen = (usual or only)[0]
+        place, left_out = (*place, str(chosen)), (*left_out, *(str(key) for key in content if key != chosen))
+        content = content[chosen]
+    if not isinstance(content, dict):
+        raise UnsupportedPackage(f"{path.name}: holds something else than the tensors of one network.")
+    return content, place, left_out
+
+
+def _is_state_dict(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_plain, value.values()))
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a tensor whose numbers lie in memory, one by one."""
+    if not isinstance(value, Tensor) or value.is_quantized or value.is_complex():
+        return False
+    return value.layout is torch.strided and value.device.type == "cpu"
+
+
+def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+    """Return the tensors under the names that an architecture has for them.
+
+    Wrappers put a prefix before all names (`model.`, `_orig_mod.`), which is taken away. Raise BrokenModel, naming what
+    differs, where they do not fit.
+    """
+    expected = describe_tensors(architecture)
+    found = dict(tensors)
+    parts = next(iter(tensors)).split(".")
+    for count in range(1, len(parts)):
+        prefix = ".".join(parts[:count]) + "."
+        if set(tensors) == {prefix + name for name in expected}:
+            found = {name: tensors[prefix + name] for name in expected}
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    differing = [
+        f"{name} is {' x '.join(map(str, shape))} where {' x '.join(map(str, expected[name]))} is asked for"
+        for name, shape in shapes.items()
+        if name in expected and shape != expected[name]
+    ]
+    lists = (
+        ("missing", [name for name in expected if name not in shapes]),
+        ("not in the network", [name for name in shapes if name not in expected]),
+        ("of another shape", differing),
+    )
+    problems = [f"{len(names)} tensors are {what} ({', '.join(names[:2])})" for what, names in lists if names]
+    if problems:
+        raise BrokenModel(
+            f"The weights do not fit {architecture.name} with these arguments: {'; '.join(problems)}. State the "
+            "arguments that the network was trained with."
+        )
+    return found

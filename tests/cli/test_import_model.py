@@ -1,0 +1,89 @@
+"""`stackseg models import` of a file that says nothing but its tensors: by options, and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from service.__main__ import main
+from service.cli.import_model import QUESTIONS, ask
+from service.models.architectures import ShuffleUNet
+from service.models.repository import read_spec
+
+ARCHITECTURE = "nets.ShuffleUNet(in_channels=2, out_channels=2, widths=(4, 8))"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "my net.pth"
+    network: nn.Module = ShuffleUNet(2, 2, (4, 8))
+    torch.save({"epoch": 1, "model": network.state_dict()}, path)
+    return path
+
+
+def test_the_command_in_the_message_works_once_it_names_the_network(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "import", str(file), "--models", str(tmp_path / "models"), "--diameter", "20"]) == 1
+    said = capsys.readouterr().err
+    assert "my net.pth is a checkpoint, whose 'model' holds " in said
+    for question in QUESTIONS:
+        assert question.option in said
+    command = shlex.split(said.splitlines()[-1])
+    assert command[0] == "stackseg"
+    place = command.index("--architecture") + 1
+    assert main([*command[1:place], "UNet(3, norm=Norm.BATCH)", *command[place + 1 :]]) == 1
+    assert "--architecture: 'UNet(3, norm=Norm.BATCH)': a name with named arguments" in capsys.readouterr().err
+    assert main([*command[1:place], ARCHITECTURE, *command[place + 1 :]]) == 0
+    spec = read_spec(tmp_path / "models" / "my-net")
+    assert (spec.input.channels, spec.input.diameter, spec.outputs) == (2, 20.0, ("background", "cell"))
+    assert spec.input.normalisation.model_dump() == {"kind": "percentile", "low": 1.0, "high": 99.8, "clip": None}
+    assert "left out: epoch" in capsys.readouterr().out
+
+
+def test_a_terminal_is_asked_until_the_answers_can_be_read(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers = [
+        ARCHITECTURE,
+        "range:0",
+        "range:0,255",
+        "16,16,16",
+        "background,cell",
+        "",
+        "softmax",
+        "classes",
+        "",
+        "12",
+    ]
+    control, terminal = pty.openpty()
+    os.write(control, "".join(f"{answer}\n" for answer in answers).encode())
+    with os.fdopen(os.dup(terminal)) as reading, os.fdopen(terminal, "w") as writing:
+        monkeypatch.setattr("sys.stdin", reading)
+        monkeypatch.setattr("sys.stderr", writing)
+        assert main(["models", "import", str(file), "--models", str(tmp_path / "models")]) == 0
+    shown = os.read(control, 2**16).decode()
+    assert "range:LOW,HIGH is expected" in shown
+    assert "The same without questions:" in shown
+    spec = read_spec(tmp_path / "models" / "my-net")
+    assert spec.input.voxel_size is None
+    assert (spec.input.diameter, spec.input.roi_size) == (12.0, (16, 16, 16))
+    assert "my-net/1, ShuffleUNet" in capfd.readouterr().out
+
+
+def test_only_what_is_missing_is_asked_for() -> None:
+    asked = list[str]()
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt.partition(":")[0])
+        return "" if "as sampled" in prompt else "sigmoid"
+
+    assert ask({"activation", "input.roi_size"}, {"--roi-size": "8,8,8"}, answer) == {"--activation": "sigmoid"}
+    assert asked == ["activation", "voxel-size", "diameter"]
