@@ -37,10 +37,10 @@ class Loading:
         self.fakes: dict[str, list[FakeSegmenter]] = {}
         self.broken: set[str] = set()
 
-    def __call__(self, spec: Any, settings: Any) -> FakeSegmenter:
+    def __call__(self, spec: Any, settings: Any, *devices: Any) -> FakeSegmenter:
         if spec.version in self.broken:
             raise BrokenModel(f"{spec.folder}: the weights do not fit.")
-        self.fakes.setdefault(spec.identifier, []).append(FakeSegmenter(spec, settings))
+        self.fakes.setdefault(spec.identifier, []).append(FakeSegmenter(spec, settings, *devices))
         return self.fakes[spec.identifier][-1]
 
 
