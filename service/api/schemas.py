@@ -32,6 +32,8 @@ class Inspection(BaseModel):
 
     diameter  of the objects: as stated, none, or auto where it is estimated once pixels are read; `estimate` then is
               that of the stack as it is sampled
+    seconds   until the labels would be there, by the pace of earlier requests and with those before it; null before the
+              model has segmented anything
     """
 
     file: Description
@@ -40,11 +42,12 @@ class Inspection(BaseModel):
     normalisation: dict[str, Any]
     diameter: str | None
     estimate: Estimate | None
+    seconds: float | None
     problem: Text | None
 
 
 class JobProgress(BaseModel):
-    """Windows that are done, of how many."""
+    """What is done, of how much, in windows: decoding counts as many as are computed in the time that it takes."""
 
     done: int
     total: int
@@ -62,6 +65,7 @@ class JobReport(BaseModel):
 
     state         waiting, loading while it waits for its model to be loaded, running, done, failed, cancelled, or
                   expired once its result had to make room
+    stage         that a job which runs is at: prepare, windows, decode, write
     position      1 for the job whose turn is next, only while it waits
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
@@ -83,6 +87,7 @@ class JobReport(BaseModel):
                 "started": "2026-03-01T10:00:09Z",
                 "ended": None,
                 "expires": None,
+                "stage": "windows",
                 "position": None,
                 "progress": {"done": 48, "total": 320},
                 "seconds_left": 51.2,
@@ -106,6 +111,7 @@ class JobReport(BaseModel):
     started: datetime | None
     ended: datetime | None
     expires: datetime | None
+    stage: str | None
     position: int | None
     progress: JobProgress
     seconds_left: float | None

@@ -23,7 +23,10 @@ class ProgressBar:
         self._bar.set_description_str(name)
 
     def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
+        """Show that `done` of `total` windows are done; decoding follows, of which no end can be told."""
+        if done == total:
+            self.begin("decoding")
+            return
         self._bar.bar_format, self._bar.total = None, total
         self._bar.update(done - self._bar.n)
 

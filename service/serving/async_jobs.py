@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from service.core.config import Settings
 from service.core.errors import (
@@ -27,17 +26,13 @@ from service.core.errors import (
     StackSegError,
     StorageUnavailable,
 )
-from service.core.timing import Stages
 from service.core.volume import Description
-from service.inference.memory import translate_error
 from service.inference.result import Result
-from service.models.spec import ModelSpec
-from service.serving.device_worker import Reservation
+from service.serving.active_job import ActiveJob, JobView, view_job, wait_until_over
 from service.serving.fair_threads import begin_threads
-from service.serving.job import Job, Needs, Progress
+from service.serving.job import Job, Needs
 from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as_failure
 from service.serving.job_store import INPUT, JobStore
-from service.serving.parameters import Query
 from service.serving.provenance import hash_file
 from service.serving.results import (
     LargePixels,
@@ -50,7 +45,6 @@ from service.serving.results import (
 )
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.scratch import translate_disk_faults
-from service.serving.scratch_space import Hold
 from service.serving.stack_store import StackStore
 
 WRITE_THREADS = 2
@@ -60,41 +54,6 @@ TICK_SECONDS = 1.0
 FAULT_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
-
-
-class JobView(NamedTuple):
-    """A job as its owner sees it: the record on disk, and how far this process has come with it.
-
-    position      1 for the job whose turn is next; None for a job that does not wait
-    seconds_left  until the result is there; None if unknown
-    seconds       by stage, as far as the job has come
-    loading       whether the job waits for its model to be loaded
-    """
-
-    record: JobRecord
-    progress: Progress
-    position: int | None = None
-    seconds_left: float | None = None
-    seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
-    loading: bool = False
-
-
-class _ActiveJob:
-    """A job of this process that is not over. `folder` has its decoded pixels."""
-
-    def __init__(self, number: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
-        self.id, self.request, self.owner, self.reservation = number, request, owner, reservation
-        self.query = Query.model_validate(request.parameters)
-        self.stages = Stages()
-        self.stages.add("receive", request.receive_seconds)
-        self.folder: Path | None = None
-        self.pixels: Pixels | None = None
-        # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
-        self.faulted: float | None = None
-        self.over = threading.Event()
-        self.space: Hold
-        self.spec: ModelSpec
-        self.job: Job[Result]
 
 
 class AsyncJobs:
@@ -113,7 +72,7 @@ class AsyncJobs:
         self.stacks: StackStore
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
-        self._active: dict[str, _ActiveJob] = {}
+        self._active: dict[str, ActiveJob] = {}
         # Failures that the database has not taken yet, and when they happened, by the job's id.
         self._unrecorded: dict[str, tuple[StackSegError, float]] = {}
         self._again: deque[Callable[[], None]] = deque()
@@ -153,10 +112,10 @@ class AsyncJobs:
             if active.job.state == "waiting":
                 active.job.cancel()
         if self._runtime.draining:
-            _wait_until_over(jobs, self._settings.server.drain_seconds)
+            wait_until_over(jobs, self._settings.server.drain_seconds)
         for active in jobs:
             active.job.cancel()
-        _wait_until_over(jobs, JOIN_SECONDS)
+        wait_until_over(jobs, JOIN_SECONDS)
         self._stopped.set()
         # It hands work to the threads that write.
         if self._keeper.ident is not None:
@@ -252,18 +211,10 @@ class AsyncJobs:
     def _view(self, record: JobRecord) -> JobView:
         with self._lock:
             active = self._active.get(record.id)
-        if record.over or active is None:
-            done = record.request.windows if record.state == "done" else 0
-            seconds = record.answer.seconds if record.answer else {}
-            return JobView(record, Progress(done, record.request.windows), seconds=seconds)
-        reservation, job = active.reservation, active.job
-        queue = reservation.device_worker.queue
-        progress = job.progress if job.progress.total else Progress(0, record.request.windows)
-        seconds = dict(active.stages.seconds)
-        return JobView(record, progress, queue.position(job), queue.seconds_left(job), seconds, reservation.loading)
+        return view_job(record, active)
 
-    def _activate(self, number: str, request: JobRequest, owner: str | None) -> _ActiveJob:
-        active = _ActiveJob(number, request, owner, self._runtime.reserve(request.model, owner))
+    def _activate(self, number: str, request: JobRequest, owner: str | None) -> ActiveJob:
+        active = ActiveJob(number, request, owner, self._runtime.reserve(request.model, owner))
         work, needs = partial(self._segment, active), partial(self._needs, active)
         active.space = self._runtime.scratch_space.hold(owner or "")
         active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
@@ -273,12 +224,12 @@ class AsyncJobs:
         active.job.future.add_done_callback(partial(self._after_device, active.id))
         return active
 
-    def _read_ahead(self, active: _ActiveJob, *, large: bool = False) -> None:
+    def _read_ahead(self, active: ActiveJob, *, large: bool = False) -> None:
         """Decode the file while other jobs are computed; the job may begin after that."""
         threads = self._runtime.decode_threads if large else self._runtime.read_threads
         threads.submit(active.owner or "", partial(self._prepare, active, large=large))
 
-    def _prepare(self, active: _ActiveJob, *, large: bool) -> None:
+    def _prepare(self, active: ActiveJob, *, large: bool) -> None:
         """Read the file and ask for the model, in a thread that reads. A job for which that fails has failed."""
         try:
             pixels = self._read(active, large=large)
@@ -290,25 +241,28 @@ class AsyncJobs:
             active.reservation.take(active.job)
         except Exception as error:  # noqa: BLE001 - the job gets it
             if not self._try_again(active, error, partial(self._read_ahead, active)):
-                _log_unexpected(active, error)
+                active.log_unexpected(error)
                 active.job.refuse(error)
         finally:
             # A job that was cancelled meanwhile has deleted the folder before this has made it.
             if active.job.future.done():
-                _delete_pixels(active)
+                active.delete_pixels()
 
-    def _decode_later(self, active: _ActiveJob, nbytes: int) -> None:
+    def _decode_later(self, active: ActiveJob, nbytes: int) -> None:
         """Have a large file decoded once there is space for so many bytes: a job that was accepted waits for that."""
         active.space.add(-active.space.nbytes)
         try:
             if not active.job.cancelled():
                 active.space.reserve(nbytes)
-        except (OutOfStorage, RateLimited):
+        except (OutOfStorage, RateLimited) as error:
+            if not active.waits_for_space:
+                active.waits_for_space = True
+                log.warning("job %s waits for %d MiB to be decoded into: %s", active.id, nbytes // 2**20, error)
             self._again.append(partial(self._decode_later, active, nbytes))
             return
         self._read_ahead(active, large=True)
 
-    def _read(self, active: _ActiveJob, *, large: bool) -> Pixels | LargePixels:
+    def _read(self, active: ActiveJob, *, large: bool) -> Pixels | LargePixels:
         """Read the file; one that takes long to decode is only described unless it is its turn as a `large` one."""
         if active.job.cancelled():
             raise Cancelled("given up before it was read")
@@ -317,7 +271,7 @@ class AsyncJobs:
         source, place = self._store.input_path(active.id), active.query.input
         if not source.exists():
             raise InternalError("The input of the job is lost; post it again.")
-        _delete_pixels(active)
+        active.delete_pixels()
         with translate_disk_faults(), active.stages.measure("read"):
             active.folder = self._runtime.scratch.make_request_folder()
             with ExitStack() as stack:
@@ -327,7 +281,7 @@ class AsyncJobs:
                     self._runtime.reader, active.query, source, active.folder, active.job.cancelled, large=large
                 )
 
-    def _try_again(self, active: _ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
+    def _try_again(self, active: ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
         """Have a step done again soon if the storage has failed it; return False if it has done so for too long."""
         if not isinstance(error, OutOfStorage | StorageUnavailable) or active.job.cancelled() or self._stopped.is_set():
             return False
@@ -341,18 +295,18 @@ class AsyncJobs:
         self._again.append(step)
         return True
 
-    def _needs(self, active: _ActiveJob) -> Needs:
+    def _needs(self, active: ActiveJob) -> Needs:
         assert active.pixels is not None  # noqa: S101 - they were read
         return active.reservation.needs(active.pixels.segmented, active.query.options)
 
-    def _segment(self, active: _ActiveJob, job: Job[Result]) -> Result:
+    def _segment(self, active: ActiveJob, job: Job[Result]) -> Result:
         """Segment, in a thread of the queue."""
         if self._runtime.draining or active.pixels is None or not self._begin(active):
             raise Cancelled("not begun")
         active.stages.add("queue", max(job.seconds_waited - active.stages.seconds["read"], 0.0))
         return active.reservation.segment(job, active.pixels.segmented, active.query.options)
 
-    def _begin(self, active: _ActiveJob) -> bool:
+    def _begin(self, active: ActiveJob) -> bool:
         """Record that the job runs; return False if it must not. A fault of the storage keeps no job from running."""
         try:
             return self._store.begin(active.id)
@@ -368,10 +322,10 @@ class AsyncJobs:
             active = self._active[number]
         self._write_later(active, future)
 
-    def _write_later(self, active: _ActiveJob, future: Future[Result]) -> None:
+    def _write_later(self, active: ActiveJob, future: Future[Result]) -> None:
         self._write_threads.submit(self._conclude, active, future)
 
-    def _conclude(self, active: _ActiveJob, future: Future[Result]) -> None:
+    def _conclude(self, active: ActiveJob, future: Future[Result]) -> None:
         """Write the result of a job, or why there is none, in a thread that writes."""
         error = Cancelled("given up") if future.cancelled() else future.exception()
         if error is None:
@@ -380,7 +334,7 @@ class AsyncJobs:
             except Exception as failure:  # noqa: BLE001 - the job gets it
                 if self._try_again(active, failure, partial(self._write_later, active, future)):
                     return
-                _log_unexpected(active, failure)
+                active.log_unexpected(failure)
                 # The next process may find room for the result of a job that this one gives up.
                 stopped = active.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
                 error = Cancelled("given up before its result was written") if stopped else failure
@@ -388,7 +342,7 @@ class AsyncJobs:
                     settle(self._runtime.host_files, self._received(active))
         self._end(active, error)
 
-    def _write(self, active: _ActiveJob, result: Result) -> None:
+    def _write(self, active: ActiveJob, result: Result) -> None:
         assert active.pixels is not None  # noqa: S101 - they were segmented
         store, host_files = self._store, self._runtime.host_files
         spec = active.spec
@@ -407,15 +361,15 @@ class AsyncJobs:
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(spec.name, active.pixels.segmented.voxels, count, seconds)
 
-    def _received(self, active: _ActiveJob) -> ReceivedRequest:
+    def _received(self, active: ActiveJob) -> ReceivedRequest:
         source = self._store.input_path(active.id)
         name, cancelled = active.request.name, active.job.cancelled
         return ReceivedRequest(active.query, source, source.parent, active.owner, cancelled, name)
 
-    def _end(self, active: _ActiveJob, error: BaseException | None) -> None:
+    def _end(self, active: ActiveJob, error: BaseException | None) -> None:
         """Record how the job ended. A job that the service cancels, and not its owner, waits for the next process."""
         try:
-            _delete_pixels(active)
+            active.delete_pixels()
             if isinstance(error, Cancelled):
                 self._store.requeue(active.id)
             elif isinstance(error, DeviceLost):
@@ -471,20 +425,3 @@ class AsyncJobs:
             self._cleaned = time.monotonic()
             self._store.clean_up()
             self.stacks.clean_up()
-
-
-def _delete_pixels(active: _ActiveJob) -> None:
-    if active.folder is not None:
-        shutil.rmtree(active.folder, ignore_errors=True)
-
-
-def _wait_until_over(jobs: list[_ActiveJob], seconds: float) -> None:
-    """Wait until all of the jobs are over, for so many seconds in all."""
-    deadline = time.monotonic() + seconds
-    for active in jobs:
-        active.over.wait(max(deadline - time.monotonic(), 0.0))
-
-
-def _log_unexpected(active: _ActiveJob, error: BaseException | None) -> None:
-    if error is not None and not isinstance(translate_error(error), StackSegError):
-        log.error("unexpected failure of job %s", active.id, exc_info=error)

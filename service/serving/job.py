@@ -79,6 +79,7 @@ class Job(Generic[T]):
         self._work = work
         self._cancel = threading.Event()
         self._started: float | None = None
+        self._windows_done: float | None = None
         self._ended: float | None = None
 
     @property
@@ -104,6 +105,13 @@ class Job(Generic[T]):
             return 0.0
         return (self._ended if self._ended is not None else time.monotonic()) - self._started
 
+    @property
+    def seconds_finishing(self) -> float:
+        """Seconds between the last window and the end of the work, or until now; 0 while windows are left."""
+        if self._windows_done is None:
+            return 0.0
+        return (self._ended if self._ended is not None else time.monotonic()) - self._windows_done
+
     def cancel(self) -> None:
         """Cancel at once while the job waits, else as soon as its work asks."""
         self._cancel.set()
@@ -116,6 +124,8 @@ class Job(Generic[T]):
 
     def advance(self, done: int, total: int) -> None:
         """Record how many windows are done."""
+        # The time comes first: whoever sees that all are done finds it.
+        self._windows_done = time.monotonic() if done == total else None
         self.progress = Progress(done, total)
         self.on_advance()
 

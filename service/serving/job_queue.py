@@ -13,7 +13,7 @@ from typing import Any
 
 from service.core.errors import NotReady, QueueFull, StackSegError
 from service.inference.memory import translate_error
-from service.serving.job import FreeMemory, Job, Needs
+from service.serving.job import FreeMemory, Job, Needs, Progress
 
 RECENT_JOBS = 16
 MAX_RETRY_AFTER = 120
@@ -21,6 +21,10 @@ MAX_RETRY_AFTER = 120
 ASSUMED_SECONDS_PER_WINDOW = 0.1
 # One batch is computed and the next is prepared; a third in case preparing takes longer than computing.
 BATCHES_AHEAD = 3
+# What decoding takes after the last window, as a share of the time for windows: until a job of the model has told it,
+# and the seconds from which on a job tells it.
+ASSUMED_FINISHING = 0.1
+LEAST_FINISHING_SECONDS = 0.1
 # A job that runs is ahead of one that waits only if it has less work left than so many times the other's.
 LONGER = 2
 
@@ -68,6 +72,7 @@ class JobQueue:
         self._capacity = FreeMemory()
         self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOBS)
         self._seconds_per_window: dict[str, float] = {}
+        self._finishing: dict[str, float] = {}
         self._closed = False
         self._changed = threading.Condition()
         # Whether a thread was notified that has not looked for a job since.
@@ -172,8 +177,10 @@ class JobQueue:
     def seconds_left(self, job: Job[Any]) -> float | None:
         """Estimate the seconds until the job is done, those before it included; None if unknown."""
         with self._changed:
+            finishing = self._finishing_left(job)
             if job in self._running:
-                return self._seconds_left(job)
+                left = self._seconds_left(job)
+                return None if left is None or finishing is None else left + finishing
             if job not in self._waiting:
                 return None
             before = [self._seconds_left(other) for other in self._waiting[: self._waiting.index(job) + 1]]
@@ -181,7 +188,24 @@ class JobQueue:
             beside = [self._seconds_left(other) for other in self._running]
         if None in before or None in beside:
             return None
-        return sum(filter(None, before)) + max(filter(None, beside), default=0.0)
+        return sum(filter(None, before)) + max(filter(None, beside), default=0.0) + (finishing or 0.0)
+
+    def expect(self, name: str, windows: int) -> float | None:
+        """Estimate the seconds that so many windows of a model take, with decoding; None before one was timed."""
+        with self._changed:
+            if name not in self._seconds_per_window:
+                return None
+            return windows * self._seconds_per_window[name] * (1 + self._finishing.get(name, 0.0))
+
+    def progress(self, job: Job[Any]) -> Progress:
+        """Return what is done of a job, in windows: decoding counts as many as are computed in its time."""
+        done, total = job.progress if job.progress.total else Progress(0, job.windows)
+        share = self._finishing.get(job.name, ASSUMED_FINISHING)
+        finishing = max(math.ceil(share * total), 1)
+        if (elapsed := job.seconds_finishing) > 0:
+            expected = share * (job.seconds_run - elapsed)
+            done += int(min(finishing * elapsed / max(expected, elapsed), finishing - 1))
+        return Progress(done, total + finishing)
 
     def _sort(self) -> None:
         """Order the waiting jobs by turns of their owners, and those with the same turn by when they are due."""
@@ -202,6 +226,16 @@ class JobQueue:
         if job.windows and job.name in self._seconds_per_window:
             return max(job.windows * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
         return None
+
+    def _finishing_left(self, job: Job[Any]) -> float | None:
+        """Estimate the seconds of one job after its last window; None where it is at that and takes unusually long."""
+        share, elapsed = self._finishing.get(job.name), job.seconds_finishing
+        if elapsed > 0:
+            left = (share or 0.0) * (job.seconds_run - elapsed) - elapsed
+            return left if left > 0 else None
+        done, total = job.progress
+        windows = job.seconds_run * total / done if done else job.windows * self._window_seconds(job)
+        return (share or 0.0) * windows
 
     def _expected_seconds(self, job: Job[Any]) -> float:
         """Estimate the seconds of the device that the job still takes."""
@@ -285,6 +319,9 @@ class JobQueue:
             if job.state == "done" and job.progress.total:
                 measured = (job.device_seconds or job.seconds_run) / job.progress.total
                 self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
+            if job.state == "done" and job.seconds_finishing > LEAST_FINISHING_SECONDS:
+                share = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
+                self._finishing[job.name] = (self._finishing.get(job.name, share) + share) / 2
             self._sort()
             # A thread that takes a job notifies the next, but every thread has to see the end.
             if self._closed:

@@ -187,6 +187,12 @@ class Runtime:
         estimator = loaded.estimator if loaded else self.device_workers[0].estimator(spec)
         return estimator.estimate(volume, options)
 
+    def estimate_seconds(self, model: str, windows: int, caller: str | None = None) -> float | None:
+        """Estimate the seconds until so many windows of a model would be done; None before any of it were timed."""
+        queue = self.reserve(model, caller).device_worker.queue
+        seconds = queue.expect(model, windows)
+        return None if seconds is None else queue.expected_seconds + seconds
+
     def execution_settings(self, model: str) -> dict[str, Any]:
         """Return what decides about labels beside the model and the request: version, windows, engines in use.
 

@@ -202,6 +202,45 @@ def test_pace_of_a_model_is_the_device_s_and_not_that_of_the_company_that_a_job_
     assert queue.seconds_left(waiting) == pytest.approx(50)
 
 
+def test_decoding_counts_and_its_time_is_learnt() -> None:
+    queue = JobQueue(limit=4)
+
+    def work(job: Job[None]) -> None:
+        job.advance(0, 10)
+        time.sleep(0.1)
+        job.advance(10, 10)
+        time.sleep(0.3)
+
+    def advance_to(done: int, seconds: float) -> None:
+        running.advance(done, 10)
+        running._started = time.monotonic() - seconds
+
+    first = Job("m", work, windows=10)
+    queue.offer(first)
+    queue.take().run()
+    share = first.seconds_finishing / (first.seconds_run - first.seconds_finishing)
+    assert 2 < share <= 4
+    running: Job[int] = sized(10)
+    queue.offer(running)
+    assert queue.seconds_left(running) == pytest.approx(first.seconds_run / 10 * 10 * (1 + share))
+    assert queue.expect("m", 20) == pytest.approx(2 * first.seconds_run * (1 + share))
+    assert queue.take() is running
+    assert running.future.set_running_or_notify_cancel()
+    advance_to(5, 50)
+    assert queue.progress(running) == (5, 10 + math.ceil(10 * share))
+    assert queue.seconds_left(running) == pytest.approx(50 + 100 * share, rel=1e-3)
+    advance_to(10, 100)
+    running._windows_done = time.monotonic() - 50 * share
+    running._started = running._windows_done - 100
+    done, total = queue.progress(running)
+    assert 10 + 0.4 * (total - 10) <= done <= 10 + 0.5 * (total - 10)
+    assert queue.seconds_left(running) == pytest.approx(50 * share, rel=1e-3)
+    running._windows_done = time.monotonic() - 150 * share
+    running._started = running._windows_done - 100
+    assert queue.progress(running) == (total - 1, total)
+    assert queue.seconds_left(running) is None, "it takes longer than ever"
+
+
 def test_endless_small_jobs_do_not_starve_a_huge_one() -> None:
     """Only those that come within the time that the huge one takes by itself may pass it."""
     queue = JobQueue(limit=4)

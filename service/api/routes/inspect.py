@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from service.api.admission import REQUEST, AdmittedQuery
 from service.api.cancellation import run_while_connected
-from service.api.dependencies import RuntimeDependency
+from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.request_body import ReceivedFile, receive_file
 from service.api.schemas import Inspection
 from service.api.threads import run_in_thread
@@ -44,12 +44,13 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         spec = runtime.models.spec(query.model)
 
         file = await run_while_connected(request, inspect_file(runtime, received))
-    output, diameter, estimate, problem = query.output, query.diameter, None, None
+    output, diameter, estimate, seconds, problem = query.output, query.diameter, None, None, None
     try:
         estimator = Estimator(spec, runtime.settings)
         output = estimator.output(query.options)
         diameter = str(estimator.object_size(query.options))
         estimate = runtime.estimate(spec, file, query.options)
+        seconds = runtime.estimate_seconds(spec.name, estimate.windows, get_caller(request))
     except RequestError as error:
         problem = str(error)
     return Inspection(
@@ -59,5 +60,6 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
         normalisation=spec.input.normalisation.model_dump(),
         diameter=diameter,
         estimate=estimate,
+        seconds=None if seconds is None else round(seconds, 1),
         problem=problem,
     )

@@ -29,7 +29,8 @@ from service.core.timing import Stages
 from service.core.volume import Volume
 from service.formats.sandbox import descriptor_path
 from service.formats.sandbox_process import Cancelling
-from service.serving.async_jobs import AsyncJobs, JobView
+from service.serving.active_job import JobView
+from service.serving.async_jobs import AsyncJobs
 from service.serving.job_record import AnswerMetadata, JobRecord
 from service.serving.parameters import Query as Parameters
 from service.serving.result_parts import choose_media_type, extract, read_labels
@@ -200,6 +201,7 @@ def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
         started=_utc_or_none(record.started),
         ended=_utc_or_none(record.ended),
         expires=None if record.ended is None else _utc(record.ended + async_jobs.keep_seconds),
+        stage=view.stage,
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),

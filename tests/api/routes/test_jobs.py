@@ -49,7 +49,9 @@ def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) 
     assert (response.status_code, response.headers["location"]) == (202, f"/jobs/{job['id']}")
     assert job["state"] == "waiting"
     running = service.wait(job, "running")
-    assert (running["progress"], running["position"], running["result"]) == ({"done": 0, "total": WINDOWS}, None, None)
+    assert (running["progress"]["done"], running["position"], running["result"]) == (0, None, None)
+    assert running["progress"]["total"] > WINDOWS, "decoding counts"
+    assert running["stage"] == "windows"
     assert running["parameters"] == {"overlap": 0.5}
     early = service.result(job)
     assert (early.status_code, early.json()["type"]) == (409, "urn:stackseg:problem:not-finished")

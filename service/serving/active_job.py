@@ -1,0 +1,112 @@
+"""A job of this process that is not over, and what its owner sees of it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from service.core.errors import StackSegError
+from service.core.timing import Stages
+from service.inference.memory import translate_error
+from service.inference.result import Result
+from service.models.spec import ModelSpec
+from service.serving.device_worker import Reservation
+from service.serving.job import Job, Progress
+from service.serving.job_record import JobRecord, JobRequest
+from service.serving.parameters import Query
+from service.serving.results import Pixels
+from service.serving.scratch_space import Hold
+
+log = logging.getLogger(__name__)
+
+
+class JobView(NamedTuple):
+    """A job as its owner sees it: the record on disk, and how far this process has come with it.
+
+    position      1 for the job whose turn is next; None for a job that does not wait
+    seconds_left  until the result is there; None if unknown
+    seconds       by stage, as far as the job has come
+    loading       whether the job waits for its model to be loaded
+    stage         that a job which runs is at, by its name in `seconds`
+    """
+
+    record: JobRecord
+    progress: Progress
+    position: int | None = None
+    seconds_left: float | None = None
+    seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
+    loading: bool = False
+    stage: str | None = None
+
+
+class ActiveJob:
+    """A job of this process that is not over. `folder` has its decoded pixels, `spec` is set once it is read."""
+
+    def __init__(self, number: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
+        self.id, self.request, self.owner, self.reservation = number, request, owner, reservation
+        self.query = Query.model_validate(request.parameters)
+        self.stages = Stages()
+        self.stages.add("receive", request.receive_seconds)
+        self.folder: Path | None = None
+        self.pixels: Pixels | None = None
+        # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
+        self.faulted: float | None = None
+        # Whether it was told that there is no space for its decoded pixels.
+        self.waits_for_space = False
+        self.over = threading.Event()
+        self.space: Hold
+        self.spec: ModelSpec
+        self.job: Job[Result]
+
+    def delete_pixels(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def log_unexpected(self, error: BaseException | None) -> None:
+        """Log an error that is none of StackSeg's own."""
+        if error is not None and not isinstance(translate_error(error), StackSegError):
+            log.error("unexpected failure of job %s", self.id, exc_info=error)
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that the job is at, by its name in `seconds`; None while it waits."""
+        done, total = self.job.progress
+        match self.job.state:
+            case "waiting":
+                return None
+            case "running" if done < total:
+                return "windows"
+            case "running":
+                return "decode" if total else "prepare"
+            case _:
+                return "write"
+
+
+def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
+    """Return what the owner of a job sees; None: it is over, or no job of this process."""
+    if record.over or active is None:
+        done = record.request.windows if record.state == "done" else 0
+        seconds = record.answer.seconds if record.answer else {}
+        return JobView(record, Progress(done, record.request.windows), seconds=seconds)
+    job, queue = active.job, active.reservation.device_worker.queue
+    return JobView(
+        record,
+        queue.progress(job),
+        queue.position(job),
+        queue.seconds_left(job),
+        dict(active.stages.seconds),
+        active.reservation.loading,
+        active.stage,
+    )
+
+
+def wait_until_over(jobs: Iterable[ActiveJob], seconds: float) -> None:
+    """Wait until all of the jobs are over, for so many seconds in all."""
+    deadline = time.monotonic() + seconds
+    for active in jobs:
+        active.over.wait(max(deadline - time.monotonic(), 0.0))
