@@ -75,6 +75,8 @@ class DeviceWorker:
         self.settings = settings
         self.name = name or str(torch_device)
         self._driver, self._on_host = driver, driver.is_on_host(torch_device)
+        # Held while a thread asks the device whether it works.
+        self._probing = threading.Lock()
         self._torch_device = torch_device
         self._load_segmenter = load
         self._metrics = metrics
@@ -174,7 +176,14 @@ class DeviceWorker:
             return self._estimators[spec.name]
         device = self.settings, self._torch_device
         batch_size, streams = engine_selector.batch_size(*device), engine_selector.streams(*device)
-        return Estimator(spec, self.settings, batch_size, on_host=self._on_host, streams=streams)
+        return Estimator(
+            spec,
+            self.settings,
+            batch_size,
+            on_host=self._on_host,
+            streams=streams,
+            device_memory=None if self._on_host else self._driver.total_bytes(self._torch_device),
+        )
 
     @property
     def loaded_bytes(self) -> int:
@@ -218,7 +227,9 @@ class DeviceWorker:
         except RuntimeError as error:
             # The queue gives its jobs away, which fail by themselves. It holds its lock, and must not wait here for a
             # device that may not answer at all.
-            threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
+            if not self._probing.locked():
+                with suppress(RuntimeError):  # of a thread for which there is no room
+                    threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
             device = None
         return FreeMemory(host.available_memory(), device)
 
@@ -286,7 +297,7 @@ class DeviceWorker:
             self._driver.release_memory(self._torch_device)
 
     def _find_loss(self, error: Exception) -> None:
-        with suppress(Exception), self._report_loss():
+        with suppress(Exception), self._probing, self._report_loss():
             raise error
 
     @contextmanager

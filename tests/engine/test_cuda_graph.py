@@ -1,6 +1,8 @@
 import gc
 import inspect
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -153,6 +155,28 @@ def test_other_shapes_and_dtypes_are_refused(other):
     network = GraphedNetwork(lambda x: x, torch.zeros(2, 1, 3, 3, 3), FakeRecorder())
     with pytest.raises(BadParameter, match=r"recorded for \(2, 1, 3, 3, 3\)"):
         network(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_capture_and_other_threads_leave_each_other_alone():
+    device, done = torch.device("cuda", 0), threading.Event()
+
+    def use():
+        while not done.is_set():
+            torch.cuda.empty_cache()
+            torch.empty(2**20, pin_memory=True).to(device, non_blocking=True).sum().item()
+
+    with ThreadPoolExecutor(2) as pool:
+        users = [pool.submit(use) for _ in range(2)]
+        try:
+            for _ in range(20):
+                network = GraphedNetwork(lambda x: x.sin() + 1, torch.zeros(2, 1, 16, 16, 16, device=device))
+                assert (network(torch.zeros(2, 1, 16, 16, 16, device=device)) == 1).all()
+        finally:
+            done.set()
+        for user in users:
+            user.result()
 
 
 @pytest.mark.gpu

@@ -56,6 +56,17 @@ def test_windows_on_a_device_are_those_on_the_host(dtype: str, whole: bool, requ
             torch.testing.assert_close(image[box], source[box], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i4", "f4"])
+@pytest.mark.usefixtures("layered")
+def test_windows_on_a_real_device_are_those_on_the_host(dtype: str) -> None:
+    source = NormalisedImage(Volume.from_array(some_pixels(dtype)), SCALINGS)
+    image = DeviceImage(source, 4, torch.device("cuda", 0))
+    for box in (*boxes(0.5), *boxes(0.75)):
+        torch.testing.assert_close(image[box].cpu(), source[box], rtol=1e-5, atol=1e-6)
+
+
 def test_pixels_that_are_not_finite_are_replaced() -> None:
     pixels = np.array([1, np.nan, 3, np.inf], np.float32).reshape(1, 1, 2, 2)
     image = DeviceImage(NormalisedImage(Volume.from_array(pixels), [IntensityScaling(1, 2, substitute=5)]), 1, CPU)
