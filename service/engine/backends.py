@@ -16,7 +16,7 @@ from service.core.config import Engine as EngineSettings
 from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
 from service.engine.cpu import cpu_graph
 from service.engine.cpu.backend import WinogradBackend
-from service.engine.cuda_graph import CudaGraphBackend
+from service.engine.cuda_graph import CudaGraphBackend, graph_bytes
 from service.engine.openvino import OpenVinoBackend
 from service.engine.plans import EngineConfig
 from service.engine.precision import DTYPES
@@ -143,7 +143,8 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
         torch.cuda.synchronize(example.device)
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
-    nbytes = copies * module_bytes + config.streams * cpu_graph.arena_bytes(network)
+    kept = config.streams * cpu_graph.arena_bytes(network) + graph_bytes(network)
+    nbytes = copies * module_bytes + kept
     seconds = time.perf_counter() - start
     return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, cpu_graph.score_bytes(network))
 

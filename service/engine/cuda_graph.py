@@ -80,6 +80,13 @@ class CudaRecorder:
         """Run the recorded work."""
         self._graph.replay()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory pool that belongs to the recorded work alone."""
+        pool = self._graph.pool()
+        segments = self._cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
+
 
 @cache
 def _side_stream(device: torch.device, cuda: Any) -> Any:
@@ -93,7 +100,7 @@ def _side_stream(device: torch.device, cuda: Any) -> Any:
 class GraphedNetwork:
     """One forward of `network` on batches like `example`, recorded and replayed.
 
-    Input and output buffers are fixed: scores are valid until the next call.
+    Input and output buffers are fixed: scores are valid until the next call. `nbytes` is what it keeps for them.
     """
 
     def __init__(self, network: Network, example: Tensor, recorder: CudaRecorder | None = None) -> None:
@@ -104,6 +111,7 @@ class GraphedNetwork:
         with torch.inference_mode():
             self._recorder.warm_up(lambda: network(self._input))
             self._output = self._recorder.capture(lambda: network(self._input))
+        self.nbytes = self._input.nbytes + self._recorder.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C, z, y, x] of the example's shape and dtype -> scores. Raises BadParameter for any other shape."""
@@ -113,3 +121,8 @@ class GraphedNetwork:
         self._input.copy_(x)
         self._recorder.replay()
         return self._output
+
+
+def graph_bytes(network: Network) -> int:
+    """Return the bytes that a recorded network keeps beside its weights."""
+    return network.nbytes if isinstance(network, GraphedNetwork) else 0

@@ -13,12 +13,14 @@ from torch import nn
 from service.core.config import Engine, read_settings
 from service.core.errors import BadParameter
 from service.engine.backends import list_configs
-from service.engine.cuda_graph import CudaGraphBackend, CudaRecorder, GraphedNetwork
+from service.engine.cuda_graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
 from service.engine.plans import EngineConfig
 
 
 class FakeRecorder:
     """Replays by running the recorded work again and copying into the tensor that the capture returned."""
+
+    nbytes = 1000
 
     def __init__(self):
         self.log = []
@@ -51,7 +53,15 @@ class FakeCuda:
     Like torch's, a capture that fails leaves its stream the current one.
     """
 
-    Stream, CUDAGraph = FakeStream, object
+    Stream = FakeStream
+
+    class CUDAGraph:
+        def pool(self):
+            return 0, id(self)
+
+    def memory_snapshot(self):
+        pools = [(0, 0), *(capture["cuda_graph"].pool() for capture in self.captures)]
+        return [{"segment_pool_id": pool, "total_size": 2**21} for pool in pools for _ in range(2)]
 
     def __init__(self):
         self.captures, self.current = [], {}
@@ -98,6 +108,13 @@ def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaRecorder(device, cuda).capture(fail)
     assert cuda.current_stream(device) is before
+
+
+def test_memory_of_a_graph_is_that_of_its_own_pool():
+    cuda, example = FakeCuda(), torch.zeros(2, 1, 3, 3, 3)
+    networks = [GraphedNetwork(lambda x: x, example, CudaRecorder(torch.device("cuda", 0), cuda)) for _ in range(2)]
+    assert [graph_bytes(network) for network in networks] == [example.nbytes + 2 * 2**21] * 2
+    assert graph_bytes(lambda x: x) == 0
 
 
 def fail():
@@ -186,6 +203,7 @@ def test_a_real_graph_gives_the_scores_of_the_module():
     module = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)).cuda().eval()
     example = torch.zeros(2, 1, 16, 16, 16, device="cuda")
     network = GraphedNetwork(module, example, CudaRecorder(example.device, check_input_liveness=True))
+    assert network.nbytes > 2 * 4 * 16**3 * 4
     for _ in range(3):
         x = torch.rand(2, 1, 16, 16, 16, device="cuda")
         torch.testing.assert_close(network(x), module(x))
