@@ -22,7 +22,6 @@ from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
 from service.inference.segmenter import Segmenter
-from service.models.spec import ModelSpec
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
@@ -32,6 +31,7 @@ class Live:
     """A running service: its address, a client for it, and its runtime to look into."""
 
     def __init__(self, server: uvicorn.Server, runtime: Runtime) -> None:
+        self.server = server
         self.host, self.port = server.servers[0].sockets[0].getsockname()[:2]
         self.runtime = runtime
         self.client = httpx2.Client(base_url=f"http://{self.host}:{self.port}", timeout=120)
@@ -66,12 +66,16 @@ class FakeService:
 
 @contextmanager
 def serve(
-    settings: Settings, *, wait: bool = True, load: Callable[[ModelSpec, Settings], Segmenter] = Segmenter
+    settings: Settings,
+    *,
+    wait: bool = True,
+    load: Callable[..., Segmenter] = Segmenter,
+    make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
 ) -> Iterator[Live]:
     app = create_app(settings)
     app.state.runtime = Runtime(settings, load)
     config = build_config(app, host="127.0.0.1", port=0)
-    server = uvicorn.Server(config)
+    server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -68,7 +68,8 @@ def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) 
 
 def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
     """The service's own server, without the service."""
-    runtime: Any = SimpleNamespace(settings=Settings.model_validate({"server": {"drain_seconds": drain_seconds}}))
+    settings = Settings.model_validate({"server": {"drain_seconds": drain_seconds}})
+    runtime: Any = SimpleNamespace(settings=settings, busy=False)
     return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 

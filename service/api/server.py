@@ -30,7 +30,7 @@ _M_ARENA_MAX = -8
 YOUNG_OBJECTS = 50_000
 # While the service stops: how long an upload may stall, and how often that is checked.
 STALLED_SECONDS = 5.0
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.1
 # Of uvicorn's main loop.
 TICKS_PER_SECOND = 10
 
@@ -66,20 +66,35 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close idle connections, wait for answers that are owed, and for bodies as long as they arrive."""
+        """Close idle connections, wait for answers that are owed, and for bodies as long as they arrive.
+
+        Others are answered meanwhile, with 503 where they bring work: whoever asks for the service's health is told.
+        """
+        deadline = time.monotonic() + self._runtime.settings.server.drain_seconds
+        await self._finish_work(deadline)
         for server in self.servers:
             server.close()
         # Python 3.12 and later would wait for clients that have only begun a TLS handshake.
         self.servers = []
-        closing = asyncio.create_task(self._close_stalled_uploads())
+        closing = asyncio.create_task(self._close_stalled_uploads(deadline))
         try:
             await super().shutdown(sockets)
         finally:
             closing.cancel()
 
-    async def _close_stalled_uploads(self) -> None:
+    async def _finish_work(self, deadline: float) -> None:
+        """Wait until connections of before have their answers and nothing is computed, until the deadline at most."""
+        before = {connection for connection in self.server_state.connections if isinstance(connection, Connection)}
+        while time.monotonic() < deadline and not self.force_exit:
+            before &= self.server_state.connections
+            for connection in before:
+                connection.close_if_stalled(self._stalled_seconds)
+            if not before and not self._runtime.busy:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _close_stalled_uploads(self, deadline: float) -> None:
         """Close stalled uploads, all uploads after the time to drain, and connections accepted at the last moment."""
-        deadline = time.monotonic() + self._runtime.settings.server.drain_seconds
         while True:
             await asyncio.sleep(POLL_SECONDS)
             for connection in list(self.server_state.connections):

@@ -102,6 +102,7 @@ class AsyncJobs:
             active.reservation.device_worker.queue.put(active.job)
             self._read_ahead(active)
         runtime.checks.append(lambda: self._problem)
+        runtime.unfinished.append(self._is_busy)
         self._keeper.start()
 
     def stop(self) -> None:
@@ -123,6 +124,11 @@ class AsyncJobs:
         self._write_threads.shutdown()
         self._record_failures()
         self._store.close()
+
+    def _is_busy(self) -> bool:
+        """Whether a job runs or is being written."""
+        with self._lock:
+            return any(active.job.state != "waiting" for active in self._active.values())
 
     def make_incoming(self) -> Path:
         """Make a folder for a file that arrives, for `submit`. A full disk raises OutOfStorage."""

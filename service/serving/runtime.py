@@ -88,6 +88,8 @@ class Runtime:
         self._trimmer = MallocTrimmer()
         # Each returns why the service is not ready, in one sentence, or None.
         self.checks: list[Callable[[], str | None]] = []
+        # Each returns whether something is being done that may still finish once the service was told to stop.
+        self.unfinished: list[Callable[[], bool]] = [lambda: bool(self.running)]
         self.draining = False
         self._drain_timer: threading.Timer | None = None
 
@@ -99,6 +101,11 @@ class Runtime:
     def ended(self) -> bool:
         """Whether nothing is computed or loaded, and nothing ever will be."""
         return all(worker.ended for worker in self.device_workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is computed or written."""
+        return any(check() for check in self.unfinished)
 
     @property
     def waiting(self) -> int:

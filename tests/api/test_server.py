@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import numpy as np
 import pytest
-from fakes import until
+from fakes import FakeSegmenter, until
+from live import as_tiff, eager, serve
 from sockets import (
     SECONDS,
     Echo,
@@ -27,7 +31,7 @@ from sockets import (
 
 from service.api.data_rate import Patience
 from service.api.middleware import RequestLog
-from service.api.server import format_address, listen
+from service.api.server import Server, format_address, listen
 from service.core import errors
 
 RATE = 1000
@@ -156,6 +160,37 @@ def test_port_zero_takes_a_free_port_and_tells_it(host: str) -> None:
 def test_address_in_use_is_a_configuration_error() -> None:
     with listen("127.0.0.1", 0) as listener, pytest.raises(errors.ConfigError, match="Cannot listen"):
         listen("127.0.0.1", listener.getsockname()[1])
+
+
+def test_health_is_answered_while_work_that_was_begun_is_finished(bands_repository: Path, tmp_path: Path) -> None:
+    fakes: list[FakeSegmenter] = []
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        fakes.append(FakeSegmenter(*arguments))
+        return fakes[-1]
+
+    settings = eager(bands_repository, server={"scratch_folder": tmp_path})
+    stack = as_tiff(np.full((3, 8, 8), 200, np.uint8))
+    with serve(settings, load=load, make_server=Server) as live:
+        fakes[0].gate.clear()
+        job = live.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"}).json()
+        until(lambda: live.runtime.running)
+        live.server.handle_exit(signal.SIGTERM, None)
+        for _ in range(3):
+            answers = [
+                httpx2.request(method, f"http://{live.host}:{live.port}{path}", content=content).status_code
+                for method, path, content in (
+                    ("GET", "/health/live", None),
+                    ("GET", "/health/ready", None),
+                    ("GET", f"/jobs/{job['id']}", None),
+                    ("POST", "/segment", stack),
+                )
+            ]
+            assert answers == [200, 503, 200, 503]
+            time.sleep(0.3)
+        fakes[0].gate.set()
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"http://{live.host}:{live.port}/health/live")
 
 
 @pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["at work", "in its body"])
