@@ -28,7 +28,7 @@ from service.serving.runtime import Runtime
 CACHED_QUERIES = 64
 # A query string has each parameter once, the longest with a thousand letters, each of up to twelve bytes.
 MAX_PARAMETERS = 32
-MAX_QUERY_BYTES = 2**15
+MAX_QUERY_BYTES = 40_000
 
 RESPOND_ASYNC = "respond-async"
 
@@ -135,6 +135,8 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     kind = Estimator(spec, runtime.settings).output(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(f"measurements: only labels have objects to measure, and the answer would be {kind}.")
+    if query.link is not None and kind != "labels":
+        raise BadParameter(f"link: only labels have objects to link, and the answer would be {kind}.")
     return spec
 
 

@@ -69,6 +69,7 @@ class JobReport(BaseModel):
     position      1 for the job whose turn is next, only while it waits
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
+    time_points   those that are done, of a series. The result of one that failed has them
     warnings      what a user should know about the result
     diameter      of the objects, and whether it was stated or estimated
     skipped       windows that were not computed because nothing is in them, where such were looked for
@@ -90,6 +91,7 @@ class JobReport(BaseModel):
                 "stage": "windows",
                 "position": None,
                 "progress": {"done": 48, "total": 320},
+                "time_points": None,
                 "seconds_left": 51.2,
                 "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
                 "warnings": [],
@@ -114,6 +116,7 @@ class JobReport(BaseModel):
     stage: str | None
     position: int | None
     progress: JobProgress
+    time_points: JobProgress | None
     seconds_left: float | None
     seconds: dict[str, float]
     warnings: list[Text]

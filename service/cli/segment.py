@@ -20,6 +20,7 @@ from service.core.errors import BadParameter
 from service.core.timing import Stages
 
 if TYPE_CHECKING:
+    from service.core.volume import OutputKind
     from service.inference.result import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -31,7 +32,16 @@ PARAMETERS = {
         "name of a model, or a model's folder (default: nuclei, or models.default of the configuration)",
     ),
     "channel": ("CHANNEL", "index from 0, or name (default: the only channel, or as many as the model takes)"),
-    "time": ("INDEX", "time point, from 0 (default: the only one)"),
+    "time": (
+        "INDEX",
+        "time point, from 0; all, or a range without its end as 2:5, for one result with an axis T (default: the only"
+        " time point)",
+    ),
+    "link": (
+        "HOW",
+        "of several time points: overlap gives each object one number through time (default: numbers of their own at"
+        " each)",
+    ),
     "axes": ("AXES", "one letter of TZCYXS per stored dimension, as in ZCYX (default: what the file says)"),
     "voxel_size": ("Z,Y,X", "voxel size in micrometres, as in 0.5,0.2,0.2 (default: what the file says)"),
     "diameter": (
@@ -122,6 +132,7 @@ def name_options(text: str) -> str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
+    from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
@@ -152,15 +163,14 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     ):
         bar.begin("reading")
         with stages.measure("read"):
-            volume = tiff_reader.read(options.input, query.selection, limit, Path(scratch))
+            measured = options.measurements is not None
+            volume = segment_series.read(options.input, query, limit, Path(scratch), measured=measured)
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
-            if options.measurements is not None and (kind := segmenter.estimator.output(query.options)) != "labels":
-                raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
+            _check_output(segmenter.estimator.output(query.options), query, measured=measured)
             device.call(segmenter.warm_up)
-        bar.begin("windows")
-        result = segmenter.segment(volume, query.options, run=device.run, progress=bar.show)
+        result = segment_series.segment(volume, query.options, segmenter, device, Path(scratch), bar)
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
@@ -168,18 +178,36 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
             tiff_writer.write(result.segmentation, options.result, origin)
         if options.measurements is not None:
             with stages.measure("measure"):
-                every_channel = replace(query.selection, channel=None)
-                volume = tiff_reader.read(options.input, every_channel, limit, Path(scratch))
-                write_csv(measure(result.segmentation, volume), options.measurements)
+                table = result.series.table if result.series else None
+                if table is None:
+                    every_channel = replace(query.selection, channel=None)
+                    table = measure(
+                        result.segmentation, tiff_reader.read(options.input, every_channel, limit, Path(scratch))
+                    )
+                write_csv(table, options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
-    return 0
+    if result.series is None or result.series.fault is None:
+        return 0
+    sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
+    return 1
+
+
+def _check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
+    """Raise BadParameter where the objects of a result would be asked for that has none."""
+    if kind != "labels" and measured:
+        raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
+    if kind != "labels" and query.link is not None:
+        raise BadParameter(f"--link: only labels have objects to link, and the result would be {kind}.")
 
 
 def _run_folder(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.cli import segment_folder  # noqa: PLC0415
+    from service.core.volume import TimeRange  # noqa: PLC0415
 
     if options.measurements is not None:
         raise BadParameter("--measurements: the table of a folder is objects.csv among its results.")
+    if isinstance(query.selection.time, TimeRange):
+        raise BadParameter(f"--time {query.time}: of the stacks of a folder one time point each is segmented.")
     return segment_folder.run(options, query, settings)
 
 
@@ -187,6 +215,8 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> It
     """Return the lines that tell what was found and the seconds of each stage."""
     count = result.segmentation.count
     objects = "" if count is None else f"{count} objects, "
+    if result.series is not None:
+        objects += f"{result.series.points} of {result.series.total} time points, "
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
     yield f"{path}: {objects}{spec.identifier} ({times})"
     if result.skipped is not None:

@@ -19,6 +19,8 @@ Size = tuple[int, int, int]
 StackShape = tuple[int, int, int, int]
 """Channels, and voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
+Linking = Literal["overlap"]
+"""How objects get one number through time: by the overlap of their labels at neighbouring time points."""
 
 
 # Shortest and longest length, a tenth of an atom to a metre in micrometres: beyond, TIFF tags and quotients overflow.
@@ -47,17 +49,50 @@ class VoxelSize:
 
 
 @dataclass(frozen=True)
+class TimeInterval:
+    """Time from one time point to the next, in a unit of OME's UnitsTime, such as s, ms or min."""
+
+    length: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class TimeRange:
+    """Time points from `first` up to, but without, `stop`; None: to the end."""
+
+    first: int = 0
+    stop: int | None = None
+
+
+def parse_time(text: str) -> int | TimeRange:
+    """Parse an index from 0, all, or a range such as 2:5, without its end as in Python. Raises BadParameter."""
+    given = text.strip().lower()
+    if given == "all":
+        return TimeRange()
+    first, colon, stop = given.partition(":")
+    if {first, stop} - {""} and all(part.isdecimal() for part in (first, stop) if part):
+        if not colon:
+            return int(first)
+        times = TimeRange(int(first or 0), int(stop) if stop else None)
+        if times.stop is None or times.first < times.stop:
+            return times
+    raise BadParameter(
+        f"An index from 0, all, or a range without its end is expected, as 2:5 for 2, 3 and 4, not {text!r}"
+    )
+
+
+@dataclass(frozen=True)
 class Selection:
     """Part of a file to read, and facts that the caller states instead of the file.
 
     channel     index or name; None: the only channel, or as many as the model takes
-    time        index; None: the only time point
+    time        index; None: the only time point. A range can be described, and is read point by point
     axes        one letter of TZCYXS per dimension of the stored array, overriding the file
     voxel_size  overrides the file
     """
 
     channel: int | str | None = None
-    time: int | None = None
+    time: int | TimeRange | None = None
     axes: str | None = None
     voxel_size: VoxelSize | None = None
 
@@ -142,14 +177,15 @@ class Objects:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Output of a model, on the grid of the volume.
+    """Output of a model, on the grid of the volume; of a series of volumes with a first axis T.
 
-    pixels      labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
-    kind        meaning of the pixels
-    voxel_size  of the volume
-    count       number of objects (labels), else None
-    names       the K names of the classes or probabilities, empty for labels
-    objects     what decoding knows of the objects (labels), else None
+    pixels         labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
+    kind           meaning of the pixels
+    voxel_size     of the volume
+    count          number of objects (labels), else None
+    names          the K names of the classes or probabilities, empty for labels
+    objects        what decoding knows of the objects (labels), else None
+    time_interval  of a series, or None where the file does not say
     """
 
     pixels: Array
@@ -158,6 +194,13 @@ class Segmentation:
     count: int | None = None
     names: tuple[str, ...] = ()
     objects: Objects | None = None
+    time_interval: TimeInterval | None = None
+
+    @property
+    def axes(self) -> str:
+        """One letter of TCZYX per dimension of the pixels."""
+        volume = "CZYX" if self.kind == "probabilities" else "ZYX"
+        return "T" * (self.pixels.ndim - len(volume)) + volume
 
 
 def label_dtype(count: int) -> np.dtype[Any]:
@@ -176,6 +219,9 @@ class Description:
     voxel_size          micrometres, or None; `voxel_size_from` names its source
     channels, times     names of all stored channels; number of time points
     notes               assumptions and doubts, one sentence each
+    time_interval       or None where the file does not say
+    time_points         [first, stop) of a selected range, else None
+    problem             why no volume can be read: a time point has yet to be chosen; "" where one can
     """
 
     container: str
@@ -188,10 +234,19 @@ class Description:
     channels: tuple[str, ...]
     times: int
     notes: tuple[str, ...] = ()
+    time_interval: TimeInterval | None = None
+    time_points: tuple[int, int] | None = None
+    problem: str = ""
+
+    @property
+    def volumes(self) -> int:
+        """Number of volumes that are selected: time points of a range, else one."""
+        first, stop = self.time_points or (0, 1)
+        return stop - first
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the selected part once it is decoded."""
+        """Bytes of one selected volume once it is decoded."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 

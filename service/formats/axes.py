@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter
-from service.core.volume import Selection
+from service.core.volume import Selection, TimeRange
 
 LETTERS = "TZCYXS"
 _NAMELESS = "QI"  # tifffile's letters for dimensions that a file does not name
@@ -36,7 +36,7 @@ class Layout:
 class Part:
     """Selected part of a layout.
 
-    time      index, None where the caller has not chosen one of several
+    time      index, None where the caller has not chosen one of several, or a range
     channels  by number; sample s of channel c has number c * samples + s
     """
 
@@ -123,23 +123,40 @@ def select(layout: Layout, names: Sequence[str], selection: Selection) -> Part:
     return Part(_select_time(layout, selection.time), _select_channels(names, selection.channel))
 
 
+def select_times(layout: Layout, times: TimeRange) -> range:
+    """Return the time points of a range. Raises BadParameter for those that the file does not have."""
+    count = layout.length("T")
+    stop = count if times.stop is None else times.stop
+    if not times.first < stop <= count:
+        stated = f"{times.first}:{'' if times.stop is None else times.stop}"
+        raise BadParameter(f"time={stated}: the file has {_list_times(count)}.")
+    return range(times.first, stop)
+
+
 def explain_time_choice(layout: Layout) -> str:
     """Return the sentence for a caller who has not chosen one of several time points."""
-    text = f"The file has {layout.length('T')} time points; choose one with time=0 to time={layout.length('T') - 1}."
+    times = layout.length("T")
+    text = f"The file has {times} time points; choose one with time=0 to time={times - 1}. time=all takes them all."
     if layout.length("Z") == 1:
         other = layout.axes.replace("Z", "").replace("T", "Z")
         text += f" If they are planes of one stack instead, say so with axes={other}."
     return text
 
 
-def _select_time(layout: Layout, time: int | None) -> int | None:
+def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
     times = layout.length("T")
+    if isinstance(time, TimeRange):
+        select_times(layout, time)
+        return None
     if time is None:
         return 0 if times == 1 else None
     if not 0 <= time < times:
-        available = "one time point: time=0" if times == 1 else f"{times} time points: time=0 to time={times - 1}"
-        raise BadParameter(f"time={time}: the file has {available}.")
+        raise BadParameter(f"time={time}: the file has {_list_times(times)}.")
     return time
+
+
+def _list_times(times: int) -> str:
+    return "one time point: time=0" if times == 1 else f"{times} time points: time=0 to time={times - 1}"
 
 
 def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:

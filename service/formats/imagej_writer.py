@@ -25,8 +25,13 @@ def describe(segmentation: Segmentation) -> str:
     """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
-    if pixels.ndim == 4:
-        lines += [f"channels={pixels.shape[0]}", "hyperstack=true", "mode=grayscale", "order=zct"]
+    lengths = dict(zip(segmentation.axes, pixels.shape, strict=True))
+    lines += [f"{word}={lengths[axis]}" for axis, word in (("C", "channels"), ("T", "frames")) if axis in lengths]
+    if pixels.ndim > 3:
+        lines += ["hyperstack=true", "mode=grayscale", "order=zct"]
+    interval = segmentation.time_interval
+    if interval is not None:
+        lines += [f"finterval={interval.length:.10g}", f"tunit={interval.unit.replace('µ', 'u')}"]
     if segmentation.voxel_size is not None:
         lines += ["unit=cm", f"spacing={segmentation.voxel_size.z / 1e4:.10g}"]
     if segmentation.count is not None:

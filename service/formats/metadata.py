@@ -8,7 +8,8 @@ from typing import Any
 from tifffile import TiffFile, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
-from service.formats import voxel_size
+from service.core.volume import TimeInterval
+from service.formats import time_interval, voxel_size
 from service.formats.voxel_size import Calibration, Resolution
 
 CONTAINERS = {
@@ -79,6 +80,21 @@ def _read_micromanager(tiff: TiffFile) -> Calibration:
     summary = (tiff.micromanager_metadata or {}).get("Summary", {})
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return voxel_size.from_lengths(sizes, "um", "Micro-Manager metadata")
+
+
+def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
+    """Read the time between time points that a container states."""
+    match kind:
+        case "imagej":
+            header = tiff.imagej_metadata or {}
+            return time_interval.parse(header.get("finterval"), str(header.get("tunit", "s")))
+        case "lsm":
+            return time_interval.parse((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
+        case "mmstack":
+            summary = (tiff.micromanager_metadata or {}).get("Summary", {})
+            return time_interval.parse(summary.get("Interval_ms"), "ms")
+        case _:
+            return None
 
 
 def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:

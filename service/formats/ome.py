@@ -29,6 +29,7 @@ class OmeImage:
     pages        page index per plane, in C order of `shape`
     sizes        PhysicalSizeZ, Y, X as written, "" where absent
     units        their units, "µm" where absent
+    time_increment  TimeIncrement as written, "" where absent, and its unit
     """
 
     name: str
@@ -41,6 +42,7 @@ class OmeImage:
     channels: tuple[str, ...]
     sizes: tuple[str, ...]
     units: tuple[str, ...]
+    time_increment: tuple[str, str]
 
 
 def parse(text: str, page_count: int) -> list[OmeImage]:
@@ -129,6 +131,7 @@ def _image(element: Element, page_count: int) -> OmeImage:
         channels=tuple(channel.get("Name", "") for channel in channels),
         sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
         units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
+        time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import RequestError, TooLarge
-from service.core.volume import Description, Selection, VoxelSize
+from service.core.volume import Description, Selection, TimeRange, VoxelSize
 from service.formats import tiff_reader
 from service.formats.confinement import confine
 
@@ -36,7 +36,8 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
     Only errors that a file or a folder may cause are caught. A reply has a `result`, or an error by its slug or errno.
     """
     fields = request["selection"]
-    selection = Selection(**{**fields, "voxel_size": parse_voxel_size(fields["voxel_size"])})
+    time = TimeRange(**fields["time"]) if isinstance(fields["time"], dict) else fields["time"]
+    selection = Selection(**{**fields, "time": time, "voxel_size": parse_voxel_size(fields["voxel_size"])})
     limit_bytes = request["limit_bytes"]
     try:
         if request["call"] == "inspect":

@@ -18,7 +18,8 @@ import numpy as np
 from tifffile import TIFF, TiffFile, TiffFrame, TiffPage, TiffPageSeries
 
 from service.core.errors import BadFile, TooLarge
-from service.formats import metadata, ome, voxel_size
+from service.core.volume import TimeInterval
+from service.formats import metadata, ome, time_interval, voxel_size
 from service.formats.ifd import Structure
 from service.formats.voxel_size import Calibration
 
@@ -60,6 +61,7 @@ class StoredImage:
     doubt: str = ""
     channels: tuple[str, ...] = ()
     calibration: Calibration = voxel_size.NOTHING
+    time_interval: TimeInterval | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -144,6 +146,7 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         pages=pages,
         channels=image.channels,
         calibration=voxel_size.from_lengths(image.sizes, image.units, "OME-XML"),
+        time_interval=time_interval.parse(*image.time_increment),
         notes=_note_choice(len(images), image.name),
     )
 
@@ -170,6 +173,7 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
         doubt=doubt if kind == "imagej" and 1 < stated < len(structure.offsets) else "",
         channels=metadata.channel_names(tiff, kind),
         calibration=metadata.calibration(tiff, series.keyframe, kind),
+        time_interval=metadata.find_time_interval(tiff, kind),
         notes=_note_choice(len(candidates), series.name),
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 from tifffile import TiffFile
 
 from service.core.errors import BadParameter
-from service.core.volume import Array, Description, Selection, StackShape, Volume, VoxelSize
+from service.core.volume import Array, Description, Selection, StackShape, TimeRange, Volume, VoxelSize
 from service.formats import axes, ifd, metadata, pixels, series
 from service.formats.axes import Layout, Part
 from service.formats.pixels import Placement
@@ -27,7 +27,7 @@ from service.formats.series import StoredImage
 def inspect(file: Path | int, selection: Selection, limit_bytes: int) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    `file` is a path, or a descriptor, which is closed. Several time points without a choice give a note and no error.
+    `file` is a path, or a descriptor, which is closed. Several time points without a choice are told as `problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     with _open(file, selection, limit_bytes) as stack:
@@ -147,8 +147,8 @@ class _Stack:
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
             notes += calibration.remarks()
-        if self.part.time is None:
-            notes.append(axes.explain_time_choice(self.layout))
+        times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
+        is_unclear = self.part.time is None and times is None
         if self.layout.length("Z") == 1:
             notes.append("The selection is a single plane; it is treated as a stack of one.")
         voxel_size = self.voxel_size(selection)
@@ -164,6 +164,9 @@ class _Stack:
             channels=self.names,
             times=self.layout.length("T"),
             notes=tuple(notes),
+            time_interval=self.image.time_interval,
+            time_points=None if times is None else (times.start, times.stop),
+            problem=axes.explain_time_choice(self.layout) if is_unclear else "",
         )
 
     @property

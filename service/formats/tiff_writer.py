@@ -21,7 +21,7 @@ from tifffile import TiffWriter
 
 from service.core import host
 from service.core.buffers import release_pages
-from service.core.volume import Array, OutputKind, Segmentation, VoxelSize
+from service.core.volume import Array, OutputKind, Segmentation, TimeInterval, VoxelSize
 from service.formats import imagej_writer, tiff_template
 from service.formats.tiff_template import TiffTemplate
 
@@ -50,12 +50,15 @@ class _Form(NamedTuple):
     names: tuple[str, ...]
     voxel_size: VoxelSize | None
     counted: bool
+    axes: str
+    time_interval: TimeInterval | None
     room: int = 0
 
     @classmethod
     def of(cls, segmentation: Segmentation, room: int = 0) -> Self:
         shape, dtype, counted = segmentation.pixels.shape, segmentation.pixels.dtype, segmentation.count is not None
-        return cls(shape, dtype, segmentation.kind, segmentation.names, segmentation.voxel_size, counted, room)
+        facts = segmentation.kind, segmentation.names, segmentation.voxel_size
+        return cls(shape, dtype, *facts, counted, segmentation.axes, segmentation.time_interval, room)
 
     @property
     def pages(self) -> int:
@@ -71,6 +74,8 @@ def write(
     segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NOTHING, *, bigtiff: bool | None = None
 ) -> None:
     """Write labels, classes [Z, Y, X] or probabilities [K, Z, Y, X] as OME-TIFF; `path` appears only once complete.
+
+    A series has a first axis T and its time interval.
 
     One page per plane, Deflate and no predictor, which every reader opens. BigTIFF, unless chosen, only where a classic
     TIFF might be too small. The voxel size goes to PhysicalSizeX, Y, Z in um, to the resolution tags, and to a second
@@ -122,6 +127,7 @@ def _template(form: _Form) -> TiffTemplate:
         form.voxel_size,
         np.iinfo(np.uint32).max if form.counted else None,
         form.names,
+        time_interval=form.time_interval,
     )
 
     def write(stream: BinaryIO) -> None:
@@ -141,18 +147,20 @@ def _write_pages(  # noqa: PLR0913
     file: BinaryIO, form: _Form, pages: Iterator[bytes], number: str, origin: Mapping[str, str], *, bigtiff: bool
 ) -> None:
     """Write a TIFF with this UUID from pages that are compressed already."""
-    has_channels = len(form.shape) == 4
+    has_channels = "C" in form.axes
     # XML cannot carry control characters.
     names = ["".join(filter(str.isprintable, name)) for name in form.names]
     metadata: dict[str, object] = {
         "UUID": number,
         "Creator": "StackSeg",
-        "axes": "CZYX" if has_channels else "ZYX",
+        "axes": form.axes,
         "Name": form.kind,
         "Channel": {"Name": names if has_channels else form.kind},
     }
     if origin:
         metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
+    if form.time_interval is not None:
+        metadata |= {"TimeIncrement": form.time_interval.length, "TimeIncrementUnit": form.time_interval.unit}
     colours = imagej_writer.label_colours() if form.kind != "probabilities" else ()
     resolution = None
     if form.voxel_size is not None:

@@ -5,9 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from service.core.errors import StackSegError
 from service.core.volume import Diameter, Segmentation, Size
 from service.engine.plans import Trial
 from service.inference.empty_windows import Skipped
+from service.inference.measurements import Table
+
+
+class SeriesFacts(NamedTuple):
+    """What only a series of time points has.
+
+    points  time points in the result, the first ones of `total`
+    table   of all objects, None where none was asked for
+    fault   why those from `points` on are missing; None where none is
+    """
+
+    points: int
+    total: int
+    table: Table | None = None
+    fault: StackSegError | None = None
 
 
 class Result(NamedTuple):
@@ -23,6 +39,7 @@ class Result(NamedTuple):
     skipped     windows that were not computed; None where all had to be
     model       name and version of the model
     engine      that computed the windows, with its precision
+    series      of several time points; None for one volume
     """
 
     segmentation: Segmentation
@@ -35,6 +52,7 @@ class Result(NamedTuple):
     skipped: Skipped | None = None
     model: str = ""
     engine: str = ""
+    series: SeriesFacts | None = None
 
     @property
     def width(self) -> str | None:

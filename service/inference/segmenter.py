@@ -208,7 +208,12 @@ class Segmenter:
         check_memory(needed, host.available_memory(), on_device)
 
     def estimate_diameter(
-        self, volume: Volume, options: Options, *, run: RunWindows = SlidingWindow.run
+        self,
+        volume: Volume,
+        options: Options,
+        *,
+        cancelled: Cancelled = lambda: False,
+        run: RunWindows = SlidingWindow.run,
     ) -> Sizing | None:
         """Estimate how wide the objects of a volume are; None where `segment` with these options would not.
 
@@ -217,7 +222,7 @@ class Segmenter:
         request = self.estimator.plan_request(volume, options)
         if not request.plan.estimated:
             return None
-        compute = partial(run, cancelled=lambda: False, progress=lambda _done, _total: None)
+        compute = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             source, _notes = normalise_volume(volume, self.spec)
             return self._measure_diameter(source, volume, request.plan, compute)

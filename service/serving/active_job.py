@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class JobView(NamedTuple):
     seconds       by stage, as far as the job has come
     loading       whether the job waits for its model to be loaded
     stage         that a job which runs is at, by its name in `seconds`
+    points        time points that are done, of a series; 0 of 0 for one volume
     """
 
     record: JobRecord
@@ -42,10 +44,16 @@ class JobView(NamedTuple):
     seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
     loading: bool = False
     stage: str | None = None
+    points: Progress = Progress()
 
 
 class ActiveJob:
-    """A job of this process that is not over. `folder` has its decoded pixels, `spec` is set once it is read."""
+    """A job of this process that is not over.
+
+    folder  has its decoded pixels
+    files   what a series is read from, open until the job is over
+    spec    is set once it is read
+    """
 
     def __init__(self, number: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
         self.id, self.request, self.owner, self.reservation = number, request, owner, reservation
@@ -53,6 +61,7 @@ class ActiveJob:
         self.stages = Stages()
         self.stages.add("receive", request.receive_seconds)
         self.folder: Path | None = None
+        self.files = ExitStack()
         self.pixels: Pixels | None = None
         # When the storage first failed the step that the job is at, on the clock of `time.monotonic`.
         self.faulted: float | None = None
@@ -64,6 +73,7 @@ class ActiveJob:
         self.job: Job[Result]
 
     def delete_pixels(self) -> None:
+        self.files.close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -90,9 +100,7 @@ class ActiveJob:
 def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
     """Return what the owner of a job sees; None: it is over, or no job of this process."""
     if record.over or active is None:
-        done = record.request.windows if record.state == "done" else 0
-        seconds = record.answer.seconds if record.answer else {}
-        return JobView(record, Progress(done, record.request.windows), seconds=seconds)
+        return _view_over(record)
     job, queue = active.job, active.reservation.device_worker.queue
     return JobView(
         record,
@@ -102,7 +110,19 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
         dict(active.stages.seconds),
         active.reservation.loading,
         active.stage,
+        job.points,
     )
+
+
+def _view_over(record: JobRecord) -> JobView:
+    """Return a job of which this process knows no more than the record."""
+    answer, windows = record.answer, record.request.windows
+    if answer is None:
+        return JobView(record, Progress(0, windows))
+    points = Progress(*answer.time_points) if answer.time_points else Progress()
+    done = windows * points.done // points.total if points.total else windows
+    progress = Progress(done if record.state == "done" else 0, windows)
+    return JobView(record, progress, seconds=answer.seconds, points=points)
 
 
 def wait_until_over(jobs: Iterable[ActiveJob], seconds: float) -> None:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from service.core.config import Settings
 from service.core.errors import (
+    BadParameter,
     Cancelled,
     DeviceLost,
     InternalError,
@@ -28,6 +29,7 @@ from service.core.errors import (
 )
 from service.core.volume import Description
 from service.inference.result import Result
+from service.inference.series import Series
 from service.serving.active_job import ActiveJob, JobView, view_job, wait_until_over
 from service.serving.fair_threads import begin_threads
 from service.serving.job import Job, Needs
@@ -138,12 +140,14 @@ class AsyncJobs:
         """Accept a request in a folder of `make_incoming`; when this returns, the job outlives the process.
 
         The folder has the file that arrived, as INPUT, or an empty one if the query names a file of the host. Either
-        was found to be as described, and is read when the job's turn comes. Raises what `Runtime.estimate` raises,
-        QueueFull and NotReady.
+        was found to be as described, and is read when the job's turn comes. Raises BadParameter where no volume can be
+        read of it, what `Runtime.estimate` raises, QueueFull and NotReady.
         """
+        if description.problem:
+            raise BadParameter(description.problem)
         query, owner, runtime = received.query, received.caller, self._runtime
         spec = runtime.models.spec(query.model)
-        windows = runtime.estimate(spec, description, query.options).windows
+        windows = description.volumes * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         request = JobRequest(spec.name, parameters, name, windows, receive_seconds)
         active = self._activate(received.folder.name, request, owner)
@@ -178,10 +182,10 @@ class AsyncJobs:
     def result(self, job: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Open the result, which stays readable whatever happens to the job, and return its metadata.
 
-        Raises UnknownJob, NotFinished, ResultGone, and the error of a job that failed.
+        Raises UnknownJob, NotFinished, ResultGone, and the error of a job that failed and has no result.
         """
         record = self._find(job, owner)
-        if record.failure is not None:
+        if record.failure is not None and record.answer is None:
             raise record.failure
         if record.state == "cancelled":
             raise ResultGone("The job was cancelled; post the stack again.")
@@ -283,9 +287,12 @@ class AsyncJobs:
             with ExitStack() as stack:
                 if place is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(place, active.owner)).path
-                return read_pixels(
+                pixels = read_pixels(
                     self._runtime.reader, active.query, source, active.folder, active.job.cancelled, large=large
                 )
+                if isinstance(pixels, Pixels) and isinstance(pixels.segmented, Series):
+                    active.files = stack.pop_all()
+                return pixels
 
     def _try_again(self, active: ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
         """Have a step done again soon if the storage has failed it; return False if it has done so for too long."""
@@ -360,7 +367,8 @@ class AsyncJobs:
             answer = write_answer(host_files, received, active.pixels.measured, result, spec.identifier)
             active.stages.update(answer.seconds)
             metadata = describe_answer(spec.identifier, active.request.name, answer, result, active.stages.seconds)
-            finished = store.finish(active.id, answer.path, metadata)
+            fault = result.series.fault if result.series else None
+            finished = store.finish(active.id, answer.path, metadata, fault)
             settle(host_files, received)
             if not finished:
                 return

@@ -18,18 +18,21 @@ from service.core import hardware, host
 from service.core.config import Settings
 from service.core.errors import BrokenModel, OutOfMemory, UnknownModel
 from service.core.hardware import Driver, is_out_of_memory
-from service.core.progress import Progress
-from service.core.volume import Options, Volume
+from service.core.progress import Progress as LoadingProgress
+from service.core.volume import Extent, Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
 from service.inference.batcher import make_batcher
+from service.inference.diameter import Sizing
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import Result
+from service.inference.scores import RunWindows
 from service.inference.segmenter import Segmenter
+from service.inference.series import PointSegmenter, Series, segment_series
 from service.inference.window_request import Share
 from service.models.repository import check_weights
 from service.models.spec import ModelSpec
-from service.serving.job import FreeMemory, Job, Needs
+from service.serving.job import FreeMemory, Job, Needs, Progress
 from service.serving.job_queue import JobQueue, JobThreads
 from service.serving.metrics import Metrics
 from service.serving.model_cache import Lease, ModelCache, too_large_message
@@ -85,7 +88,7 @@ class DeviceWorker:
         self._renewed: dict[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         self.engines: dict[str, str] = {}
-        self.loading: dict[str, Progress] = {}
+        self.loading: dict[str, LoadingProgress] = {}
         self._estimators: dict[str, Estimator] = {}
         self.queue = JobQueue(
             limits.waiting, at_once, self._free_memory, FREE_MEMORY_SECONDS, shared=len(settings.access.keys) > 1
@@ -190,27 +193,44 @@ class DeviceWorker:
         """Bytes of memory that the loaded models take."""
         return sum(loaded_model.nbytes for loaded_model in self.model_cache.loaded_models.values())
 
-    def segment(
-        self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options, request: PlannedRequest | None
+    def _run_windows(self, job: Job[Any], model: str) -> RunWindows:
+        """Return what computes windows for a job, and counts them."""
+
+        def count(share: Share) -> None:
+            self._metrics.count_batch(model, self.name, *share)
+            job.device_seconds += share.seconds
+
+        return partial(self._device.run, due=job.due, share=count)
+
+    def estimate_diameter(self, job: Job[Any], segmenter: Segmenter, volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the width of objects for a job, in a thread of the queue, where `segment` would."""
+        run = self._run_windows(job, segmenter.spec.name)
+        with self._report_loss():
+            return segmenter.estimate_diameter(volume, options, cancelled=job.cancelled, run=run)
+
+    def segment(  # noqa: PLR0913, PLR0917
+        self,
+        job: Job[Any],
+        segmenter: Segmenter,
+        volume: Volume,
+        options: Options,
+        request: PlannedRequest | None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Result:
         """Segment for a job, in a thread of the queue. Raises what `Segmenter.segment` raises."""
         name = segmenter.spec.name
 
-        def count(share: Share) -> None:
-            self._metrics.count_batch(name, self.name, *share)
-            job.device_seconds += share.seconds
-
         def revise(needed: Estimate) -> None:
             self.queue.revise(job, _needs(needed))
 
-        run = partial(self._device.run, due=job.due, share=count)
+        run = self._run_windows(job, name)
         with self._report_loss():
             result = segmenter.segment(
                 volume,
                 options,
                 request=request,
                 cancelled=job.cancelled,
-                progress=job.advance,
+                progress=progress or job.advance,
                 run=run,
                 revised=revise,
             )
@@ -255,7 +275,7 @@ class DeviceWorker:
         if weights > limit:
             raise BrokenModel(too_large_message(name, weights, limit))
         began = time.monotonic()
-        progress = self.loading[name] = Progress(f"loading {spec.identifier}")
+        progress = self.loading[name] = LoadingProgress(f"loading {spec.identifier}")
         try:
             with progress.follow(), self._report_loss():
                 segmenter = self._make_ready(spec)
@@ -337,7 +357,7 @@ class Reservation:
         # A weak reference: the job would otherwise hold itself, and its result with it.
         lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
-    def needs(self, volume: Volume, options: Options) -> Needs:
+    def needs(self, volume: Extent, options: Options) -> Needs:
         """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
         if self._needs is None:
             try:
@@ -347,9 +367,31 @@ class Reservation:
                 self._needs = Needs()
         return self._needs
 
-    def segment(self, job: Job[Any], volume: Volume, options: Options) -> Result:
-        """Segment on the device. Raises what `Segmenter.segment` raises."""
+    def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
+        """Segment on the device. Raises what `Segmenter.segment` raises, and of a series `segment_series`."""
+        if isinstance(volume, Series):
+            return self._segment_series(job, volume, options)
         return self.device_worker.segment(job, self._segmenter, volume, options, self._request)
+
+    def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
+        """Segment time points while the job keeps its place on the device, which it shares as for one volume."""
+        worker, segmenter = self.device_worker, self._segmenter
+
+        def segment(volume: Volume, options: Options, progress: Callable[[int, int], None]) -> Result:
+            request = segmenter.estimator.plan_request(volume, options)
+            worker.queue.revise(job, _needs(request.estimate))
+            return worker.segment(job, segmenter, volume, options, request, progress)
+
+        def begin(point: int) -> None:
+            job.points = Progress(point, len(series.times))
+
+        estimate = partial(worker.estimate_diameter, job, segmenter)
+        is_estimated = segmenter.estimator.plan(options).estimated
+        calls = PointSegmenter(segment, estimate if is_estimated else None)
+        folder = worker.settings.server.scratch_folder
+        return segment_series(
+            series, options, calls, folder, cancelled=job.cancelled, began=begin, progress=job.advance
+        )
 
     @property
     def _segmenter(self) -> Segmenter:

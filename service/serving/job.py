@@ -75,6 +75,8 @@ class Job(Generic[T]):
         self.on_advance: Callable[[], None] = lambda: None
         self.future: Future[T] = Future()
         self.progress = Progress()
+        # Time points that are done, of a series.
+        self.points = Progress()
         self.created = time.monotonic()
         self._work = work
         self._cancel = threading.Event()

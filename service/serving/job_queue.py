@@ -319,7 +319,8 @@ class JobQueue:
             if job.state == "done" and job.progress.total:
                 measured = (job.device_seconds or job.seconds_run) / job.progress.total
                 self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
-            if job.state == "done" and job.seconds_finishing > LEAST_FINISHING_SECONDS:
+            # Of a series it is that of the last time point alone.
+            if job.state == "done" and not job.points.total and job.seconds_finishing > LEAST_FINISHING_SECONDS:
                 share = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
                 self._finishing[job.name] = (self._finishing.get(job.name, share) + share) / 2
             self._sort()

@@ -64,6 +64,7 @@ class AnswerMetadata:
 
     diameter  of the objects, and whether it was stated or estimated; None if it was neither
     skipped   how many windows were not computed because they are empty; None if none were looked for
+    time_points  of a series: how many are in the answer, and how many there should be
     """
 
     model: str
@@ -76,6 +77,7 @@ class AnswerMetadata:
     voxel_size: VoxelSize | None = None
     diameter: str | None = None
     skipped: str | None = None
+    time_points: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class JobRecord:
     """A row of the table. Times are seconds since 1970.
 
     answer   of a job that is done, or that was done before its result was deleted
-    failure  of a job that failed
+    failure  of a job that failed, or why the result of one that is done is only a part of what was asked for
     """
 
     id: str
@@ -128,7 +130,9 @@ def _decode_answer(text: str | None) -> AnswerMetadata | None:
         return None
     answer: dict[str, Any] = json.loads(text)
     size = answer["voxel_size"]
-    decoded = {"notes": tuple(answer["notes"]), "voxel_size": VoxelSize(**size) if size else None}
+    decoded: dict[str, Any] = {"notes": tuple(answer["notes"]), "voxel_size": VoxelSize(**size) if size else None}
+    if points := answer.get("time_points"):
+        decoded["time_points"] = tuple(points)
     return AnswerMetadata(**answer | decoded)
 
 

@@ -190,16 +190,20 @@ class JobStore:
         """Change running to waiting without counting the attempt: the service stops, which is not the job's fault."""
         return self._change(job, ("running",), "state = 'waiting', started = NULL, attempts = attempts - 1")
 
-    def finish(self, job: str, written: Path, answer: AnswerMetadata) -> bool:
-        """Change waiting or running to done with a result in the job's folder; return False if the job is over."""
+    def finish(self, job: str, written: Path, answer: AnswerMetadata, fault: StackSegError | None = None) -> bool:
+        """Change waiting or running to done with a result in the job's folder; return False if the job is over.
+
+        `fault` tells why the result is only a part of what was asked for.
+        """
         result = self.result_path(job)
         with translate_disk_faults():
             _sync(written)
             written.rename(result)
             _sync(result.parent)
             size = result.stat().st_size
-        change = "state = 'done', ended = ?, result_bytes = ?, outcome = ?"
-        done = self._change(job, ("waiting", "running"), change, time.time(), size, encode_answer(answer))
+        change = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
+        values = time.time(), size, encode_answer(answer), None if fault is None else encode_failure(fault)
+        done = self._change(job, ("waiting", "running"), change, *values)
         # Whatever fails from here, the job is done: the next one makes room, and `clean_up` deletes files.
         with suppress(OutOfStorage, StorageUnavailable):
             # Its owner may have deleted it meanwhile.

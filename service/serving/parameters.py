@@ -10,14 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from service.core.errors import BadParameter, validation_message
 from service.core.volume import (
+    Linking,
     ObjectVolume,
     Options,
     OutputKind,
     Selection,
     Steering,
+    TimeRange,
     VoxelSize,
     parse_diameter,
     parse_skip_below,
+    parse_time,
 )
 
 # What is told of the faults of a request: it may have thousands.
@@ -38,7 +41,15 @@ class Query(BaseModel):
         str | None,
         Field(max_length=256, description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"]),
     ] = None
-    time: Annotated[int | None, Field(ge=0, description="Time point to segment, from 0.")] = None
+    time: Annotated[
+        str | None,
+        Field(
+            max_length=32,
+            description="Time point to segment, from 0. Several make one answer with an axis T: all, or a range "
+            "without its end, as 2:5 for 2, 3 and 4.",
+            examples=["0", "all", "2:5"],
+        ),
+    ] = None
     axes: Annotated[
         str | None,
         Field(
@@ -123,6 +134,11 @@ class Query(BaseModel):
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
     ] = None
 
+    link: Annotated[
+        Linking | None,
+        Field(description="Of several time points: give each object one number through time, by their overlap."),
+    ] = None
+
     measurements: Annotated[
         Literal["csv", "zip"] | None,
         Field(description="csv: a table of the objects instead of the labels; zip: both files in an archive."),
@@ -163,7 +179,13 @@ class Query(BaseModel):
         """Drop the fields of a form that were left empty, which browsers send."""
         return {name: value for name, value in given.items() if value != ""} if isinstance(given, Mapping) else given
 
-    @field_validator("voxel_size", "diameter", "skip_below", "minimum_size")
+    @field_validator("time", mode="before")
+    @classmethod
+    def _as_text(cls, time: Any) -> Any:
+        """Take a number too, as a caller in Python may give it."""
+        return str(time) if isinstance(time, int) else time
+
+    @field_validator("time", "voxel_size", "diameter", "skip_below", "minimum_size")
     @classmethod
     def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
@@ -173,12 +195,20 @@ class Query(BaseModel):
                 raise ValueError(str(error)) from None
         return text
 
+    @field_validator("link")
+    @classmethod
+    def _check_link(cls, link: Linking | None, field: ValidationInfo) -> Linking | None:
+        if link is not None and not isinstance(parse_time(field.data.get("time") or "0"), TimeRange):
+            raise ValueError("objects are linked through several time points, as of time=all or time=2:5")
+        return link
+
     @cached_property
     def selection(self) -> Selection:
         """The part of the file to read, and what overrides the file."""
         channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
         size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
-        return Selection(channel, self.time, self.axes.upper() if self.axes else None, size)
+        time = None if self.time is None else parse_time(self.time)
+        return Selection(channel, time, self.axes.upper() if self.axes else None, size)
 
     @cached_property
     def canonical(self) -> str:
@@ -222,6 +252,7 @@ def _voxel_size(text: str) -> VoxelSize:
 
 # Of the parameters whose text has a form.
 PARSERS: dict[str, Callable[[str], object]] = {
+    "time": parse_time,
     "voxel_size": _voxel_size,
     "diameter": parse_diameter,
     "skip_below": parse_skip_below,

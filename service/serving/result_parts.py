@@ -37,7 +37,7 @@ FORMS = {
 def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
     """Return the first media type of an Accept header that the result can be had as, else the one that is kept."""
     inside = (TIFF, TABLE) if metadata.media_type == ARCHIVE else ()
-    labels = FORMS if metadata.media_type in {ARCHIVE, TIFF} else ()
+    labels = FORMS if metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None else ()
     for part in accepted.split(","):
         wanted = part.partition(";")[0].strip().lower()
         if wanted == metadata.media_type or wanted in inside or wanted in labels:
@@ -67,7 +67,9 @@ def extract(
 def read_labels(
     reader: Reader, file: BinaryIO, metadata: AnswerMetadata, folder: Path, cancelled: Cancelling = never
 ) -> Volume:
-    """Read the labels of a result. Raises BadParameter for a table alone, and what `Reader.read` raises."""
+    """Read the labels of a result. Raises BadParameter for a table alone or a series, and what `Reader.read` raises."""
+    if metadata.time_points is not None:
+        raise BadParameter("The result of this job has several time points: it can be had as one TIFF alone.")
     read = partial(reader.read, selection=Selection(), scratch=folder, cancelled=cancelled)
     if metadata.media_type == TIFF:
         return read(descriptor_path(file.fileno()))

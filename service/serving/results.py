@@ -16,12 +16,13 @@ from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled
 from service.core.timing import Stages
-from service.core.volume import Description, Extent, Segmentation, Volume
+from service.core.volume import Description, Extent, Segmentation, TimeRange, Volume
 from service.formats import tiff_writer
 from service.formats.sandbox import Reader
 from service.formats.sandbox_process import Cancelling, never
 from service.inference import measurements
 from service.inference.result import Result
+from service.inference.series import Series
 from service.serving.host_files import HostFiles
 from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
@@ -31,6 +32,9 @@ LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
 ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
+
+# Of one voxel of a series, as far as objects are numbered by 16 bits.
+_LABEL_BYTES = 2
 
 # What is cut off the name of a posted file.
 TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
@@ -73,12 +77,12 @@ class ReceivedRequest(NamedTuple):
 class Pixels(NamedTuple):
     """The volumes that are read from a file.
 
-    segmented  the selected part, [C, Z, Y, X]
-    measured   the same part with all channels, if objects are measured
+    segmented  the selected part, [C, Z, Y, X], or the time points of a series
+    measured   the same part with all channels, if objects are measured; None for a series, which measures them itself
     """
 
-    segmented: Volume
-    measured: Volume
+    segmented: Volume | Series
+    measured: Volume | None
 
 
 class LargePixels(NamedTuple):
@@ -110,9 +114,12 @@ def read_pixels(  # noqa: PLR0913
 ) -> Pixels | LargePixels:
     """Read all that the query needs before anything is computed: later the file may be gone, or another one.
 
-    Unless `large`, decode only what is small. Raises what `Reader.read` raises.
+    Unless `large`, decode only what is small. Of several time points nothing is decoded before their turn: the source
+    has to be there until the series is over. Raises what `Reader.read` raises.
     """
     shared = query.input is not None
+    if isinstance(query.selection.time, TimeRange):
+        return _read_series(reader, query, source, folder, cancelled, large=large)
     read: Callable[..., Volume | Description] = reader.read if large else reader.read_small
     read = partial(read, source, scratch=folder, shared=shared, cancelled=cancelled)
     segmented = measured = read(query.selection)
@@ -121,6 +128,27 @@ def read_pixels(  # noqa: PLR0913
     if isinstance(segmented, Volume) and isinstance(measured, Volume):
         return Pixels(segmented, measured)
     return LargePixels(segmented, measured.nbytes + (0 if measured is segmented else segmented.nbytes))
+
+
+def _read_series(  # noqa: PLR0913
+    reader: Reader, query: Query, source: Path | bytearray, folder: Path, cancelled: Cancelling, *, large: bool
+) -> Pixels | LargePixels:
+    """Return the time points of a file that the query asks for, or what they take on disk unless `large`."""
+    shared, selection = query.input is not None, query.selection
+    description = reader.inspect(source, selection, shared=shared, cancelled=cancelled)
+    every_channel = len(description.channels) if query.measurements is not None else 1
+    read = partial(reader.read, source, scratch=folder, shared=shared, cancelled=cancelled)
+
+    def read_point(time: int) -> tuple[Volume, Volume | None]:
+        volume = measured = read(replace(selection, time=time))
+        if query.measurements is not None and query.channel is not None:
+            measured = read(replace(selection, time=time, channel=None))
+        return volume, None if query.measurements is None else measured
+
+    series = Series.of(description, read_point, query.link)
+    if large:
+        return Pixels(series, None)
+    return LargePixels(series, description.nbytes * every_channel + _LABEL_BYTES * series.voxels)
 
 
 def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | None:
@@ -136,7 +164,7 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
 
 
 def write_answer(
-    host_files: HostFiles, received: ReceivedRequest, measured: Volume, result: Result, model: str
+    host_files: HostFiles, received: ReceivedRequest, measured: Volume | None, result: Result, model: str
 ) -> Answer:
     """Write the files that the query asks for into the request's folder, or where it says on the host.
 
@@ -198,6 +226,7 @@ def describe_answer(
         voxel_size=result.segmentation.voxel_size,
         diameter=result.width,
         skipped=None if result.skipped is None else str(result.skipped),
+        time_points=None if result.series is None else (result.series.points, result.series.total),
     )
 
 
@@ -222,14 +251,18 @@ def _origin(received: ReceivedRequest, result: Result) -> dict[str, str]:
     return describe_origin(received.query, result, received.name, received.digest)
 
 
-def _write_files(received: ReceivedRequest, measured: Volume, result: Result) -> Answer:
+def _write_files(received: ReceivedRequest, measured: Volume | None, result: Result) -> Answer:
     segmentation = result.segmentation
     folder, wanted, stages = received.folder, received.query.measurements, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
     labels, table = folder / LABELS, folder / MEASUREMENTS
     if wanted is not None:
         with stages.measure("measure"):
-            measurements.write_csv(measurements.measure(segmentation, measured), table)
+            rows = result.series.table if result.series else None
+            if rows is None:
+                assert measured is not None  # noqa: S101 - only a series has measured its objects already
+                rows = measurements.measure(segmentation, measured)
+            measurements.write_csv(rows, table)
     if wanted == "csv":
         return Answer(table, MEDIA_TYPES[wanted], f"_{MEASUREMENTS}", stages.seconds)
     with stages.measure("write"):

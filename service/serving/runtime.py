@@ -21,6 +21,7 @@ from service.formats.sandbox import Reader
 from service.inference.estimate import Estimate
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
+from service.inference.series import Series
 from service.models.spec import ModelSpec
 from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
 from service.serving.fair_threads import FairThreadPool
@@ -219,7 +220,7 @@ class Runtime:
     def submit(
         self,
         spec: ModelSpec,
-        volume: Volume,
+        volume: Volume | Series,
         options: Options,
         finish: Callable[[Result], T],
         caller: str | None = None,
@@ -228,7 +229,8 @@ class Runtime:
 
         Raises BadParameter, TooLarge, QueueFull or NotReady.
         """
-        windows = self.estimate(spec, volume, options).windows
+        points = len(volume.times) if isinstance(volume, Series) else 1
+        windows = points * self.estimate(spec, volume, options).windows
         reservation = self.reserve(spec.name, caller)
 
         def work(job: Job[T]) -> T:

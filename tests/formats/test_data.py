@@ -133,7 +133,7 @@ def test_voxel_sizes_and_notes(file: str, voxel_size: VoxelSize | None, note: st
     found = tiff_reader.inspect(DATA / "formats" / file, Selection(), LIMIT)
 
     assert found.voxel_size == voxel_size
-    assert note in " ".join(found.notes)
+    assert note in " ".join((found.problem, *found.notes))
 
 
 def test_a_time_series_of_planes_is_no_stack() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
-from service.core.volume import Selection, VoxelSize
+from service.core.volume import Selection, TimeInterval, TimeRange, VoxelSize
 from service.formats import tiff_reader
 
 LIMIT = 2**28
@@ -148,10 +148,42 @@ def test_several_time_points_are_described_but_read_only_by_choice(make: Make) -
     found = tiff_reader.inspect(path, ALL, LIMIT)
 
     assert (found.shape, found.times) == ((1, 1, 9, 11), 5)
-    assert any("time=0 to time=4" in note and "axes=ZYX" in note for note in found.notes)
+    assert "time=0 to time=4" in found.problem
+    assert "axes=ZYX" in found.problem
     with pytest.raises(BadParameter, match=r"time=0 to time=4.*axes=ZYX"):
         tiff_reader.read(path, ALL, LIMIT)
     assert tiff_reader.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
+
+
+def test_a_range_of_time_points_is_described_and_not_read(make: Make) -> None:
+    path = make(noise(5, 3, 9, 11), metadata={"axes": "TZYX"}, imagej=True)
+    for times, expected in ((TimeRange(), (0, 5)), (TimeRange(1, 3), (1, 3)), (TimeRange(4), (4, 5))):
+        found = tiff_reader.inspect(path, Selection(time=times), LIMIT)
+        assert (found.shape, found.time_points, found.problem) == ((1, 3, 9, 11), expected, "")
+    for times in (TimeRange(2, 9), TimeRange(5), TimeRange(7, 8)):
+        with pytest.raises(BadParameter, match="time=0 to time=4"):
+            tiff_reader.inspect(path, Selection(time=times), LIMIT)
+    with pytest.raises(BadParameter, match="time=all"):
+        tiff_reader.read(path, Selection(time=TimeRange()), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "interval"),
+    [
+        ({"finterval": 300.0}, TimeInterval(300, "s")),
+        ({"finterval": 5, "tunit": "minutes"}, TimeInterval(5, "min")),
+        ({"finterval": 0}, None),
+        ({"finterval": "nan", "tunit": "s"}, None),
+        ({"finterval": 1, "tunit": "frames"}, None),
+        ({}, None),
+        ({"TimeIncrement": 250.0, "TimeIncrementUnit": "ms"}, TimeInterval(250, "ms")),
+        ({"TimeIncrement": 2.5}, TimeInterval(2.5, "s")),
+    ],
+)
+def test_time_intervals(make: Make, metadata: dict[str, Any], interval: TimeInterval | None) -> None:
+    kind = "ome" if "TimeIncrement" in metadata else "imagej"
+    path = make(noise(2, 3, 9, 11), metadata={"axes": "TZYX", **metadata}, **{kind: True})
+    assert tiff_reader.inspect(path, ALL, LIMIT).time_interval == interval
 
 
 @pytest.mark.parametrize("axes", ["ZYX", "CZYX", "ZCYX", "TCZYX", "TZCYX", "ZTCYX", "CTZYX"])

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from service.core.volume import Segmentation, Selection, VoxelSize
+from service.core.volume import Segmentation, Selection, TimeInterval, VoxelSize
 from service.formats import tiff_reader, tiff_writer
 
 LIMIT = 2**28
@@ -135,6 +135,37 @@ def test_whatever_is_written_is_read_the_same(
     assert volume.dtype == array.dtype
     assert volume.voxel_size == voxel_size
     np.testing.assert_array_equal(volume.array().reshape(array.shape), array)
+
+
+@pytest.mark.parametrize("bigtiff", [None, True])
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+@pytest.mark.parametrize("interval", [TimeInterval(5, "min"), TimeInterval(80, "µs"), None])
+def test_a_series_keeps_its_axes_and_interval(
+    tmp_path: Path, kind: Any, interval: TimeInterval | None, bigtiff: bool | None
+) -> None:
+    axes, names = ("TZYX", ()) if kind == "labels" else ("TCZYX", ("background", "object"))
+    lengths = {"T": 3, "C": 2, "Z": 4, "Y": 20, "X": 30}
+    array = noise(*(lengths[axis] for axis in axes), dtype="uint16" if kind == "labels" else "float32")
+    segmentation = Segmentation(array, kind, VoxelSize(0.5, 0.2, 0.1), names=names, time_interval=interval)
+    path = tmp_path / "series.ome.tif"
+
+    tiff_writer.write(segmentation, path, bigtiff=bigtiff)
+
+    found = tiff_reader.inspect(path, ALL, LIMIT)
+    assert (found.axes, found.stored_shape, found.times) == (axes, array.shape, 3)
+    assert (found.voxel_size, found.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
+    for time in range(3):
+        volume = tiff_reader.read(path, Selection(time=time), LIMIT)
+        np.testing.assert_array_equal(volume.array().reshape(array.shape[1:]), array[time])
+    with tifffile.TiffFile(path) as file:
+        assert file.series[0].axes == axes
+        # ImageJ takes the description that begins with its name.
+        description = file.pages.first.tags.getall(270)[1].value
+    seen = tifffile.tifffile.imagej_description_metadata(description)
+    assert (seen["frames"], seen["slices"], seen.get("channels", 1)) == (3, 4, lengths["C"] if names else 1)
+    assert (seen["hyperstack"], seen["order"]) == (True, "zct")
+    stated = None if interval is None else (interval.length, interval.unit.replace("µ", "u"))
+    assert stated == (None if "finterval" not in seen else (seen["finterval"], seen["tunit"]))
 
 
 @pytest.mark.parametrize("shape", [(2, 700, 701), (64, 64, 64), (3, 1000, 1000), (1100, 40, 30)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering, VoxelSize
+from service.core.volume import Diameter, ObjectVolume, Options, Selection, Steering, TimeRange, VoxelSize
 from service.serving.parameters import Query, explain
 
 
@@ -37,6 +37,27 @@ def test_nothing_given_leaves_everything_to_file_and_operator() -> None:
 @pytest.mark.parametrize(("channel", "meaning"), [("0", 0), ("DAPI", "DAPI"), ("-1", "-1"), ("²", "²")])
 def test_channel_is_an_index_or_a_name(channel: str, meaning: int | str) -> None:
     assert Query(channel=channel).selection.channel == meaning
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("3", 3),
+        (3, 3),
+        ("all", TimeRange()),
+        ("2:5", TimeRange(2, 5)),
+        ("2:", TimeRange(2)),
+        (":5", TimeRange(0, 5)),
+    ],
+)
+def test_time_is_an_index_all_or_a_range(text: Any, meaning: int | TimeRange) -> None:
+    assert Query.model_validate({"time": text}).selection.time == meaning
+
+
+@pytest.mark.parametrize("text", ["-1", "5:2", "2:2", ":", "1:2:3", "1-3", "first", "²", "1.5"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="all, or a range"):
+        Query(time=text)
 
 
 @given(st.dictionaries(st.sampled_from([*Query.model_fields, "zoom"]), st.text(max_size=20)))

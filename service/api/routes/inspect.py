@@ -6,16 +6,18 @@ import threading
 
 from fastapi import APIRouter, Request
 
-from service.api.admission import REQUEST, AdmittedQuery
+from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import RuntimeDependency, get_caller
 from service.api.request_body import ReceivedFile, receive_file
 from service.api.schemas import Inspection
 from service.api.threads import run_in_thread
-from service.core.errors import RequestError
+from service.core import host
+from service.core.errors import OutOfMemory, RequestError
 from service.core.timing import Stages
 from service.core.volume import Description
 from service.inference.estimate import Estimator
+from service.inference.memory import check_memory
 from service.serving.runtime import Runtime
 
 router = APIRouter(tags=["segmentation"])
@@ -41,25 +43,24 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     """
     async with receive_file(request, runtime, query, Stages()) as received:
         query = received.received.query
-        spec = runtime.models.spec(query.model)
-
+        spec = select_model(runtime, query)
         file = await run_while_connected(request, inspect_file(runtime, received))
-    output, diameter, estimate, seconds, problem = query.output, query.diameter, None, None, None
+    estimator = Estimator(spec, runtime.settings)
+    estimate, seconds, problems = None, None, [file.problem]
     try:
-        estimator = Estimator(spec, runtime.settings)
-        output = estimator.output(query.options)
-        diameter = str(estimator.object_size(query.options))
         estimate = runtime.estimate(spec, file, query.options)
-        seconds = runtime.estimate_seconds(spec.name, estimate.windows, get_caller(request))
-    except RequestError as error:
-        problem = str(error)
+        windows = file.volumes * estimate.windows
+        seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
+        check_memory(estimate, host.available_memory())
+    except (RequestError, OutOfMemory) as error:
+        problems.append(str(error))
     return Inspection(
         file=file,
         model=spec.identifier,
-        output=output,
+        output=estimator.output(query.options),
         normalisation=spec.input.normalisation.model_dump(),
-        diameter=diameter,
+        diameter=str(estimator.object_size(query.options)),
         estimate=estimate,
         seconds=None if seconds is None else round(seconds, 1),
-        problem=problem,
+        problem=" ".join(filter(None, problems)) or None,
     )

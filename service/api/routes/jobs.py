@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path as Folder
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, JSONResponse, StreamingResponse
@@ -31,7 +31,7 @@ from service.formats.sandbox import descriptor_path
 from service.formats.sandbox_process import Cancelling
 from service.serving.active_job import JobView
 from service.serving.async_jobs import AsyncJobs
-from service.serving.job_record import AnswerMetadata, JobRecord
+from service.serving.job_record import AnswerMetadata, JobRecord, JobState
 from service.serving.parameters import Query as Parameters
 from service.serving.result_parts import choose_media_type, extract, read_labels
 from service.serving.runtime import Runtime
@@ -194,7 +194,7 @@ def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
     record = view.record
     return JobReport(
         id=record.id,
-        state="loading" if view.loading and record.state == "waiting" else record.state,
+        state=_name_state(view),
         name=record.request.name,
         parameters=record.request.parameters,
         created=_utc(record.created),
@@ -204,12 +204,21 @@ def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
         stage=view.stage,
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
+        time_points=JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None,
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
         problem=_report_problem(record.failure),
         **_report_result(record),
     )
+
+
+def _name_state(view: JobView) -> JobState | Literal["loading"]:
+    """Return the state that the owner is told: a job of which a part is done has failed, with a result."""
+    state = view.record.state
+    if state == "waiting" and view.loading:
+        return "loading"
+    return "failed" if state == "done" and view.record.failure is not None else state
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:

@@ -199,6 +199,8 @@ class _SegmentRequest:
 
     def _finish(self, result: Result) -> _NewResult:
         """Encode a small result in the thread that has segmented it; this may be called before `submit` returns."""
+        if result.series is not None and result.series.fault is not None:
+            raise result.series.fault
         answer = encode_small_answer(self._file.received._replace(digest=self._digest), result)
         if answer is not None:
             # Nothing needs the input's pixels any more.

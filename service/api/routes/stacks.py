@@ -74,7 +74,7 @@ async def planes(  # noqa: PLR0913
     """Planes of a kept stack as raw numbers, to be drawn."""
     caller = get_caller(request)
     stored = await run_in_thread(partial(get_stacks(request).find, stack, caller))
-    selection = Parameters(channel=str(channel), time=time, axes=axes).selection
+    selection = Parameters(channel=str(channel), time=None if time is None else str(time), axes=axes).selection
 
     def read(folder: Folder, cancelled: Cancelling) -> Volume:
         return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)

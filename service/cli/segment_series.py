@@ -1,0 +1,63 @@
+"""Reading and segmenting for `stackseg segment`: one volume, or with `--time all` several time points of a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from service.cli.progress import ProgressBar
+from service.core.volume import Options, TimeRange, Volume
+from service.formats import tiff_reader
+from service.inference.batcher import WindowBatcher
+from service.inference.result import Result
+from service.inference.segmenter import Segmenter
+from service.inference.series import PointSegmenter, Progress, Series, segment_series
+from service.serving.parameters import Query
+
+
+def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:
+    """Read the volume, or describe the time points, that the query asks for.
+
+    Time points come with what objects are measured in, where they are `measured`. Raises what `tiff_reader` raises.
+    """
+    selection = query.selection
+    if not isinstance(selection.time, TimeRange):
+        return tiff_reader.read(path, selection, limit_bytes, scratch)
+    description = tiff_reader.inspect(path, selection, limit_bytes)
+
+    def read_point(time: int) -> tuple[Volume, Volume | None]:
+        volume = tiff_reader.read(path, replace(selection, time=time), limit_bytes, scratch)
+        if not measured:
+            return volume, None
+        return volume, tiff_reader.read(path, replace(selection, time=time, channel=None), limit_bytes, scratch)
+
+    return Series.of(description, read_point, query.link)
+
+
+def segment(  # noqa: PLR0913, PLR0917
+    series: Volume | Series,
+    options: Options,
+    segmenter: Segmenter,
+    device: WindowBatcher,
+    scratch: Path,
+    bar: ProgressBar,
+) -> Result:
+    """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
+    bar.begin("windows")
+    if isinstance(series, Volume):
+        return segmenter.segment(series, options, run=device.run, progress=bar.show)
+
+    def segment_point(volume: Volume, options: Options, progress: Progress) -> Result:
+        return segmenter.segment(volume, options, run=device.run, progress=progress)
+
+    is_estimated = segmenter.estimator.plan(options).estimated
+    estimate = partial(segmenter.estimate_diameter, run=device.run)
+    return segment_series(
+        series,
+        options,
+        PointSegmenter(segment_point, estimate if is_estimated else None),
+        scratch,
+        began=lambda number: bar.begin(f"time point {number + 1} of {len(series.times)}"),
+        progress=bar.show,
+    )

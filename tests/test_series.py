@@ -1,0 +1,237 @@
+"""Several time points of one file, through a real server and the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from fakes import until
+from live import Answer, Live, as_tiff, eager, serve
+from numpy.typing import NDArray
+from paths import ROOT
+
+from scripts.recipes.synthetic_nuclei import synthesise
+from service.__main__ import main
+from service.core.volume import Selection, TimeInterval, VoxelSize
+from service.formats import tiff_reader
+
+POINTS = 5
+# No resampling, and no estimate.
+WIDTH = "20px"
+
+
+def make_series() -> NDArray[np.uint8]:
+    """Nuclei that move across five time points, [T, Z, Y, X]."""
+    image, _labels = synthesise(np.random.default_rng(0), (12, 56, 56))
+    return np.stack([image[:, 2 * time : 2 * time + 48, time : time + 48] for time in range(POINTS)])
+
+
+def as_series(pixels: NDArray[Any], **options: Any) -> bytes:
+    metadata = {"axes": "TZYX", "spacing": 0.5, "unit": "um", "finterval": 5.0, "tunit": "min"}
+    return as_tiff(pixels, metadata=metadata, **options)
+
+
+def damage(content: bytes, time: int, depth: int) -> bytes:
+    """Overwrite the compressed pixels of one time point."""
+    with tifffile.TiffFile(io.BytesIO(content)) as file:
+        page = file.pages[time * depth]
+        start, count = page.dataoffsets[0], page.databytecounts[0]
+    return content[:start] + b"\xff" * count + content[start + count :]
+
+
+@pytest.fixture(scope="module")
+def pixels() -> NDArray[np.uint8]:
+    return make_series()
+
+
+@pytest.fixture(scope="module")
+def damaged(pixels: NDArray[np.uint8]) -> bytes:
+    return damage(as_series(pixels, compression="zlib"), 3, pixels.shape[1])
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    scratch = tmp_path_factory.mktemp("scratch")
+    with serve(eager(ROOT / "models", server={"scratch_folder": scratch})) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(live: Live, pixels: NDArray[np.uint8]) -> list[NDArray[Any]]:
+    """The labels of each time point alone."""
+    stack = as_series(pixels)
+    return [Answer(live.segment(stack, time=time, diameter=WIDTH).content).pixels for time in range(POINTS)]
+
+
+def submit(live: Live, stack: bytes, **parameters: Any) -> dict[str, Any]:
+    response = live.client.post("/jobs", content=stack, params=parameters, headers={"Content-Type": "image/tiff"})
+    assert response.status_code == 202, response.text
+    return dict(response.json())
+
+
+def show(live: Live, job: dict[str, Any]) -> dict[str, Any]:
+    return dict(live.client.get(f"/jobs/{job['id']}").json())
+
+
+def is_over(live: Live, job: dict[str, Any]) -> bool:
+    return show(live, job)["state"] in {"done", "failed", "cancelled"}
+
+
+@pytest.mark.parametrize(("text", "times"), [("all", range(5)), ("1:3", range(1, 3)), ("3:", range(3, 5))])
+def test_each_time_point_has_the_labels_that_it_has_alone(
+    live: Live, pixels: NDArray[np.uint8], alone: list[NDArray[Any]], text: str, times: range, tmp_path: Path
+) -> None:
+    response = live.segment(as_series(pixels), time=text, diameter=WIDTH)
+
+    assert response.status_code == 200, response.text
+    labels = tifffile.imread(io.BytesIO(response.content))
+    np.testing.assert_array_equal(labels, np.stack([alone[time] for time in times]))
+    assert int(response.headers["x-stackseg-objects"]) == sum(int(alone[time].max()) for time in times) > 0
+    path = tmp_path / "labels.ome.tif"
+    path.write_bytes(response.content)
+    found = tiff_reader.inspect(path, Selection(), 2**20)
+    assert (found.axes, found.stored_shape) == ("TZYX", (len(times), *pixels.shape[1:]))
+    assert (found.voxel_size, found.time_interval) == (VoxelSize(0.5, 0.2, 0.2), TimeInterval(5, "min"))
+    with tifffile.TiffFile(path) as file:
+        seen = tifffile.tifffile.imagej_description_metadata(file.pages.first.tags.getall(270)[1].value)
+    assert (seen["frames"], seen["slices"], seen["finterval"], seen["tunit"]) == (len(times), 12, 5, "min")
+    assert live.leftovers() == []
+
+
+def test_objects_keep_their_numbers_through_time(
+    live: Live, pixels: NDArray[np.uint8], alone: list[NDArray[Any]]
+) -> None:
+    response = live.segment(as_series(pixels), time="all", diameter=WIDTH, link="overlap", measurements="zip")
+
+    assert response.status_code == 200, response.text
+    with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
+        labels = tifffile.imread(io.BytesIO(archive.read("labels.ome.tif")))
+        rows = list(csv.DictReader(io.StringIO(archive.read("measurements.csv").decode())))
+    for linked, own in zip(labels, alone, strict=True):
+        # The same objects under other numbers.
+        pairs = np.unique(np.stack((linked.ravel(), own.ravel())), axis=1)
+        assert pairs.shape[1] == len(np.unique(own)) == len(np.unique(linked))
+    for before, after in itertools.pairwise(labels):
+        for number in np.unique(before[before > 0]):
+            place = before == number
+            ahead = np.bincount(after[place], minlength=1)
+            ahead[0] = 0
+            heir = int(ahead.argmax())
+            if 2 * ahead[heir] > np.count_nonzero(place | (after == heir)):
+                assert heir == number
+    assert int(response.headers["x-stackseg-objects"]) == labels.max() < sum(own.max() for own in alone) / 2
+    assert len({tuple(row[name] for name in ("time", "track_id")) for row in rows}) == len(rows)
+    for time, volume in enumerate(labels):
+        mine = [row for row in rows if row["time"] == str(time)]
+        assert [int(row["track_id"]) for row in mine] == np.unique(volume[volume > 0]).tolist()
+        assert all(row["label"] == row["track_id"] for row in mine)
+        assert [int(row["num_pixels"]) for row in mine] == np.bincount(volume[volume > 0])[1:][
+            np.unique(volume[volume > 0]) - 1
+        ].tolist()
+        assert {int(row["parent"]) for row in mine} <= {0, *map(int, np.unique(labels[:time]))}
+
+
+def test_a_job_keeps_the_time_points_before_a_damaged_one(
+    live: Live, damaged: bytes, alone: list[NDArray[Any]]
+) -> None:
+    job = submit(live, damaged, time="all", diameter=WIDTH)
+    until(lambda: is_over(live, job))
+
+    report = show(live, job)
+    assert (report["state"], report["time_points"]) == ("failed", {"done": 3, "total": 5})
+    assert "Time point 3" in report["problem"]["detail"]
+    assert report["problem"]["type"].endswith("bad-file")
+    assert any("Time point 3" in warning for warning in report["warnings"])
+    result = live.client.get(report["result"])
+    assert result.status_code == 200
+    assert "Time point 3" in result.headers["x-stackseg-note"]
+    np.testing.assert_array_equal(tifffile.imread(io.BytesIO(result.content)), np.stack(alone[:3]))
+
+
+def test_whoever_waits_is_told_which_part_can_be_had(live: Live, damaged: bytes) -> None:
+    response = live.segment(damaged, time="1:", diameter=WIDTH)
+    assert response.status_code == 422
+    assert "Time point 3" in response.json()["detail"]
+    assert "time=1:3" in response.json()["detail"]
+    # Of the first one there is nothing before it.
+    assert "time=3:3" not in live.segment(damaged, time="3:", diameter=WIDTH).json()["detail"]
+    assert live.leftovers() == []
+
+
+def test_command_line_keeps_the_time_points_before_a_damaged_one(
+    damaged: bytes, alone: list[NDArray[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack, out, table = tmp_path / "series.tif", tmp_path / "out.tif", tmp_path / "out.csv"
+    stack.write_bytes(damaged)
+    (tmp_path / "config.yaml").write_text("engine: {kind: eager}\ndevice: {name: cpu, threads: 1}\n")
+    command = ["segment", str(stack), str(out), "--time", "all", "--diameter", WIDTH, "--measurements", str(table)]
+
+    assert main([*command, "--config", str(tmp_path / "config.yaml")]) == 1
+
+    printed = capsys.readouterr()
+    assert "3 of 5 time points" in printed.out
+    assert "Time point 3" in printed.err
+    np.testing.assert_array_equal(tifffile.imread(out), np.stack(alone[:3]))
+    with table.open(newline="") as file:
+        assert {row["time"] for row in csv.DictReader(file)} == {"0", "1", "2"}
+
+
+def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint8]) -> None:
+    job = submit(live, as_series(np.tile(pixels, (20, 1, 1, 1))), time="all", diameter=WIDTH)
+    until(lambda: (show(live, job)["time_points"] or {"done": 0})["done"] > 0)
+    report = show(live, job)
+    assert report["time_points"]["total"] == 100
+    assert report["progress"]["total"] >= 100
+
+    live.client.delete(f"/jobs/{job['id']}")
+
+    assert show(live, job)["state"] == "cancelled"
+    until(lambda: not live.runtime.running and live.leftovers() == [])
+    assert live.client.get(f"/jobs/{job['id']}/result").status_code == 410
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"time": "2:9"}, "time=0 to time=4"),
+        ({"time": "5:"}, "time=0 to time=4"),
+        ({"time": "4:2"}, "range without its end"),
+        ({"time": "2", "link": "overlap"}, "time=all"),
+        ({"link": "overlap"}, "time=all"),
+        ({"time": "all", "link": "overlap", "output": "probabilities"}, "only labels"),
+    ],
+)
+def test_what_a_series_cannot_have_is_refused(
+    live: Live, pixels: NDArray[np.uint8], parameters: dict[str, str], words: str
+) -> None:
+    for path in ("/segment", "/jobs", "/inspect"):
+        response = live.client.post(path, content=as_series(pixels), params=parameters)
+        assert response.status_code == 422, path
+        assert words in response.json()["detail"]
+
+
+def test_inspect_says_that_a_time_point_has_to_be_chosen(live: Live, pixels: NDArray[np.uint8]) -> None:
+    """As `/segment` and `/jobs` do."""
+    stack = as_series(pixels)
+    problem = live.client.post("/inspect", content=stack).json()["problem"]
+    for path in ("/segment", "/jobs"):
+        response = live.client.post(path, content=stack)
+        assert (response.status_code, response.json()["detail"]) == (422, problem)
+    assert "time=all" in problem
+    for time in ("4", "all"):
+        assert live.client.post("/inspect", content=stack, params={"time": time}).json()["problem"] is None
+
+
+def test_probabilities_of_a_series_have_channels(live: Live, pixels: NDArray[np.uint8]) -> None:
+    response = live.segment(as_series(pixels), time=":2", diameter=WIDTH, output="probabilities")
+    with tifffile.TiffFile(io.BytesIO(response.content)) as file:
+        assert file.series[0].axes == "TCZYX"
+        assert file.series[0].shape[0] == 2
