@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from service.inference.windows.grid import Box, as_size
 
 # Float32 images up to this size stay on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
 WHOLE_BYTES = 2**30
-# Planes are sent together up to this many bytes.
+# Pixels are sent together up to this many bytes.
 PIECE_BYTES = 2**23
 
 StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
@@ -31,28 +31,39 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 
 class Upload:
-    """Sends arrays of up to `nbytes` through two buffers: one is filled while the other is on its way.
+    """Sends pixels through two buffers of `nbytes`, which hold a row at least: one is filled while the other is copied.
 
     Buffers for a CUDA device are pinned: of other memory the driver makes a copy first, for which it waits.
     """
 
     def __init__(self, device: torch.device, nbytes: int, start: StartCopy = start_copy) -> None:
-        self._device, self._start = device, start
+        self._device, self._nbytes, self._start = device, nbytes, start
         pinned = device.type == "cuda"
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
 
     def __call__(self, pixels: Array) -> Tensor:
-        """Return a copy on the device, of the same shape and dtype, for work on its current stream."""
-        self._buffers.reverse()
-        self._waits.reverse()
-        self._waits[0]()
+        """Return a copy of pixels [z, y, x] on the device, with the same dtype, for work on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
-        staged = self._buffers[0][: pixels.nbytes].view(dtype).view(pixels.shape)
-        np.copyto(staged.numpy(), pixels)
         sent = torch.empty(pixels.shape, dtype=dtype, device=self._device)
-        self._waits[0] = self._start(staged, sent)
+        for piece in self._cut(pixels):
+            self._buffers.reverse()
+            self._waits.reverse()
+            self._waits[0]()
+            part = pixels[piece]
+            staged = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
+            np.copyto(staged.numpy(), part)
+            self._waits[0] = self._start(staged, sent[piece])
         return sent
+
+    def _cut(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
+        """Yield parts of pixels [z, y, x] that a buffer holds: several planes, or rows of one."""
+        depth, height, width = pixels.shape
+        rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
+        planes, rows = max(rows // height, 1), min(rows, height)
+        for z in range(0, depth, planes):
+            for y in range(0, height, rows):
+                yield slice(z, z + planes), slice(y, y + rows)
 
 
 class DeviceImage:
@@ -70,7 +81,7 @@ class DeviceImage:
         self._source = source
         _, channels, *size = self.shape = tuple(source.shape)
         depth, self._step = count_planes(channels, as_size(size), depth), planes_sent(as_size(size))
-        self._upload = Upload(device, 4 * self._step * size[1] * size[2])
+        self._upload = Upload(device, buffer_bytes(as_size(size)))
         self._planes = torch.empty((channels, depth, *size[1:]), device=device)
         self._first = self._end = 0
         self._load(0)
@@ -110,6 +121,12 @@ def count_planes(channels: int, size: Size, depth: int) -> int:
     """Return how many planes of an image of `size` (Z, Y, X) are on the device, where windows have `depth` planes."""
     planes, height, width = size
     return planes if 4 * channels * planes * height * width <= WHOLE_BYTES else min(depth, planes)
+
+
+def buffer_bytes(size: Size) -> int:
+    """Return the bytes of each of the two buffers through which an image of `size` (Z, Y, X) is sent."""
+    planes, height, width = size
+    return 4 * width * min(max(PIECE_BYTES // (4 * width), 1), planes * height)
 
 
 def planes_sent(size: Size) -> int:

@@ -27,7 +27,7 @@ from service.core.volume import (
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.device_image import count_planes, planes_sent
+from service.inference.device_image import buffer_bytes, count_planes, planes_sent
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid
@@ -150,9 +150,8 @@ def estimate(  # noqa: PLR0913
     # Pixels become float32 where a window reads them, unless the whole volume is resampled.
     resampled = size != tuple(volume.shape[1:])
     image = 4 * spec.input.channels * (math.prod(size) + math.prod(volume.shape[1:])) if resampled else 0
-    # Planes on a device, and those of one channel that are on their way there.
-    plane, sent = 4 * size[1] * size[2], 0 if on_host else 2 * planes_sent(size)
-    there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0])
+    # Planes on a device, with those of two channels that have just come.
+    there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
@@ -165,8 +164,8 @@ def estimate(  # noqa: PLR0913
         sw_batch_size=plan.sw_batch_size,
         overlap=plan.overlap,
         working_size=size,
-        host_bytes=decoding.host + planes + image + (running if on_host else plane * sent),
-        device_bytes=0 if on_host else decoding.device + running + plane * (there + sent),
+        host_bytes=decoding.host + planes + image + (running if on_host else 2 * buffer_bytes(size)),
+        device_bytes=0 if on_host else decoding.device + running + 4 * size[1] * size[2] * there,
     )
 
 
