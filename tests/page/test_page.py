@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import FakeSegmenter
+from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from paths import ROOT
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -115,6 +115,9 @@ def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tm
     check_accessibility(page)
     page.locator("tr[data-label='5']").click()
     expect(page.locator(".readout")).to_contain_text("object 5")
+    page.get_by_role("button", name="3D").click()
+    expect(page.locator("canvas.solid")).to_be_visible()
+    until(lambda: page.evaluate(SHADES) > 50, SECONDS)
     page.get_by_role("tab", name="Take").click()
     check_accessibility(page)
     with page.expect_download() as downloading:
@@ -189,6 +192,14 @@ def test_a_key_is_asked_for_where_the_service_wants_one(bands_repository: Path, 
 
 
 SYNTHETIC = (Path(__file__).parent / "synthetic.js").read_text(encoding="utf-8")
+
+# How many colours the solid has.
+SHADES = """() => {
+  const gl = document.querySelector("canvas.solid").getContext("webgl2");
+  const pixels = new Uint8Array(4 * gl.drawingBufferWidth * gl.drawingBufferHeight);
+  gl.readPixels(0, 0, gl.drawingBufferWidth, gl.drawingBufferHeight, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
+  return new Set(new Uint32Array(pixels.buffer)).size;
+}"""
 
 WHEEL = """async () => {
   const stage = document.querySelector(".view[data-axis=z] .stage"), times = [];

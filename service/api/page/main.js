@@ -2,7 +2,7 @@
 
 import { button, byId, element } from "./elements.js";
 import { forget, remember } from "./history.js";
-import { fetchVolume } from "./planes.js";
+import { fetchPlane, fetchVolume } from "./planes.js";
 import { showResult } from "./result_view.js";
 import { follow, RunView } from "./run_view.js";
 import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./server.js";
@@ -28,6 +28,8 @@ class Session {
     this.loaded = "";
     this.loading = new AbortController();
     this.following = new AbortController();
+    /** Id of the job whose labels are shown. */
+    this.job = "";
     byId("title").textContent = name;
     show("work");
     this.viewer = new Viewer(byId("viewer"));
@@ -87,9 +89,14 @@ class Session {
     this.loading = new AbortController();
     this.loaded = key;
     const whole = /** @type {Triple} */ (file.shape.slice(1));
+    const address = `stacks/${this.stack}/planes`;
+    this.viewer.fetchSharp = async (z, signal) => ({
+      image: await fetchPlane(address, shown, whole, z, signal),
+      labels: this.job ? await fetchPlane(`jobs/${this.job}/planes`, {}, whole, z, signal) : null,
+    });
     this.viewer.waiting.textContent = "Reading the stack";
     try {
-      await fetchVolume(`stacks/${this.stack}/planes`, shown, whole, this.loading.signal, (volume, share) => {
+      await fetchVolume(address, shown, whole, this.loading.signal, (volume, share) => {
         const first = this.viewer.scene.image !== volume;
         if (first) {
           this.viewer.open(volume, file.voxel_size);
@@ -130,6 +137,7 @@ class Session {
   async follow(id) {
     const side = byId("side");
     const running = new RunView(side, id);
+    this.job = "";
     this.viewer.setLabels(null);
     this.following.abort();
     this.following = new AbortController();
@@ -157,6 +165,7 @@ class Session {
     const labels = await fetchVolume(`jobs/${job.id}/planes`, {}, whole, signal, (volume) => {
       if (viewer.scene.image === null) viewer.open(volume, null);
     });
+    this.job = job.id;
     viewer.setLabels(labels);
     viewer.waiting.textContent = "";
     const table = text && parseTable(await text);

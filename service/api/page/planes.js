@@ -23,6 +23,7 @@ const TYPES = {
   float32: Float32Array,
 };
 const MOST_VOXELS = 24_000_000;
+const MOST_PLANE_VOXELS = 8_000_000;
 const BLOCK_VOXELS = 2_000_000;
 const AT_ONCE = 3;
 
@@ -48,6 +49,21 @@ function sampled(whole, step) {
 /** @param {Triple} shape */
 function count(shape) {
   return shape[0] * shape[1] * shape[2];
+}
+
+/**
+ * Fetch one plane along z as finely as it fits into one answer.
+ * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole @param {number} z
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./slices.js").Plane>}
+ */
+export async function fetchPlane(address, parameters, whole, z, signal) {
+  const step = chooseStep([1, whole[1], whole[2]], MOST_PLANE_VOXELS);
+  const range = { from: z, to: z + 1, step: step.join() };
+  const response = await request(`${address}?${queryOf({ ...parameters, ...range })}`, { signal });
+  const kind = /** @type {keyof typeof TYPES} */ (response.headers.get("X-StackSeg-Dtype"));
+  const [, height, width] = sampled(whole, step);
+  return { data: new TYPES[kind](await response.arrayBuffer()), width, height };
 }
 
 /**

@@ -5,12 +5,14 @@ import { ACROSS, cut, paintGrey, paintLabels } from "./slices.js";
 
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./planes.js").Volume} Volume */
+/** @typedef {import("./slices.js").Plane} Plane */
 /** @typedef {import("./planes.js").Triple} Triple */
 
 /**
  * @typedef {object} Scene what all views of a stack show
  * @property {Volume | null} image
  * @property {Volume | null} labels
+ * @property {{at: number, image: Plane, labels: Plane | null} | null} sharp the plane along z in full resolution
  * @property {Triple} voxel edges of a voxel of what is here, in micrometres
  * @property {Triple} at the voxel under the crosshair
  * @property {Triple} centre voxel in the middle of the views
@@ -116,7 +118,9 @@ export class View {
   /** @param {Volume} image @param {import("./slices.js").Placement} place */
   #drawImage(image, place) {
     const { contrast, at, smooth } = this.scene;
-    const plane = cut(image, this.axis, at[this.axis]);
+    const sharp = this.#sharp()?.image;
+    const plane = sharp ?? cut(image, this.axis, at[this.axis]);
+    const finer = sharp ? fineness(sharp, image) : 1;
     const ratio = this.ratio ?? 1;
     this.offscreen.width = plane.width;
     this.offscreen.height = plane.height;
@@ -127,8 +131,14 @@ export class View {
     context.clearRect(0, 0, this.base.width, this.base.height);
     context.imageSmoothingEnabled = smooth;
     const { left, top, scaleX, scaleY } = place;
-    context.setTransform(scaleX * ratio, 0, 0, scaleY * ratio, left * ratio, top * ratio);
+    context.setTransform(scaleX * finer * ratio, 0, 0, scaleY * finer * ratio, left * ratio, top * ratio);
     context.drawImage(this.offscreen, 0, 0);
+  }
+
+  /** The plane in full resolution, where it has been fetched. */
+  #sharp() {
+    const { sharp, at } = this.scene;
+    return this.axis === 0 && sharp?.at === at[0] ? sharp : null;
   }
 
   /** @param {import("./slices.js").Placement} place */
@@ -143,14 +153,17 @@ export class View {
     }
     const ratio = this.ratio ?? 1;
     const image = context.createImageData(this.over.width, this.over.height);
+    const sharp = this.#sharp()?.labels;
+    const plane = sharp ?? cut(labels, this.axis, at[this.axis]);
+    const finer = (sharp ? fineness(sharp, labels) : 1) * ratio;
     const pixels = {
       left: place.left * ratio,
       top: place.top * ratio,
-      scaleX: place.scaleX * ratio,
-      scaleY: place.scaleY * ratio,
+      scaleX: place.scaleX * finer,
+      scaleY: place.scaleY * finer,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(cut(labels, this.axis, at[this.axis]), image, pixels, { filled, selected, hidden, thickness });
+    paintLabels(plane, image, pixels, { filled, selected, hidden, thickness });
     context.putImageData(image, 0, 0);
   }
 
@@ -166,6 +179,11 @@ export class View {
   moveCross() {
     this.#moveCross();
   }
+}
+
+/** The edge of a pixel of a plane in voxels of a coarser volume. @param {Plane} plane @param {Volume} volume */
+function fineness(plane, volume) {
+  return Math.ceil(volume.whole[2] / plane.width) / volume.step[2];
 }
 
 /** @param {number} value @param {number} length */

@@ -10,6 +10,9 @@ import { number } from "./words.js";
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./view.js").Scene} Scene */
 
+/** @typedef {{image: import("./slices.js").Plane, labels: import("./slices.js").Plane | null}} Sharp */
+
+const IDLE_MILLISECONDS = 200;
 const MOST_ZOOM = 60;
 const CLICK_PIXELS = 4;
 
@@ -22,6 +25,7 @@ export class Viewer extends EventTarget {
     this.scene = {
       image: null,
       labels: null,
+      sharp: null,
       voxel: [1, 1, 1],
       at: [0, 0, 0],
       centre: [0, 0, 0],
@@ -34,6 +38,10 @@ export class Viewer extends EventTarget {
       selected: 0,
       hidden: null,
     };
+    /** Fetches the plane z of the whole stack as it is. @type {((z: number, signal: AbortSignal) => Promise<Sharp>) | null} */
+    this.fetchSharp = null;
+    this.sharpening = new AbortController();
+    this.timer = 0;
     this.zoom = 1;
     this.views = /** @type {[View, View, View]} */ (
       [0, 1, 2].map((axis) => new View(/** @type {Axis} */ (axis), this.scene))
@@ -51,11 +59,23 @@ export class Viewer extends EventTarget {
     this.circle = element("div", { class: "circle", hidden: true });
     this.readout = element("output", { class: "readout" });
     this.waiting = element("div", { class: "waiting", role: "status" });
+    this.solidCanvas = element("canvas", {
+      class: "solid",
+      hidden: true,
+      tabIndex: 0,
+      role: "img",
+      "aria-label": "The stack in three dimensions; arrows turn it",
+    });
+    /** @type {import("./solid.js").Solid | null} */
+    this.solid = null;
+    this.maximum = button("Maximum", () => this.showSolid(false), "quiet toggle");
+    this.turned = button("3D", () => this.showSolid(true), "quiet toggle");
+    this.larger = button("Enlarge", () => this.#enlarge(), "quiet toggle");
     const corner = element(
       "div",
       { class: "view corner" },
-      element("div", { class: "stage still" }, this.projection),
-      element("div", { class: "view-foot between" }, element("span", { class: "caption" }, "Maximum"), this.readout),
+      element("div", { class: "stage still" }, this.projection, this.solidCanvas),
+      element("div", { class: "view-foot between" }, this.maximum, this.turned, this.larger, this.readout),
     );
     this.views[0].stage.append(this.scaleBar, this.circle);
     this.views[0].root.append(
@@ -135,6 +155,7 @@ export class Viewer extends EventTarget {
     const { scene } = this;
     const same = scene.image !== null && String(scene.image.whole) === String(image.whole);
     scene.image = image;
+    scene.sharp = null;
     this.setVoxelSize(voxelSize);
     if (!same) {
       scene.at = [image.shape[0] >> 1, image.shape[1] >> 1, image.shape[2] >> 1];
@@ -171,6 +192,7 @@ export class Viewer extends EventTarget {
   /** @param {Volume | null} labels */
   setLabels(labels) {
     this.scene.labels = labels;
+    this.scene.sharp = null;
     this.scene.selected = 0;
     this.scene.hidden = null;
     this.objectTools?.toggleAttribute("hidden", labels === null);
@@ -246,7 +268,45 @@ export class Viewer extends EventTarget {
     }
     axes.clear();
     this.#describe();
+    this.#sharpen();
+    if (!this.solidCanvas.hidden) this.solid?.draw();
     performance.measure("draw", { start: began });
+  }
+
+  /** @param {boolean} shown whether the corner has the solid instead of the maximum projection */
+  async showSolid(shown) {
+    if (shown && this.solid === null) {
+      const { Solid } = await import("./solid.js");
+      this.solid = new Solid(this.solidCanvas, this.scene);
+      this.turned.disabled = !this.solid.usable;
+      this.turned.title = this.solid.usable ? "" : "This browser has no WebGL2.";
+    }
+    const usable = shown && this.solid?.usable === true;
+    this.solidCanvas.hidden = !usable;
+    this.projection.hidden = usable;
+    this.drawNow();
+  }
+
+  #enlarge() {
+    this.grid.classList.toggle("alone");
+    this.#layOut();
+  }
+
+  /** Have the plane fetched in full resolution once the reader stays on it, where what is here is coarser. */
+  #sharpen() {
+    const { image, labels, at, sharp } = this.scene;
+    if (image === null || this.fetchSharp === null || image.step[1] === 1) return;
+    if (sharp?.at === at[0] && (sharp.labels !== null) === (labels !== null)) return;
+    clearTimeout(this.timer);
+    this.timer = window.setTimeout(async () => {
+      this.sharpening.abort();
+      this.sharpening = new AbortController();
+      const wanted = at[0];
+      const found = await this.fetchSharp?.(wanted * image.step[0], this.sharpening.signal).catch(() => null);
+      if (!found || this.scene.at[0] !== wanted) return;
+      this.scene.sharp = { at: wanted, ...found };
+      this.draw(0);
+    }, IDLE_MILLISECONDS);
   }
 
   /** The picture of all three views, with their outlines, as they are seen. @returns {Promise<Blob>} */
@@ -327,6 +387,8 @@ export class Viewer extends EventTarget {
     const share = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
     this.grid.style.gridTemplateColumns = `minmax(0, ${1 - share(x)}fr) minmax(0, ${share(x)}fr)`;
     this.grid.style.gridTemplateRows = `minmax(0, ${1 - share(y)}fr) minmax(0, ${share(y)}fr)`;
+    const alone = this.grid.classList.contains("alone");
+    if (alone) this.grid.style.gridTemplateColumns = this.grid.style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
     this.#setScale();
     this.drawNow();
@@ -490,12 +552,14 @@ export class Viewer extends EventTarget {
     if (image === null) return;
     const value = image.data[(at[0] * image.shape[1] + at[1]) * image.shape[2] + at[2]];
     const label = this.labelHere();
-    const place = at.map((voxel, axis) => voxel * image.step[axis] + 1);
-    this.readout.value = `${place[2]}, ${place[1]}, ${place[0]}   grey ${number(value)}${label ? `   object ${label}` : ""}`;
+    this.readout.value = `grey ${number(value)}${label ? `   object ${label}` : ""}`;
     for (const [toggle, on] of /** @type {[HTMLElement, boolean][]} */ ([
       [this.fill, filled],
       [this.show, shown],
       [this.soft, smooth],
+      [this.maximum, this.solidCanvas.hidden],
+      [this.turned, !this.solidCanvas.hidden],
+      [this.larger, this.grid.classList.contains("alone")],
     ])) {
       toggle.setAttribute("aria-pressed", String(on));
     }
