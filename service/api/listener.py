@@ -81,7 +81,8 @@ class Listener(socket.socket):
             self._made_room = self._make_room()
             if not self._made_room:
                 accepted.close()
-                raise ConnectionAbortedError
+                # Newer versions of asyncio would accept again at once after ConnectionAbortedError.
+                raise BlockingIOError
         self._accepted[accepted.fileno()] = _Accepted(accepted, str(address[0]), time.monotonic())
         return accepted, address
 
