@@ -34,6 +34,7 @@ from service.api.problems import (
     problem_responses,
 )
 from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks
+from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
 from service.serving.async_jobs import AsyncJobs
@@ -118,6 +119,7 @@ def create_app(settings: Settings) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
     async_jobs: AsyncJobs = app.state.async_jobs
+    begin_file_threads()
     runtime.start()
     try:
         async_jobs.start(runtime)

@@ -11,14 +11,30 @@ from functools import partial
 from typing import Any, TypeVar
 
 from service.core.errors import Cancelled
+from service.serving.fair_threads import begin_all
 
 T = TypeVar("T")
 
 # For the service's own disk: writing uploads and results, deleting folders.
-FILE_THREADS = ThreadPoolExecutor(8, "files")
+FILE_THREAD_COUNT = 8
+FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
 # For files that requests name. Their folders may lie on a server that does not answer, which must not block the others.
-HOST_FILE_THREADS = ThreadPoolExecutor(4, "named")
+HOST_FILE_THREAD_COUNT = 4
+HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
+
+_beginning = threading.Lock()
+_begun = False
+
+
+def begin_file_threads() -> None:
+    """Begin the threads of this module, before there is work for them. Raises what `begin_all` raises."""
+    global _begun  # noqa: PLW0603 - they are of the process, not of an application
+    with _beginning:
+        if not _begun:
+            begin_all(FILE_THREADS, FILE_THREAD_COUNT)
+            begin_all(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
+            _begun = True
 
 
 async def run_in_thread(

@@ -13,11 +13,17 @@ T = TypeVar("T")
 
 
 def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads have all begun: one that memory does not allow for later would leave work undone.
+    """Return a pool whose threads have all begun. Raises what `begin_all` raises."""
+    pool = ThreadPoolExecutor(threads, name)
+    begin_all(pool, threads)
+    return pool
+
+
+def begin_all(pool: ThreadPoolExecutor, threads: int) -> None:
+    """Begin all threads of a pool that has no work: one that memory does not allow for later would leave work undone.
 
     Raises RuntimeError where memory does not allow for them.
     """
-    pool = ThreadPoolExecutor(threads, name)
     begun = threading.Barrier(threads)
     try:
         for _ in range(threads):
@@ -25,7 +31,6 @@ def begin_threads(threads: int, name: str) -> ThreadPoolExecutor:
     except BaseException:
         begun.abort()
         raise
-    return pool
 
 
 class FairThreadPool:
