@@ -31,6 +31,8 @@ class JobDatabase:
     def __init__(self, folder: Path) -> None:
         self._path, self.lock = folder / DATABASE, threading.RLock()
         self._fault: str | None = None
+        # Whether all rows are in a new file that could not be opened yet; the connection is closed then.
+        self._copied = False
         try:
             self._connection = _open(self._path)
         except (OSError, sqlite3.Error) as error:
@@ -82,17 +84,23 @@ class JobDatabase:
         """
         copy = self._path.with_name(f".{DATABASE}.part")
         with self.lock, self._faults():
-            if self._path.exists() and self._path.stat().st_ino != self._inodes[0]:
-                raise StorageUnavailable("another database has its name; start the service again to use that one.")
-            copy.unlink(missing_ok=True)
-            copy.touch(0o600)
-            with closing(sqlite3.connect(copy)) as target:
-                self._connection.backup(target)
-            # Closing deletes the log by its name, so that it comes before the new one is made.
-            self._connection.close()
-            copy.replace(self._path)
+            if not self._copied:
+                self._copy_rows(copy)
+                # Closing deletes the log by its name, so that it comes before the new one is made.
+                self._copied = True
+                self._connection.close()
+            if copy.exists():
+                copy.replace(self._path)
             self._connection = _open(self._path)
-            self._inodes = self._find_inodes()
+            self._inodes, self._copied = self._find_inodes(), False
+
+    def _copy_rows(self, copy: Path) -> None:
+        if self._path.exists() and self._path.stat().st_ino != self._inodes[0]:
+            raise StorageUnavailable("another database has its name; start the service again to use that one.")
+        copy.unlink(missing_ok=True)
+        copy.touch(0o600)
+        with closing(sqlite3.connect(copy)) as target:
+            self._connection.backup(target)
 
     def _find_inodes(self) -> list[int]:
         with translate_disk_faults():

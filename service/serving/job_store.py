@@ -43,6 +43,9 @@ from service.serving.scratch import translate_disk_faults
 
 INPUT = "upload.tif"
 RESULT = "result"
+# Jobs that failed, were cancelled or lost their result are kept for as long as others, yet no more than this of each
+# owner: they are in nobody's way but the list's, and cost their owner nothing.
+MAX_WITHOUT_RESULT = 1000
 
 
 class JobStore:
@@ -260,8 +263,15 @@ class JobStore:
             self.delete_unneeded_files(job)
         return self.pending()
 
-    def clean_up(self) -> None:
-        """Delete jobs that have been over for longer than they are kept, and files that a fault has left behind."""
+    def clean_up(self, most: int = MAX_WITHOUT_RESULT) -> None:
+        """Delete jobs that have been over for longer than they are kept, and files that a fault has left behind.
+
+        Of those without a result, only the newest are kept, `most` of each owner.
+        """
+        without = "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs"
+        without += " WHERE state IN ('failed', 'cancelled', 'expired')"
+        for (job,) in self._database.query(f"SELECT id FROM ({without}) WHERE place > ?", most):  # noqa: S608
+            self.delete(job)
         for record in self._select("ended < ?", time.time() - self._keep):
             if record.over:
                 self.delete(record.id)

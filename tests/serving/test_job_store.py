@@ -24,6 +24,7 @@ from service.core.errors import (
     NotReady,
     OutOfMemory,
     OutOfStorage,
+    StorageUnavailable,
     UnknownJob,
 )
 from service.core.volume import VoxelSize
@@ -333,6 +334,33 @@ def test_what_is_over_is_forgotten_in_time(tmp_path: Path) -> None:
         assert files(store) == [waiting, f"{waiting}/{INPUT}"]
     finally:
         store.close()
+
+
+def test_deleted_folder_is_made_again_once_the_disk_allows_it(store: JobStore) -> None:
+    job, folder = accept(store), store._folder
+    shutil.rmtree(folder)
+    in_the_way = folder / "jobs.sqlite3-wal"
+    in_the_way.mkdir(parents=True)
+    for _ in range(2):
+        assert "cannot be made again" in (store.mend() or "")
+        with pytest.raises(StorageUnavailable):
+            store.find(job, None)
+    in_the_way.rmdir()
+    assert "is made again" in (store.mend() or "")
+    assert store.mend() is None
+    assert store.find(job, None).state == "waiting"
+
+
+def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None:
+    jobs = {owner: [accept(store, owner=owner) for _ in range(4)] for owner in ("ada", "bob")}
+    for job in jobs["ada"]:
+        store.fail(job, BadFile("cut short"))
+    store.cancel(jobs["bob"][0])
+    store.fail(jobs["bob"][1], BadFile("cut short"))
+    finish(store, jobs["bob"][2])
+    store.clean_up(most=2)
+    assert [record.id for record in store.newest("ada", 9)] == [jobs["ada"][3], jobs["ada"][2]]
+    assert [record.id for record in store.newest("bob", 9)] == jobs["bob"][::-1]
 
 
 # A store without the rights of root, whose parent folder its user may not enter for a while.
