@@ -11,10 +11,10 @@ import os
 import queue
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -33,6 +33,8 @@ STARTED_EARLY = 2
 SMALL_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
+
+T = TypeVar("T")
 
 Source = Path | bytearray
 """A file, or its whole content."""
@@ -81,9 +83,7 @@ class Reader:
         """
         request = self._request("inspect", selection, shared=shared)
         with _open(source) as file:
-            reply = self._call(request, file, cancelled)
-            with _refuse_nonsense():
-                return _DESCRIPTION.validate_python(reply["result"])
+            return self._call(request, file, cancelled, _DESCRIPTION.validate_python)
 
     def read(
         self,
@@ -160,14 +160,18 @@ class Reader:
     ) -> Volume | Description:
         limit = request["limit_bytes"]
         with _open(source) as file, _Output(scratch, limit) as output:
-            reply = self._call(request, file, cancelled, output)
-            with _refuse_nonsense():
-                result = reply["result"]
+
+            def parse(result: dict[str, Any]) -> Description | tuple[Extract, bytearray | int]:
                 if "description" in result:
                     return _DESCRIPTION.validate_python(result["description"])
                 located = _parse_extract(result, limit)
-            stored = source if isinstance(source, bytearray) else file.fileno()
-            content = output.fileno() if located.decoded else stored
+                stored = source if isinstance(source, bytearray) else file.fileno()
+                return located, output.fileno() if located.decoded else stored
+
+            found = self._call(request, file, cancelled, parse, output)
+            if isinstance(found, Description):
+                return found
+            located, content = found
             try:
                 return _volume(located, content, streamed=shared and not located.decoded)
             except (ValueError, OverflowError) as error:
@@ -181,8 +185,17 @@ class Reader:
         return request if small_bytes is None else request | {"small_bytes": small_bytes}
 
     def _call(
-        self, request: dict[str, Any], file: IO[bytes], cancelled: Cancelling, output: _Output | None = None
-    ) -> dict[str, Any]:
+        self,
+        request: dict[str, Any],
+        file: IO[bytes],
+        cancelled: Cancelling,
+        parse: Callable[[Any], T],
+        output: _Output | None = None,
+    ) -> T:
+        """Have a child answer a request, and return what `parse` makes of its result.
+
+        A child whose reply makes no sense is not asked again: the file may have taken it over.
+        """
         child = self._idle.get()
         try:
             make_output = output.make if output else _refuse_output
@@ -190,14 +203,14 @@ class Reader:
                 reply = child.ask(request, file.fileno(), make_output, cancelled)
             except ReaderKilled:
                 reply = child.ask(request, file.fileno(), make_output, cancelled)
+            try:
+                _raise_error(reply)
+                return parse(reply["result"])
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+                child.begin()
+                raise BadFile(NONSENSE) from error
         finally:
             self._idle.put(child)
-        with _refuse_nonsense():
-            if "errno" in reply:
-                raise OSError(int(reply["errno"]), str(reply["message"]))
-            if "error" in reply:
-                raise _ERRORS.get(str(reply["error"]), BadFile)(str(reply["message"]))
-        return reply
 
 
 def descriptor_path(descriptor: int) -> Path:
@@ -242,9 +255,9 @@ class _Output:
         return self._file.fileno()
 
     def fileno(self) -> int:
-        """Return the descriptor. Raises BadFile where no file was asked for."""
+        """Return the descriptor. Raises ValueError where no file was asked for."""
         if self._file is None:
-            raise BadFile(NONSENSE)
+            raise ValueError(NONSENSE)
         return self._file.fileno()
 
     def __enter__(self) -> Self:
@@ -258,21 +271,20 @@ def _refuse_output(_: int) -> int:
     raise BadFile(NONSENSE)
 
 
-@contextmanager
-def _refuse_nonsense() -> Iterator[None]:
-    """Raise BadFile for errors of Python that a reply of other form than those of `sandbox_child` causes."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise BadFile(NONSENSE) from error
+def _raise_error(reply: dict[str, Any]) -> None:
+    """Raise the error that a child has met, if it has."""
+    if "errno" in reply:
+        raise OSError(int(reply["errno"]), str(reply["message"]))
+    if "error" in reply:
+        raise _ERRORS.get(str(reply["error"]), BadFile)(str(reply["message"]))
 
 
 def _parse_extract(reply: dict[str, Any], limit_bytes: int) -> Extract:
-    """Parse a child's reply about the place of pixels. Raises BadFile or ValueError where it makes no sense."""
+    """Parse a child's reply about the place of pixels. Raises ValueError where it makes no sense."""
     located = _EXTRACT.validate_python({**reply, "placement": reply})
     placement = located.placement
     if np.dtype(placement.dtype).kind not in "uif" or min(placement.shape) < 1 or placement.nbytes > limit_bytes:
-        raise BadFile(NONSENSE)
+        raise ValueError(NONSENSE)
     return located
 
 

@@ -397,11 +397,24 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
     reply = sandbox_child.answer(request, os.open(path, os.O_RDONLY), no_output)
     good = json.loads(sandbox_child.encode(reply))["result"]
 
-    class Lying(Reader):
-        def _call(self, *_: object) -> dict[str, Any]:
-            return self.lie
+    class Lying:
+        """A child that was taken over."""
 
-    for lie in (
+        def __init__(self) -> None:
+            self.lie: dict[str, Any] = {}
+            self.begun = 0
+
+        def ask(self, *_: object) -> dict[str, Any]:
+            return {"result": good | self.lie}
+
+        def begin(self) -> None:
+            self.begun += 1
+
+    lying, child = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0), Lying()
+    lying._idle.put(child)
+    np.testing.assert_array_equal(lying.read(path, Selection(), tmp_path).array(), stack)
+    assert child.begun == 0
+    for child.lie in (
         {"offset": 10**6},
         {"offset": -8},
         {"shape": [2, 6, 4000, 50]},
@@ -409,11 +422,10 @@ def test_a_reply_that_points_outside_its_file_is_refused(reader: Reader, tmp_pat
         {"dtype": "|O"},
         {"decoded": True},
     ):
-        reader = Lying(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT, processes=0)
-        reader.lie = good | lie
         for shared in (False, True):
             with pytest.raises(BadFile):
-                reader.read(path, Selection(), tmp_path, shared=shared)
+                lying.read(path, Selection(), tmp_path, shared=shared)
+    assert child.begun > 0
 
 
 HOSTILE = json.loads((DATA / "manifest.json").read_text(encoding="utf-8")) if DATA.is_dir() else []
@@ -527,8 +539,10 @@ def test_replies_of_a_child_that_was_taken_over_are_refused(
     path = write(tmp_path / "stack.tif", stack)
     with Reader(memory_bytes=2**29, seconds=20, decoded_bytes=LIMIT, processes=1, module="lying") as reader:
         for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path / "scratch")):
+            process = reader._children[0]._process
             with pytest.raises(BadFile, match="makes no sense"):
                 call(path, Selection())
+            assert reader._children[0]._process is not process, "another one reads the next file"
 
 
 @pytest.mark.parametrize("reply", ["b'no JSON\\n'", "b'[]\\n'", "b'[' * 10**5 + b'\\n'", "b' ' * (2**26 + 1)"])
