@@ -132,6 +132,7 @@ def test_channel_time_and_stated_voxel_size(live: Live, phantom: Any) -> None:
         ({"output": "cells"}, "output"),
         ({"time": -1}, "time"),
         ({"skip_below": "dark"}, "skip_below"),
+        ({"roi_size": "16,16,16"}, "roi_size: bands takes windows of 16,32,32 alone"),
         ({"threshold": 0.5}, "threshold: bands gives each voxel the class"),
         ({"channel": 7}, "channel"),
         ({"overlop": 0.5}, "overlop"),

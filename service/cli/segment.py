@@ -87,6 +87,11 @@ PARAMETERS = {
         "N",
         "windows per call of the network (default: what suits the device, or windows.sw_batch_size)",
     ),
+    "roi_size": (
+        "Z,Y,X",
+        "window in voxels, for models that take others than their own, as 96,96,96 (default: what the model's file"
+        " says, 64,64,64 for nuclei)",
+    ),
     "overlap": (
         "SHARE",
         "share of a window that it has in common with the next (default: 0.25, or windows.overlap of the"

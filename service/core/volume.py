@@ -27,6 +27,8 @@ Linking = Literal["overlap"]
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
 # Largest volume, a metre cubed in cubic micrometres.
 MOST_VOLUME = 1e18
+# Of a window; more voxels than any memory holds.
+MOST_EDGE_DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,15 @@ def parse_diameter(text: str) -> DiameterSetting:
             return Diameter.parse(given)
 
 
+def parse_roi_size(text: str) -> Size:
+    """Parse the edges of a window, as in 64,64,64. Raises BadParameter."""
+    edges = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part) <= MOST_EDGE_DIGITS]
+    match edges:
+        case [z, y, x] if min(edges) > 0 and text.count(",") == 2:
+            return z, y, x
+    raise BadParameter(f"Three positive numbers Z,Y,X of voxels are expected, as in 64,64,64, not {text!r}")
+
+
 SkipBelow = float | Literal["auto", "none"]
 """Grey value of empty voxels, whose windows are skipped: stated, found from the stack (auto), or none."""
 
@@ -385,6 +396,7 @@ class Options:
     diameter    of the objects; the volume is resampled so that they have the size that the model works best at
     skip_below  windows whose voxels are all up to this grey value are not computed
     steering    how scores become objects
+    roi_size    window (z, y, x) in voxels of the network's grid, where the model takes others than its own
     """
 
     output: OutputKind | None = None
@@ -393,3 +405,4 @@ class Options:
     diameter: DiameterSetting | None = None
     skip_below: SkipBelow | None = None
     steering: Steering = field(default_factory=Steering)
+    roi_size: Size | None = None

@@ -94,6 +94,30 @@ class EngineSelector:
         self._batch_size, self._streams = batch_size(settings, device), streams(settings, device)
         tf32.use(settings.engine, device)
 
+    def with_window(self, spec: ModelSpec, window_bytes: int) -> EngineSelector:
+        """Return a selector for the same network with the window of `spec`."""
+        other = copy.copy(self)
+        other._spec, other._window_bytes = spec, window_bytes
+        return other
+
+    def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
+        """Build what runs with another window or batch within seconds: as `config` says, but nothing is compiled.
+
+        Raises one of `backends.ENGINE_FAILURES` where the network does not run eagerly either.
+        """
+        config = replace(config, sw_batch_size=batch_size)
+        if config.compile_mode is not None:
+            engine = "cudagraph" if self._device.type == "cuda" else "eager"
+            config = replace(config, engine=engine, compile_mode=None)
+        try:
+            return _require_same_size(self.build(config))
+        except backends.ENGINE_FAILURES as error:
+            if config.engine == "eager":
+                raise
+            reason = backends.first_line(error)
+            log.warning("%s does not run in %s, so it runs eagerly: %s", self._spec.identifier, config, reason)
+            return _require_same_size(self.build(replace(config, engine="eager")))
+
     def preliminary(self) -> EngineConfig:
         """Return the configuration before anything was tried: eager, with whatever else is fixed."""
         return self._eager(precision.choose(self._settings.engine.precision, self._native).name)
@@ -377,6 +401,15 @@ def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Ca
     # Its threads end with the candidate that holds this function.
     threads = ThreadPoolExecutor(window.streams, "stream", partial(hardware.use_threads, cores))
     return lambda: list(threads.map(run, range(window.streams)))
+
+
+def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
+    """Return a network whose scores are as large as its windows. Raises RuntimeError."""
+    batch = ready.window.batch
+    scores = ready.window.network(batch)
+    if scores.shape[2:] != batch.shape[2:]:
+        raise RuntimeError(f"its scores are {'x'.join(map(str, scores.shape[2:]))}")
+    return ready
 
 
 def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:

@@ -115,6 +115,27 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     )
 
 
+def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
+    """Return the model with the window that a request asks for. Raises BadParameter where it takes no such window."""
+    own, steps = spec.input.roi_size, spec.input.roi_multiple
+    if roi_size is None or roi_size == own:
+        return spec
+    if steps is None:
+        raise BadParameter(f"roi_size: {spec.name} takes windows of {_edges(own)} alone; leave roi_size out.")
+    if any(edge % step for edge, step in zip(roi_size, steps, strict=True)):
+        raise BadParameter(f"roi_size: {spec.name} takes multiples of {_edges(steps)}, not {_edges(roi_size)}.")
+    return spec.model_copy(update={"input": spec.input.model_copy(update={"roi_size": roi_size})})
+
+
+def window_scale(spec: ModelSpec, other: ModelSpec) -> float:
+    """Return how many times as many voxels the window of `other` has."""
+    return math.prod(other.input.roi_size) / math.prod(spec.input.roi_size)
+
+
+def _edges(size: Size) -> str:
+    return ",".join(map(str, size))
+
+
 def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
     instances = spec.decoding.kind == "instances"
     if wanted == "labels" and not instances:
@@ -214,8 +235,24 @@ class Estimator:
             return batch_size
         return min(batch_size, self.sw_batch_size) if self.any_batch_size else self.sw_batch_size
 
+    def for_window(self, options: Options) -> Estimator:
+        """Return the estimator for the window that a request asks for. Raises BadParameter as `choose_window` does."""
+        spec = choose_window(self.spec, options.roi_size)
+        if spec is self.spec:
+            return self
+        scale = window_scale(self.spec, spec)
+        return replace(
+            self,
+            spec=spec,
+            sw_batch_size=options.sw_batch_size or self.sw_batch_size,
+            window_bytes=None if self.window_bytes is None else int(self.window_bytes * scale),
+            score_bytes=None if self.score_bytes is None else int(self.score_bytes * scale),
+        )
+
     def plan(self, options: Options) -> Plan:
-        """Plan without a volume. Raises what `make_plan` raises."""
+        """Plan without a volume. Raises what `make_plan` and `choose_window` raise."""
+        if options.roi_size is not None:
+            return self.for_window(options).plan(replace(options, roi_size=None))
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
         return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
 
@@ -237,6 +274,8 @@ class Estimator:
 
         Raises BadParameter for options or channels that do not fit, and TooLarge for more windows than may be.
         """
+        if options.roi_size is not None:
+            return self.for_window(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)
         self._check_channels(volume)
         minimum_voxels(plan.steering, volume)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,11 +17,11 @@ from torch import Tensor, nn
 from service.core import hardware, host
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.core.errors import OutOfMemory, TooLarge
-from service.core.hardware import Driver
+from service.core.errors import BadParameter, OutOfMemory, TooLarge
+from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
 from service.core.timing import Stages
-from service.core.volume import Diameter, Options, Volume
+from service.core.volume import Diameter, Options, Size, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.decoding.decoders import HostDecoder, make_decoder
@@ -28,7 +30,15 @@ from service.inference.device_image import DeviceImage
 from service.inference.diameter import DiameterCache, DiameterEstimator, Sizing, estimate_anisotropy
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
-from service.inference.estimate import Estimate, Estimator, Plan, PlannedRequest, measure_activations
+from service.inference.estimate import (
+    Estimate,
+    Estimator,
+    Plan,
+    PlannedRequest,
+    choose_window,
+    measure_activations,
+    window_scale,
+)
 from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
 from service.inference.resample import resample_image, resample_segmentation, working_size
@@ -79,6 +89,9 @@ class Segmenter:
         self._selector = EngineSelector(spec, settings, self._device, network, self._window_bytes, driver=driver)
         self._use(None)
         self._diameters = DiameterCache()
+        # The latest of other windows that requests have asked for, by its edges and the windows per call.
+        self._other_windows: dict[tuple[Size, int], Segmenter] = {}
+        self._other_lock = threading.Lock()
 
     def _run_first(self, network: nn.Module, window: Tensor) -> Tensor:
         """Run the network for the first time, which takes long, and measure its activations with that one forward."""
@@ -159,6 +172,11 @@ class Segmenter:
         NaN or infinity, and DeviceLost.
         """
         request = request or self.estimator.plan_request(volume, options)
+        if options.roi_size is not None:
+            other, options = self._with_window(options, request.estimate), replace(options, roi_size=None)
+            return other.segment(
+                volume, options, request=request, cancelled=cancelled, progress=progress, run=run, revised=revised
+            )
         stages = Stages()
         infer = self._choose_inferer(run)
         # Windows that are scored to measure objects or background do not count as progress.
@@ -202,6 +220,37 @@ class Segmenter:
             f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
         )
 
+    def _with_window(self, options: Options, needed: Estimate) -> Segmenter:
+        """Return a segmenter with the window that a request asks for, which is built unless the latest had the same.
+
+        Raises OutOfMemory, DeviceLost, and BadParameter where the network does not take such windows.
+        """
+        spec = choose_window(self.spec, options.roi_size)
+        if spec is self.spec:
+            return self
+        batch_size = options.sw_batch_size or self._config.sw_batch_size
+        key = (spec.input.roi_size, batch_size)
+        with self._other_lock, torch.inference_mode(), translate_errors(needed, self._device, self._driver):
+            if key not in self._other_windows:
+                self._check_memory(needed)
+                self._other_windows.clear()
+                self._other_windows[key] = self._build_with_window(spec, batch_size)
+            return self._other_windows[key]
+
+    def _build_with_window(self, spec: ModelSpec, batch_size: int) -> Segmenter:
+        other = copy.copy(self)
+        other.spec, other._diameters = spec, DiameterCache()
+        other._window_bytes = int(self._window_bytes * window_scale(self.spec, spec))
+        other._selector = self._selector.with_window(spec, other._window_bytes)
+        try:
+            other._use(None if self._ready is None else other._selector.rebuild(self._config, batch_size))
+        except backends.ENGINE_FAILURES as error:
+            if is_out_of_memory(error) or hardware.find_loss(self._device, error, self._driver) is not None:
+                raise
+            size, reason = "x".join(map(str, spec.input.roi_size)), backends.first_line(error)
+            raise BadParameter(f"roi_size: {spec.name} does not run with windows of {size}: {reason}") from error
+        return other
+
     def _check_memory(self, needed: Estimate) -> None:
         """Raise OutOfMemory where the host or the device has less memory free than needed."""
         on_device = None if self._on_host else self._driver.free_bytes(self._device)
@@ -222,6 +271,9 @@ class Segmenter:
         request = self.estimator.plan_request(volume, options)
         if not request.plan.estimated:
             return None
+        if options.roi_size is not None:
+            other = self._with_window(options, request.estimate)
+            return other.estimate_diameter(volume, replace(options, roi_size=None), run=run, cancelled=cancelled)
         compute = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             source, _notes = normalise_volume(volume, self.spec)

@@ -85,6 +85,8 @@ class Input(_FrozenModel):
     diameter    width in voxels of the objects that the model works best for; None: a request cannot state a diameter
     estimate_diameter  whether the diameter is estimated where a request states none
     roi_size    window (z, y, x) in voxels, the only spatial shape that the network is called with
+    roi_multiple  numbers (z, y, x) whose multiples are windows that a request may ask for instead, where the network is
+                fully convolutional; None: no others
     """
 
     channels: PositiveInt = 1
@@ -94,6 +96,14 @@ class Input(_FrozenModel):
     estimate_diameter: bool = False
     normalisation: Normalisation
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
+    roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _check_multiple(self) -> Self:
+        steps = self.roi_multiple or (1, 1, 1)
+        if any(edge % step for edge, step in zip(self.roi_size, steps, strict=True)):
+            raise ValueError("roi_size must be a multiple of roi_multiple")
+        return self
 
 
 class Instances(_FrozenModel):

@@ -19,6 +19,7 @@ from service.core.volume import (
     TimeRange,
     VoxelSize,
     parse_diameter,
+    parse_roi_size,
     parse_skip_below,
     parse_time,
 )
@@ -76,6 +77,15 @@ class Query(BaseModel):
             "stack is resampled to the width at which the model works best. auto: the width is estimated from the "
             "stack; none: the stack is used as it is sampled. What the model's file says if not given.",
             examples=["15px", "7,15,15px", "6.5um", "auto"],
+        ),
+    ] = None
+    roi_size: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="Window Z,Y,X in voxels, where the model takes others than its own (`input.roi_multiple`): a "
+            "larger one sees more around an object and takes more memory.",
+            examples=["64,64,64"],
         ),
     ] = None
     skip_below: Annotated[
@@ -185,7 +195,7 @@ class Query(BaseModel):
         """Take a number too, as a caller in Python may give it."""
         return str(time) if isinstance(time, int) else time
 
-    @field_validator("time", "voxel_size", "diameter", "skip_below", "minimum_size")
+    @field_validator("time", "voxel_size", "diameter", "roi_size", "skip_below", "minimum_size")
     @classmethod
     def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
@@ -222,7 +232,8 @@ class Query(BaseModel):
         skip_below = None if self.skip_below is None else parse_skip_below(self.skip_below)
         least = None if self.minimum_size is None else ObjectVolume.parse(self.minimum_size)
         steering = Steering(self.threshold, least, self.border, self.fill_holes, self.min_confidence)
-        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below, steering)
+        roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
+        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below, steering, roi_size)
 
 
 def explain(faults: Sequence[Mapping[str, Any]]) -> str:
@@ -255,6 +266,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "time": parse_time,
     "voxel_size": _voxel_size,
     "diameter": parse_diameter,
+    "roi_size": parse_roi_size,
     "skip_below": parse_skip_below,
     "minimum_size": ObjectVolume.parse,
 }

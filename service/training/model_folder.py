@@ -24,7 +24,12 @@ from service.models.spec import Instances, ModelSpec, Sample
 NEW_MODEL: dict[str, Any] = {
     "licence": "Not stated.",
     "architecture": {"name": "ShuffleUNet", "arguments": {"in_channels": 1, "out_channels": 2}},
-    "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [64, 64, 64]},
+    "input": {
+        "channels": 1,
+        "normalisation": {"kind": "percentile"},
+        "roi_size": [64, 64, 64],
+        "roi_multiple": [16, 16, 16],
+    },
     "outputs": ["foreground", "distance"],
     "activation": "sigmoid",
     "decoding": {"kind": "instances", "minimum_size": 32},

@@ -1,6 +1,7 @@
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,43 @@ def test_another_batch_size_keeps_the_engine_and_says_so(eager, compiled, volume
     assert (set(sizes), planned) == ({2}, 2)
     assert np.array_equal(result.segmentation.pixels, eager.segment(volume, Options()).segmentation.pixels)
     assert eager.segment(volume, Options(sw_batch_size=3)).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["eager", "winograd"])
+def test_another_window_gives_what_a_model_of_that_window_gives_by_the_same_engine(bands, volume, kind):
+    def model(**input_keys):
+        return bands.model_copy(update={"input": bands.input.model_copy(update=input_keys)})
+
+    roi, options = (8, 16, 24), Options(roi_size=(8, 16, 24), overlap=0.5)
+    expected = started(model(roi_size=roi), settings_of(kind, streams=1)).segment(volume, Options(overlap=0.5))
+    segmenter = started(model(roi_multiple=(2, 2, 2)), settings_of(kind, streams=1))
+    for result in (segmenter.segment(volume, options) for _ in range(2)):
+        assert np.array_equal(result.segmentation.pixels, expected.segmentation.pixels)
+        assert (result.engine, result.notes) == (expected.engine, ())
+    (other,) = segmenter._other_windows.values()
+    assert tuple(other._ready.window.batch.shape[2:]) == roi
+    single = segmenter.segment(volume, replace(options, sw_batch_size=1))
+    assert np.array_equal(single.segmentation.pixels, expected.segmentation.pixels)
+    assert len(segmenter._other_windows) == 1, "the latest is kept"
+    assert segmenter.segment(volume, Options(roi_size=bands.input.roi_size)).notes == ()
+    assert (
+        segmenter.estimator.estimate(volume, options).windows > segmenter.estimator.estimate(volume, Options()).windows
+    )
+
+
+@pytest.mark.parametrize(
+    ("multiple", "roi", "message"),
+    [
+        (None, (16, 32, 64), "bands takes windows of 16,32,32 alone"),
+        ((2, 4, 4), (16, 32, 34), "bands takes multiples of 2,4,4, not 16,32,34"),
+        ((1, 1, 1), (15, 31, 31), "bands does not run with windows of 15x31x31"),
+    ],
+    ids=["fixed", "multiple", "untrue"],
+)
+def test_a_window_that_the_model_does_not_take_is_refused(bands, volume, multiple, roi, message):
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_multiple": multiple})})
+    with pytest.raises(BadParameter, match=message):
+        started(spec, settings_of()).segment(volume, Options(roi_size=roi))
 
 
 def test_fewer_windows_keep_an_engine_that_takes_any_number(bands, volume):

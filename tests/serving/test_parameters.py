@@ -103,6 +103,16 @@ def test_a_grey_value_is_a_finite_number(text: str) -> None:
     assert explain(caught.value.errors()).startswith("skip_below: A grey value")
 
 
+@pytest.mark.parametrize(
+    "text", ["64", "64,64", "64,64,0", "64,64,-1", "64,,64", "64,64,64,64", "1e1,2,3", "9999999,1,1"]
+)
+def test_a_window_is_three_positive_numbers(text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Query(roi_size=text)
+    assert explain(caught.value.errors()).startswith("roi_size: Three positive numbers")
+    assert Query(roi_size="32, 64,96").options.roi_size == (32, 64, 96)
+
+
 def test_steering_is_left_to_the_model_unless_given() -> None:
     given = {"threshold": "0.7", "minimum_size": " 12.5 UM3", "border": "drop", "fill_holes": "true"}
     steering = Query.model_validate(given | {"min_confidence": "0.9"}).options.steering
