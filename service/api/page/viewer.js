@@ -75,9 +75,9 @@ export class Viewer extends EventTarget {
       "div",
       { class: "view corner" },
       element("div", { class: "stage still" }, this.projection, this.solidCanvas),
-      element("div", { class: "view-foot between" }, this.maximum, this.turned, this.larger, this.readout),
+      element("div", { class: "view-foot between" }, this.maximum, this.turned, this.larger),
     );
-    this.views[0].stage.append(this.scaleBar, this.circle);
+    this.views[0].stage.append(this.scaleBar, this.circle, this.readout);
     this.views[0].root.append(
       element(
         "div",
