@@ -90,6 +90,25 @@ def test_jobs_and_the_command_line_give_the_same_labels_and_say_how(live: Live, 
         assert json.loads(str(parameters)) == given | {"min_confidence": 0.552}
 
 
+def test_all_channels_are_segmented_by_a_model_that_takes_as_many(
+    write_model: Any, random_nuclei_content: dict[str, Any]
+) -> None:
+    architecture, taken = (random_nuclei_content[key] for key in ("architecture", "input"))
+    arguments = architecture["arguments"] | {"in_channels": 2}
+    two = {"architecture": architecture | {"arguments": arguments}, "input": taken | {"channels": 2}}
+    spec = write_model(random_nuclei_content | two)
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 2, 20, 20), dtype=np.uint8)
+    both, three = (as_tiff(stack, metadata={"axes": "ZCYX"}) for stack in (pixels, pixels[:, [0, 1, 1]]))
+    with serve(eager(spec.folder.parent)) as live:
+        answers = [live.segment(both, **given) for given in ({}, {"channel": "all"}, {"channel": "1"})]
+        assert [answer.status_code for answer in answers] == [200, 200, 422]
+        assert np.array_equal(*(Answer(answer.content).pixels for answer in answers[:2]))
+        measured = live.segment(both, channel="all", measurements="csv")
+        assert {"intensity_mean-0", "intensity_mean-1"} <= set(measured.text.splitlines()[0].split(","))
+        refused = live.segment(three, channel="all")
+        assert (refused.status_code, "takes 2 channels, the volume has 3" in refused.text) == (422, True)
+
+
 def test_what_cannot_be_steered_is_refused_in_the_words_of_the_caller(
     live: Live, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,11 @@ PARAMETERS = {
         "MODEL",
         "name of a model, or a model's folder (default: nuclei, or models.default of the configuration)",
     ),
-    "channel": ("CHANNEL", "index from 0, or name (default: the only channel, or as many as the model takes)"),
+    "channel": (
+        "CHANNEL",
+        "index from 0, name, or all where the model takes as many (default: the only one, or all where the model takes"
+        " as many)",
+    ),
     "time": (
         "INDEX",
         "time point, from 0; all, or a range without its end as 2:5, for one result with an axis T (default: the only"
@@ -62,7 +66,7 @@ PARAMETERS = {
     "minimum_size": (
         "SIZE",
         "drop objects of fewer voxels of the stack, or less volume: 60, 12.5um3 (default: what the model's file says,"
-        " for nuclei a 32nd of the volume of a ball as wide as objects are)",
+        " for nuclei a 64th of a whole object)",
     ),
     "border": (
         "KEEP|DROP",

@@ -40,7 +40,11 @@ class Query(BaseModel):
     ] = None
     channel: Annotated[
         str | None,
-        Field(max_length=256, description="Channel to segment, by index from 0 or by name.", examples=["0", "DAPI"]),
+        Field(
+            max_length=256,
+            description="Channel to segment, by index from 0 or by name; all, for models that take as many.",
+            examples=["0", "DAPI", "all"],
+        ),
     ] = None
     time: Annotated[
         str | None,
@@ -111,8 +115,8 @@ class Query(BaseModel):
         str | None,
         Field(
             max_length=64,
-            description="Objects of fewer voxels of the stack, or of less volume, are dropped. A part of the objects' "
-            "width, as the model's file says, if not given.",
+            description="Objects of fewer voxels of the stack, or of less volume, are dropped. A part of a whole "
+            "object, as the model's file says, if not given.",
             examples=["60", "12.5um3"],
         ),
     ] = None
@@ -215,7 +219,8 @@ class Query(BaseModel):
     @cached_property
     def selection(self) -> Selection:
         """The part of the file to read, and what overrides the file."""
-        channel = int(self.channel) if self.channel is not None and self.channel.isdecimal() else self.channel
+        name = None if self.channel == "all" else self.channel
+        channel = int(name) if name is not None and name.isdecimal() else name
         size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
         return Selection(channel, time, self.axes.upper() if self.axes else None, size)

@@ -123,7 +123,7 @@ def read_pixels(  # noqa: PLR0913
     read: Callable[..., Volume | Description] = reader.read if large else reader.read_small
     read = partial(read, source, scratch=folder, shared=shared, cancelled=cancelled)
     segmented = measured = read(query.selection)
-    if query.measurements is not None and query.channel is not None:
+    if query.measurements is not None and query.selection.channel is not None:
         measured = read(replace(query.selection, channel=None))
     if isinstance(segmented, Volume) and isinstance(measured, Volume):
         return Pixels(segmented, measured)
