@@ -120,7 +120,9 @@ class DiameterEstimator:
         assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
-        self._decoding, self._wanted = spec.decoding, spec.input.diameter
+        # Fragments tell that a scale does not fit.
+        self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0})
+        self._wanted = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
     def estimate(self, stretch: float = 1.0) -> Sizing:

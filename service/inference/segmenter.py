@@ -194,7 +194,7 @@ class Segmenter:
             with stages.measure("prepare"):
                 resampled, resampling_notes = self._resample(source, volume, plan.diameter)
             size = as_size(resampled.shape[2:])
-            spec = steer(self.spec, plan.steering, volume, size, sized.diameter)
+            spec = steer(self.spec, plan.steering, volume, size)
             image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
             progress(0, estimate.windows)
             make = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)

@@ -114,7 +114,8 @@ class Instances(_FrozenModel):
     threshold      foreground probability above which a voxel belongs to an object
     persistence    a maximum shallower than this, in units of the distance, joins its higher neighbour
     minimum_size   objects of fewer voxels are dropped
-    minimum_fraction  so are objects of less than this part of a ball of the objects' diameter, where that is known
+    minimum_fraction  so are those of less than this part of a ball of `input.diameter`, or of a typical object of the
+                   stack where that is smaller
     min_confidence objects whose voxels have a lower mean probability of foreground are dropped
     smoothing      how often the distance is averaged over neighbours, with weights 1, 2, 1 along each axis
     border         keep or drop objects that touch a face of the volume

@@ -51,6 +51,7 @@ class InstanceDecoder:
         self._distance = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
         self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
+        self._diameter = spec.input.diameter or math.inf
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
         self._watershed: StreamingWatershed | None = None
@@ -105,11 +106,25 @@ class InstanceDecoder:
         decoding = self._decoding
         labels, objects = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
         segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
-        if decoding.min_confidence:
-            segmentation = keep_objects(segmentation, objects.confidence >= decoding.min_confidence)
+        kept = (objects.confidence >= decoding.min_confidence) & (objects.voxels >= self._least_voxels(objects))
+        if not kept.all():
+            segmentation = keep_objects(segmentation, kept)
         if decoding.holes == "fill":
             fill_holes(segmentation.pixels)
         return segmentation
+
+    def _least_voxels(self, objects: Objects) -> float:
+        """Return the voxels below which an object is a fragment, by those of a whole one.
+
+        That is a ball of the diameter that the model wants, or the object that the median voxel belongs to, whichever
+        is smaller: objects of another width than wanted are not fragments.
+        """
+        sizes = np.sort(objects.voxels)
+        if not self._decoding.minimum_fraction or not len(sizes):
+            return 0.0
+        typical = float(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
+        ball = math.pi / 6 * math.prod(min(self._diameter, edge) for edge in self._size)
+        return self._decoding.minimum_fraction * min(ball, typical)
 
 
 class StreamingWatershed(Protocol):

@@ -1,4 +1,4 @@
-"""How a request and the width of its objects change the way in which a model's scores become objects."""
+"""How a request changes the way in which a model's scores become objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from service.core.errors import BadParameter
-from service.core.volume import Diameter, Extent, OutputKind, Size, Steering
+from service.core.volume import Extent, OutputKind, Size, Steering
 from service.models.spec import Instances, ModelSpec
 
 
@@ -39,37 +39,21 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
     return min(math.ceil(voxels), math.prod(volume.shape[1:]) + 1)
 
 
-def steer(
-    spec: ModelSpec, steering: Steering, volume: Extent, size: Size, diameter: Diameter | None = None
-) -> ModelSpec:
-    """Return a model as it decodes one request, the minimum size of its objects in voxels of the working grid.
+def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:
+    """Return a model as it decodes one request on a working grid of `size` (Z, Y, X), whose voxels its sizes are in.
 
-    size      (Z, Y, X) of the working grid
-    diameter  of the objects, where it is known: fragments of `minimum_fraction` of such a ball are dropped unless the
-              request states a minimum size
-
-    Raises what `minimum_voxels` raises.
+    A stated minimum size is the only one that holds. Raises what `minimum_voxels` raises.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
         return spec
-    scales = [after / before for after, before in zip(size, volume.shape[1:], strict=True)]
-    least = round(minimum_voxels(steering, volume) * math.prod(scales))
-    if steering.minimum_size is None:
-        widths = None if diameter is None else diameter.in_voxels(volume.voxel_size)
-        least = max(decoding.minimum_size, math.ceil(decoding.minimum_fraction * _ball(widths, scales, size)))
-    changes: dict[str, Any] = {"minimum_size": least}
+    changes: dict[str, Any] = {}
+    if steering.minimum_size is not None:
+        scale = math.prod(size) / math.prod(volume.shape[1:])
+        changes = {"minimum_size": round(minimum_voxels(steering, volume) * scale), "minimum_fraction": 0.0}
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(steering, name)) is not None:
             changes[name] = value
     if steering.fill_holes is not None:
         changes["holes"] = "fill" if steering.fill_holes else "keep"
     return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
-
-
-def _ball(widths: tuple[float, float, float] | None, scales: list[float], size: Size) -> float:
-    """Return the voxels of a ball that is so wide along (z, y, x) before scaling, within a grid of `size`."""
-    if widths is None:
-        return 0.0
-    edges = (min(width * scale, edge) for width, scale, edge in zip(widths, scales, size, strict=True))
-    return math.pi / 6 * math.prod(edges)

@@ -307,6 +307,30 @@ def test_smoothing_joins_what_noise_has_split(random_nuclei: ModelSpec) -> None:
     assert counts[1] == 1
 
 
+@pytest.mark.parametrize(
+    ("wanted", "radii", "found"),
+    [
+        # A 32nd of a ball of 16 voxels is 67 voxels, and one of radius 2 has 33.
+        (16.0, (8, 8, 2), 2),
+        (16.0, (8, 8, 3), 3),
+        # Neither are small objects fragments where others are small, nor large ones where one is a giant.
+        (16.0, (3, 3, 2), 3),
+        (8.0, (9, 3, 2), 3),
+        (None, (9, 3, 2), 2),
+    ],
+)
+def test_fragments_of_whole_objects_are_dropped(
+    random_nuclei: ModelSpec, wanted: float | None, radii: tuple[int, ...], found: int
+) -> None:
+    inside = balls(*((12, 10, 10 + 20 * number, radius) for number, radius in enumerate(radii)), size=(24, 24, 64))
+    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    spec = with_decoding(random_nuclei, minimum_fraction=1 / 32)
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update={"diameter": wanted})})
+    result = run(spec, scores)
+    assert (result.count, len(result.objects or ())) == (found, found)
+    assert run(with_decoding(random_nuclei), scores).count == 3
+
+
 @pytest.mark.parametrize("z", [0, 23])
 def test_objects_at_the_border_can_be_dropped(random_nuclei: ModelSpec, z: int) -> None:
     inside = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))

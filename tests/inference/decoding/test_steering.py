@@ -1,15 +1,12 @@
-"""What a request and the width of objects change in a model's decoding."""
+"""What a request changes in a model's decoding."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import numpy as np
 import pytest
 
 from service.core.errors import BadParameter
-from service.core.volume import Diameter, ObjectVolume, OutputKind, Steering, Volume, VoxelSize
+from service.core.volume import ObjectVolume, OutputKind, Steering, Volume, VoxelSize
 from service.inference.decoding.steering import check_steering, minimum_voxels, steer
 from service.models.spec import Instances, ModelSpec
 
@@ -17,8 +14,8 @@ VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5
 UNSIZED = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
 
 
-def decoding_of(spec: ModelSpec, steering: Steering, *more: Any) -> Instances:
-    decoding = steer(spec, steering, VOLUME, *(more or ((20, 40, 40),))).decoding
+def decoding_of(spec: ModelSpec, steering: Steering, size: tuple[int, int, int] = (20, 40, 40)) -> Instances:
+    decoding = steer(spec, steering, VOLUME, size).decoding
     assert isinstance(decoding, Instances)
     return decoding
 
@@ -32,7 +29,14 @@ def test_what_is_not_stated_stays_as_the_model_has_it(random_nuclei: ModelSpec, 
     assert decoding_of(random_nuclei, Steering()) == random_nuclei.decoding
     assert steer(bands, Steering(), VOLUME, (20, 40, 40)) == bands
     steering = Steering(0.8, ObjectVolume(7, "px"), "drop", fill_holes=True, min_confidence=0.9)
-    changes = {"threshold": 0.8, "minimum_size": 7, "border": "drop", "holes": "fill", "min_confidence": 0.9}
+    changes = {
+        "threshold": 0.8,
+        "minimum_size": 7,
+        "minimum_fraction": 0.0,
+        "border": "drop",
+        "holes": "fill",
+        "min_confidence": 0.9,
+    }
     assert decoding_of(random_nuclei, steering) == random_nuclei.decoding.model_copy(update=changes)
 
 
@@ -43,9 +47,8 @@ def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(
     for stated in (ObjectVolume(60, "px"), ObjectVolume(30, "um3")):
         steering = Steering(minimum_size=stated)
         assert minimum_voxels(steering, VOLUME) == 60
-        assert (
-            decoding_of(with_fraction(random_nuclei, 0.5), steering, size, Diameter((9,), "px")).minimum_size == voxels
-        )
+        decoding = decoding_of(with_fraction(random_nuclei, 0.5), steering, size)
+        assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
 
 
 def test_a_minimum_of_nothing_keeps_what_the_model_would_drop(random_nuclei: ModelSpec) -> None:
@@ -55,20 +58,6 @@ def test_a_minimum_of_nothing_keeps_what_the_model_would_drop(random_nuclei: Mod
 def test_no_minimum_is_too_large_for_the_kernel(random_nuclei: ModelSpec) -> None:
     steering = Steering(minimum_size=ObjectVolume(1e18, "um3"))
     assert decoding_of(random_nuclei, steering, (80, 160, 160)).minimum_size == 64 * (20 * 40 * 40 + 1)
-
-
-def test_fragments_of_objects_of_a_known_width_are_dropped(random_nuclei: ModelSpec) -> None:
-    spec, ball = with_fraction(random_nuclei, 1 / 32), math.pi / 6 / 32
-    for diameter, size, volume in (
-        (Diameter((16,), "px"), (20, 40, 40), 16**3),
-        (Diameter((16,), "px"), (20, 20, 20), 16 * 8 * 8),
-        (Diameter((16, 8, 8), "um"), (20, 40, 40), 8 * 16 * 16),
-        # Flatter than the objects are wide.
-        (Diameter((30,), "px"), (20, 40, 40), 20 * 30 * 30),
-    ):
-        assert decoding_of(spec, Steering(), size, diameter).minimum_size == math.ceil(ball * volume)
-    assert decoding_of(spec, Steering(), (20, 40, 40), Diameter((5,), "px")).minimum_size == 16
-    assert decoding_of(spec, Steering()).minimum_size == 16
 
 
 @pytest.mark.parametrize(
