@@ -82,7 +82,13 @@ def test_jobs_and_the_command_line_give_the_same_labels_and_say_how(live: Live, 
     assert main(["segment", str(stack), str(labels), *options, "--config", str(config)]) == 0
     assert np.array_equal(tifffile.imread(labels), Answer(answer.content).pixels)
     assert tifffile.imread(labels).any()
-    for content in (answer.content, later.content, labels.read_bytes()):
+    folder, out = tmp_path / "stacks", tmp_path / "out"
+    folder.mkdir()
+    (folder / "stack.tif").write_bytes(STACK)
+    assert main(["segment", str(folder), str(out), *options, "--config", str(config)]) == 0
+    of_folder = out / "stack_labels.ome.tif"
+    assert np.array_equal(tifffile.imread(of_folder), tifffile.imread(labels))
+    for content in (answer.content, later.content, labels.read_bytes(), of_folder.read_bytes()):
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             entries = ElementTree.fromstring(str(file.ome_metadata)).iter()
         (parameters,) = (entry.text for entry in entries if entry.get("K") == "parameters")
