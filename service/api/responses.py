@@ -29,8 +29,8 @@ def _document_header(meaning: str, **schema: Any) -> dict[str, Any]:
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
-        "probabilities CZYX. With measurements=csv a table of the objects instead, with measurements=zip both. With "
-        "output_to only what was written on the service's host.",
+        "probabilities CZYX, of several time points with a first axis T. With measurements=csv a table of the objects "
+        "instead, with measurements=zip both. With output_to only what was written on the service's host.",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},

@@ -28,8 +28,8 @@ def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured:
 
     def read_point(time: int) -> tuple[Volume, Volume | None]:
         volume = tiff_reader.read(path, replace(selection, time=time), limit_bytes, scratch)
-        if not measured:
-            return volume, None
+        if not measured or selection.channel is None:
+            return volume, volume if measured else None
         return volume, tiff_reader.read(path, replace(selection, time=time, channel=None), limit_bytes, scratch)
 
     return Series.of(description, read_point, query.link)

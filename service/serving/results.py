@@ -141,7 +141,7 @@ def _read_series(  # noqa: PLR0913
 
     def read_point(time: int) -> tuple[Volume, Volume | None]:
         volume = measured = read(replace(selection, time=time))
-        if query.measurements is not None and query.channel is not None:
+        if query.measurements is not None and selection.channel is not None:
             measured = read(replace(selection, time=time, channel=None))
         return volume, None if query.measurements is None else measured
 
