@@ -16,8 +16,9 @@ from service.core.volume import Array, Segmentation, Volume
 Table = dict[str, NDArray[Any]]
 """One array per column, all of one length: an entry per object, in the order of their labels."""
 
-# Planes are taken together until they hold so many voxels: enough that sums per object do not dominate.
-SLAB_VOXELS = 2**22
+# Planes are taken together until they hold so many voxels: enough that sums per object do not dominate, and few enough
+# that other threads get the interpreter's lock soon, which NumPy holds for a whole slab.
+SLAB_VOXELS = 2**20
 
 
 def measure(segmentation: Segmentation, volume: Volume) -> Table:

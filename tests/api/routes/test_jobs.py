@@ -70,6 +70,12 @@ def test_job_is_accepted_at_once_and_its_result_fetched_later(service: Service) 
     assert list(service.runtime.scratch.requests.iterdir()) == []
 
 
+def test_seconds_are_estimated_by_the_pace_of_earlier_work(service: Service) -> None:
+    service.wait(service.submit(), "done")
+    seconds = service.client.post("/inspect", content=STACK, headers=TIFF).json()["seconds"]
+    assert 0 <= seconds < 60
+
+
 def test_result_is_what_segment_answers(service: Service) -> None:
     job = service.wait(service.submit(), "done")
     at_once = service.client.post("/segment", content=STACK, headers=TIFF)
