@@ -39,7 +39,9 @@ def test_a_row_that_is_finished_outlives_the_script(tmp_path):
 
 def test_the_status_is_that_of_a_step_that_fails(tmp_path):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\ncase $* in *engines*) echo broken >&2; exit 3;; esac\necho '| row |'\n")
+    python.write_text(
+        "#!/bin/sh\ncase $* in hatch_build.py) exit;; *engines*) echo broken >&2; exit 3;; esac\necho '| row |'\n"
+    )
     python.chmod(0o755)
     command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out", "machine", "engines", "clients"]
     done = subprocess.run(
