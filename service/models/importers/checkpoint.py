@@ -94,12 +94,13 @@ def _load(path: Path) -> Any:
         raise _unreadable(path, f"a torch before 1.6 wrote it. Save it again, and import tensors.pth:\n{again}")
     if is_torchscript(path):
         raise _unreadable(path, "it is a TorchScript program.")
+    if not zipfile.is_zipfile(path):
+        raise _unreadable(path, "neither torch nor safetensors wrote it.")
     try:
         with open_archive(path) as archive:
             copy = copy_members(archive)
     except _UNREADABLE as error:
-        pickled = " it is a plain pickle, which torch did not write." if start[:1] == b"\x80" else ""
-        raise _unreadable(path, pickled.strip() or str(error)) from error
+        raise _unreadable(path, str(error)) from error
     try:
         return torch.load(copy, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
