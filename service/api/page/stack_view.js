@@ -186,6 +186,7 @@ export class StackView extends EventTarget {
   /** @param {Inspection} inspection */
   show(inspection) {
     this.inspection = inspection;
+    this.settings.hidden = false;
     const { file } = inspection;
     const [, z, y, x] = file.shape;
     const edges = file.voxel_size;
@@ -211,17 +212,25 @@ export class StackView extends EventTarget {
     const { estimate } = inspection;
     this.run.disabled = inspection.problem !== null;
     this.estimate.classList.toggle("warning-text", inspection.problem !== null);
-    this.estimate.textContent = inspection.problem ?? (estimate ? describe(estimate) : "");
+    const undecided = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
+    const problem = undecided ? "Choose the channel to segment." : inspection.problem;
+    this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("wanted", undecided);
+    this.estimate.textContent = problem ?? (estimate ? describe(estimate) : "");
   }
 
   /** Offer what settles a stack that the service cannot read as it is. @param {Problem} problem */
   refuse(problem) {
     this.run.disabled = true;
-    this.estimate.textContent = "";
+    // Where nothing has been understood of the file yet, the other side of the page says why.
+    this.estimate.textContent = this.inspection ? problem.message : "";
+    this.estimate.classList.add("warning-text");
     const suggested = /axes=([TZCYXS]+)/.exec(problem.message)?.[1];
     const dimensions = suggested?.length ?? this.parameters.axes?.length ?? 0;
     const choices = problem.slug === "ambiguous-axes" || this.parameters.axes ? (LIKELY_AXES[dimensions] ?? []) : [];
     const all = suggested ? [suggested, ...choices.filter((axes) => axes !== suggested)] : choices;
+    const askable = problem.slug === "ambiguous-axes" || all.length > 0;
+    if (!this.inspection) this.settings.hidden = !askable;
+    if (!askable) return;
     this.open.replaceChildren(
       element(
         "div",

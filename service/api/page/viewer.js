@@ -75,7 +75,7 @@ export class Viewer extends EventTarget {
       "div",
       { class: "view corner" },
       element("div", { class: "stage still" }, this.projection, this.solidCanvas),
-      element("div", { class: "view-foot between" }, this.maximum, this.turned, this.larger),
+      element("div", { class: "view-foot" }, this.maximum, this.turned, this.larger),
     );
     this.views[0].stage.append(this.scaleBar, this.circle, this.readout);
     this.views[0].root.append(
@@ -90,6 +90,7 @@ export class Viewer extends EventTarget {
     this.grid = element("div", { class: "views" }, this.views[0].root, this.views[2].root, this.views[1].root, corner);
     this.toolbar = this.#makeToolbar();
     root.replaceChildren(this.toolbar, this.grid, this.waiting);
+    root.classList.add("empty");
     for (const view of this.views) this.#listen(view);
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
     this.projection.addEventListener("click", (event) => this.#jump(event));
@@ -156,6 +157,7 @@ export class Viewer extends EventTarget {
     const same = scene.image !== null && String(scene.image.whole) === String(image.whole);
     scene.image = image;
     scene.sharp = null;
+    this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
     if (!same) {
       scene.at = [image.shape[0] >> 1, image.shape[1] >> 1, image.shape[2] >> 1];
@@ -597,7 +599,11 @@ export class Viewer extends EventTarget {
     this.projection.width = plane.width;
     this.projection.height = plane.height;
     this.projection.getContext("2d")?.putImageData(paintGrey(plane, ...contrast), 0, 0);
-    this.projection.style.aspectRatio = `${plane.width * voxel[2]} / ${plane.height * voxel[1]}`;
+    const stage = /** @type {HTMLElement} */ (this.projection.parentElement);
+    const [width, height] = [plane.width * voxel[2], plane.height * voxel[1]];
+    const scale = Math.min(stage.clientWidth / width, stage.clientHeight / height) * 0.94;
+    this.projection.style.width = `${width * scale}px`;
+    this.projection.style.height = `${height * scale}px`;
   }
 
   /** Make the projection again, as more planes have come. */
