@@ -37,7 +37,7 @@ export async function follow(id, signal, onchange) {
 export class RunView {
   /** @param {HTMLElement} root @param {string} id */
   constructor(root, id) {
-    this.bar = element("progress", { max: 1, "aria-label": "Windows that are done" });
+    this.bar = element("progress", { max: 1, "aria-label": "How far the job is" });
     this.words = element("p", { class: "big", role: "status" }, "Sending the request");
     this.detail = element("p", { class: "muted" });
     const cancel = button(
@@ -73,8 +73,8 @@ export class RunView {
     else this.bar.removeAttribute("value");
     this.words.textContent = describe(job);
     const left = job.seconds_left === null ? "" : `${duration(job.seconds_left)} left`;
-    this.detail.textContent =
-      job.state === "running" ? [`${done} of ${counted(total, "window")}`, left].filter(Boolean).join(", ") : left;
+    const share = total ? `${Math.floor((100 * done) / total)} % done` : "";
+    this.detail.textContent = [job.state === "running" && share, left].filter(Boolean).join(", ");
   }
 }
 

@@ -273,7 +273,7 @@ export class StackView extends EventTarget {
                   element(
                     "option",
                     { value: "", selected: !channel },
-                    wanted > 1 ? `the first ${wanted}` : "choose one",
+                    wanted > 1 ? "as many as the model takes" : "choose one",
                   ),
                 ]
               : []),

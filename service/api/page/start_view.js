@@ -67,7 +67,7 @@ function steps() {
       "Look",
       "Axes, voxel size and channels as the file states them, with the slices and the maximum projection to check them by.",
     ],
-    ["Segment", "Every object gets a number. The stack stays on this service; progress is counted in windows."],
+    ["Segment", "Every object gets a number. The stack stays on this service; you see how far it is, and may leave."],
     ["Take", "Labels as OME-TIFF, NIfTI or NumPy, a table of volumes and intensities, and the request as a script."],
   ];
   return element(
