@@ -78,6 +78,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.BadFile: 422,
     errors.AmbiguousAxes: 422,
     errors.BadParameter: 422,
+    errors.DoubtfulResult: 422,
     errors.UnsupportedMedia: 415,
     errors.TooLarge: 413,
     errors.TooSlow: 408,

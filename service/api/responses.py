@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import unicodedata
@@ -52,6 +53,15 @@ ANSWER: dict[int | str, dict[str, Any]] = {
             "X-StackSeg-Skipped": _document_header(
                 "Windows not computed as no voxel in them exceeds a grey value; only with skip_below",
                 example="312 of 480 windows; up to 120",
+            ),
+            "X-StackSeg-Confidence": _document_header(
+                "How far the labels can be trusted, 0 to 1; only where the model knows", type="number", example=0.97
+            ),
+            "X-StackSeg-Warning": _document_header(
+                "Why the labels are not to be trusted and what to try, as JSON; only where that is so",
+                example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Doubtful result", "detail": "This '
+                'result is doubtful (confidence 0.04): objects seem to be 4px wide; try diameter=4px.", '
+                '"confidence": 0.04, "try": "diameter=4px"}',
             ),
             "X-StackSeg-Note": _document_header("What a user should know about this result"),
             "ETag": _document_header(
@@ -156,6 +166,10 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
         headers["X-StackSeg-Diameter"] = metadata.diameter
     if metadata.skipped is not None:
         headers["X-StackSeg-Skipped"] = metadata.skipped
+    if metadata.confidence is not None:
+        headers["X-StackSeg-Confidence"] = f"{metadata.confidence:.2f}"
+    if metadata.doubt is not None:
+        headers["X-StackSeg-Warning"] = json.dumps(metadata.doubt)
     if metadata.notes:
         headers["X-StackSeg-Note"] = to_ascii(" ".join(metadata.notes))[:MAX_NOTE_LETTERS]
     return headers

@@ -70,6 +70,7 @@ class JobReport(BaseModel):
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
     time_points   those that are done, of a series. The result of one that failed has them
+    confidence    in the result, 0 to 1, where the model knows; `doubt` says why it is low and what to try
     warnings      what a user should know about the result
     diameter      of the objects, and whether it was stated or estimated
     skipped       windows that were not computed because nothing is in them, where such were looked for
@@ -94,6 +95,8 @@ class JobReport(BaseModel):
                 "time_points": None,
                 "seconds_left": 51.2,
                 "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
+                "confidence": None,
+                "doubt": None,
                 "warnings": [],
                 "diameter": None,
                 "skipped": None,
@@ -119,10 +122,12 @@ class JobReport(BaseModel):
     time_points: JobProgress | None
     seconds_left: float | None
     seconds: dict[str, float]
+    confidence: float | None = None
+    doubt: dict[str, Any] | None = None
     warnings: list[Text]
-    diameter: str | None
-    skipped: str | None
-    objects: int | None
+    diameter: str | None = None
+    skipped: str | None = None
+    objects: int | None = None
     result: str | None
     problem: JobProblem | None
 

@@ -31,6 +31,7 @@ class StackRecord(NamedTuple):
     size, mtime  of the file in bytes and nanoseconds
     result       label file, relative to the output folder
     problem      why there is no result, "" where there is one
+    doubtful     whether the model is not sure of the result; the first of the notes then says why
     """
 
     key: str
@@ -41,6 +42,7 @@ class StackRecord(NamedTuple):
     seconds: float = 0.0
     notes: Sequence[str] = ()
     problem: str = ""
+    doubtful: bool = False
 
 
 class Records(dict[str, StackRecord]):
@@ -143,6 +145,9 @@ def _row(name: str, place: str, record: StackRecord | None) -> str:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td>{problem}</tr>"
     picture = f'<img src="{quote(place)}.png" alt="">'
     link = f'<a href="{quote(record.result)}">{escape(name)}</a>'
-    notes = "".join(f"<small>{escape(note)}</small>" for note in record.notes)
+    classes = [' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))]
+    notes = "".join(
+        f"<small{class_}>{escape(note)}</small>" for class_, note in zip(classes, record.notes, strict=True)
+    )
     objects = "" if record.objects is None else record.objects
     return f"<tr><td>{picture}</td><td>{link}</td><td>{objects}</td><td>{record.seconds:.1f}</td><td>{notes}</td></tr>"

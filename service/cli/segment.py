@@ -124,6 +124,11 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     for name, (placeholder, text) in PARAMETERS.items():
         segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
     segment.add_argument(
+        "--strict",
+        action="store_true",
+        help="fail where the model is not sure of its labels (default: write them, and warn)",
+    )
+    segment.add_argument(
         "--measurements", type=Path, metavar="CSV", help="also write a table of the objects (default: labels alone)"
     )
     segment.add_argument(
@@ -195,6 +200,13 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
                     )
                 write_csv(table, options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
+    return _warn(result)
+
+
+def _warn(result: Result) -> int:
+    """Say on stderr what is wrong with a result; return the exit status."""
+    if result.doubt is not None:
+        sys.stderr.write(f"stackseg: warning: {name_options(result.doubt.detail)}\n")
     if result.series is None or result.series.fault is None:
         return 0
     sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
@@ -230,6 +242,8 @@ def _summarise(path: str, spec: ModelSpec, result: Result, stages: Stages) -> It
     yield f"{path}: {objects}{spec.identifier} ({times})"
     if result.skipped is not None:
         yield f"skipped: {result.skipped}"
+    if result.confidence is not None:
+        yield f"confidence: {result.confidence:.2f}"
     for note in result.notes:
         yield f"note: {name_options(note)}"
 
@@ -239,9 +253,8 @@ def _parse_query(options: argparse.Namespace) -> Query:
     from service.serving.parameters import Query, explain  # noqa: PLC0415
 
     try:
-        return Query.model_validate(
-            {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
-        )
+        given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
+        return Query.model_validate(given | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
         raise BadParameter(explain(error.errors())) from error
 

@@ -69,6 +69,8 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
             work.conclude(stacks)
     failed = [(name, record.problem) for name in stacks if (record := work.records.get(name)) and record.problem]
     sys.stderr.writelines(f"stackseg: {name}: {problem}\n" for name, problem in failed)
+    doubts = [(name, record.notes[0]) for name in stacks if (record := work.records.get(name)) and record.doubtful]
+    sys.stderr.writelines(f"stackseg: {name}: warning: {doubt}\n" for name, doubt in doubts)
     objects = sum(work.records[name].objects or 0 for name in stacks)
     done = f"{len(stacks) - len(failed)} of {len(stacks)} stacks, {work.skipped} of them before"
     sys.stdout.write(f"{out / 'report.html'}: {done}, {objects} objects, {spec.identifier}\n")
@@ -210,5 +212,6 @@ class FolderWork:
             result=str(labels.relative_to(self._out)),
             objects=segmentation.count,
             seconds=round(stages.total, 3),
-            notes=tuple(map(name_options, result.notes)),
+            notes=tuple(map(name_options, result.warnings)),
+            doubtful=result.doubt is not None,
         )

@@ -6,6 +6,7 @@ StackSegError
 |   |-- AmbiguousAxes       the file does not say which axis is which
 |   |-- BadParameter        a parameter out of range, or at odds with the file or the model
 |   |-- UnsupportedMedia    not a TIFF at all
+|   |-- DoubtfulResult      labels that the model is not sure of, where the caller asked to refuse them
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
 |   |-- TooSlow             a body that comes too slowly
 |   |-- OutputExists        a file that was named for the result is there already
@@ -73,6 +74,12 @@ class BadParameter(RequestError):
     """A parameter is malformed, out of its limits, or does not fit the file or the model."""
 
     slug = "bad-parameter"
+
+
+class DoubtfulResult(RequestError):
+    """The labels look wrong, and the caller asked to have no doubtful ones."""
+
+    slug = "doubtful-result"
 
 
 class UnsupportedMedia(RequestError):

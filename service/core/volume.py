@@ -397,6 +397,7 @@ class Options:
     skip_below  windows whose voxels are all up to this grey value are not computed
     steering    how scores become objects
     roi_size    window (z, y, x) in voxels of the network's grid, where the model takes others than its own
+    strict      whether a doubtful result is an error
     """
 
     output: OutputKind | None = None
@@ -406,3 +407,4 @@ class Options:
     skip_below: SkipBelow | None = None
     steering: Steering = field(default_factory=Steering)
     roi_size: Size | None = None
+    strict: bool = False

@@ -44,8 +44,9 @@ FEWEST, WHOLE = 5, 0.9
 # How far widths, flatness and scales may be off, as standard deviations of their logarithms.
 OFF, FLAT, FAR = 0.5, 1.0, 2.5
 
-# Below the first, nothing that was found looks like what the model knows; from the second on, a first look is enough.
-LEAST_FIT, GOOD_FIT = 0.5, 0.65
+# Below the first, a width is not even worth a try; below the second, nothing that was found looks like what the model
+# knows; from the third on, a first look is enough.
+LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
 
 # Objects that are up to so many times as wide as deep are found as well as round ones.
 ROUND = 1.5
@@ -72,12 +73,14 @@ class Sizing(NamedTuple):
     diameter  of the objects in voxels of the image, as a request would best state it; None where that is not known
     fits      whether the model works well on objects of this width without any resampling
     objects   that it was measured by, in so many windows
+    guess     the diameter, or one that is worth a try where that is not known; None: nothing looks like an object
     """
 
     diameter: Diameter | None
     fits: bool
     objects: int
     windows: int
+    guess: Diameter | None = None
 
     @property
     def note(self) -> str:
@@ -145,12 +148,14 @@ class DiameterEstimator:
             seen.append(self.probe(places, further, WINDOWS))
         best = max(seen, key=lambda probe: probe.fit)
         windows = sum(probe.windows for probe in seen)
-        if best.fit < LEAST_FIT:
+        if best.fit < LEAST_GUESS:
             return Sizing(None, fits=False, objects=best.objects, windows=windows)
         factors = self._refined(best)
         z, y, x = (self._wanted / factor for factor in factors)
         diameter = Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
-        return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows)
+        if best.fit < LEAST_FIT:
+            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter)
+        return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows, diameter)
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe would hardly tell more."""
@@ -300,6 +305,13 @@ def signals(image: Image, edges: Size) -> list[Size]:
             part = plane[:, :, max(y - up, 0) : y + up, max(x - left, 0) : x + left]
             candidates.append((-float(part.std(correction=0)), (z, y, x)))
     return [place for _, place in sorted(candidates)]
+
+
+def strongest_windows(image: Image, roi: Size) -> list[Tensor]:
+    """Return windows [C, z, y, x] of an image, up to `roi` large and as it is sampled, where most is to be seen."""
+    size = as_size(image.shape[2:])
+    inner = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
+    return _cut(image, _choose_apart((_box(place, size, inner, size) for place in signals(image, roi)), WINDOWS))
 
 
 def _middles(length: int, edge: int, most: int) -> list[int]:

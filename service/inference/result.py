@@ -8,6 +8,7 @@ from typing import NamedTuple
 from service.core.errors import StackSegError
 from service.core.volume import Diameter, Segmentation, Size
 from service.engine.plans import Trial
+from service.inference.confidence import Doubt
 from service.inference.empty_windows import Skipped
 from service.inference.measurements import Table
 
@@ -40,6 +41,8 @@ class Result(NamedTuple):
     model       name and version of the model
     engine      that computed the windows, with its precision
     series      of several time points; None for one volume
+    confidence  in the result, 0 to 1; None where the model has none or found nothing
+    doubt       why it is not to be trusted; None: it may be
     """
 
     segmentation: Segmentation
@@ -53,6 +56,13 @@ class Result(NamedTuple):
     model: str = ""
     engine: str = ""
     series: SeriesFacts | None = None
+    confidence: float | None = None
+    doubt: Doubt | None = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know, a doubt before anything else."""
+        return self.notes if self.doubt is None else (self.doubt.detail, *self.notes)
 
     @property
     def width(self) -> str | None:

@@ -17,17 +17,24 @@ from torch import Tensor, nn
 from service.core import hardware, host
 from service.core.buffers import make_allocator
 from service.core.config import Settings
-from service.core.errors import BadParameter, OutOfMemory, TooLarge
+from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, TooLarge
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
 from service.core.timing import Stages
-from service.core.volume import Diameter, Options, Size, Volume
+from service.core.volume import Diameter, Options, Segmentation, Size, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
+from service.inference.confidence import Doubt, explain, judge
 from service.inference.decoding.decoders import HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.device_image import DeviceImage
-from service.inference.diameter import DiameterCache, DiameterEstimator, Sizing, estimate_anisotropy
+from service.inference.diameter import (
+    DiameterCache,
+    DiameterEstimator,
+    Sizing,
+    estimate_anisotropy,
+    strongest_windows,
+)
 from service.inference.empty_windows import EmptyWindowFilter, Skipping
 from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import (
@@ -169,7 +176,7 @@ class Segmenter:
 
         Raises BadParameter for options or channels that do not fit, TooLarge for more windows than the operator allows,
         Cancelled once `cancelled()` is true between two batches, OutOfMemory, NonFiniteScores where even float32 gives
-        NaN or infinity, and DeviceLost.
+        NaN or infinity, DeviceLost, and DoubtfulResult where the options are strict.
         """
         request = request or self.estimator.plan_request(volume, options)
         if options.roi_size is not None:
@@ -206,6 +213,9 @@ class Segmenter:
             with stages.measure("decode"):
                 least = minimum_voxels(plan.steering, volume)
                 segmentation = resample_segmentation(scored.consumer.finish(), volume.shape[1:], least)
+                confidence, doubt = self._judge(segmentation, volume, plan, sized.diameter, probe)
+        if doubt is not None and options.strict:
+            raise DoubtfulResult(doubt.detail)
         notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *self._batch_notes(options), *scored.notes)
         return Result(
             segmentation,
@@ -218,7 +228,26 @@ class Segmenter:
             skipped,
             self.spec.identifier,
             f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
+            confidence=confidence,
+            doubt=doubt,
         )
+
+    def _judge(
+        self, segmentation: Segmentation, volume: Volume, plan: Plan, used: Diameter | None, compute: ComputeSlabs
+    ) -> tuple[float | None, Doubt | None]:
+        """Return the confidence in labels, and what is wrong with those of which there is little; None: not known."""
+        calibration, wanted = self.spec.confidence, self.spec.input.diameter
+        if calibration is None or wanted is None or segmentation.objects is None:
+            return None, None
+        confidence = judge(segmentation.objects, wanted, calibration)
+        if confidence is None or confidence >= calibration.threshold:
+            return confidence, None
+        # Only now, as it takes longer than all else that is known of a result.
+        image, _notes = normalise_volume(volume, self.spec)
+        guess = self._measure_diameter(image, volume, plan, compute).guess
+        windows = strongest_windows(image, self.spec.input.roi_size)
+        taken = used and used.in_voxels(volume.voxel_size)
+        return confidence, explain(confidence, windows, guess, taken or (wanted,) * 3, calibration)
 
     def _with_window(self, options: Options, needed: Estimate) -> Segmenter:
         """Return a segmenter with the window that a request asks for, which is built unless the latest had the same.

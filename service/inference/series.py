@@ -35,6 +35,7 @@ from service.core.volume import (
     label_dtype,
     parse_diameter,
 )
+from service.inference.confidence import Doubt
 from service.inference.diameter import Sizing
 from service.inference.empty_windows import Skipped
 from service.inference.measurements import Table, measure
@@ -146,6 +147,8 @@ def segment_series(  # noqa: PLR0913
         recomputed=points.recomputed,
         estimated=estimated,
         skipped=points.skipped,
+        confidence=points.confidence,
+        doubt=points.doubt,
         series=SeriesFacts(points.done, len(series.times), table, fault),
     )
 
@@ -191,6 +194,9 @@ class _Points:
         self.done = self.fallbacks = 0
         self.recomputed = False
         self.skipped: Skipped | None = None
+        # Of the time point that the model is least sure of.
+        self.confidence: float | None = None
+        self.doubt: Doubt | None = None
         self.last: Result
 
     def add(self, result: Result, measured: Volume | None) -> None:
@@ -205,6 +211,9 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
+        if result.confidence is not None and result.confidence < (self.confidence or 1.0):
+            self.confidence, doubt = result.confidence, result.doubt
+            self.doubt = doubt and doubt._replace(detail=f"Time point {time}: {doubt.detail}")
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed

@@ -141,6 +141,23 @@ class Classes(_FrozenModel):
     kind: Literal["classes"]
 
 
+class Calibration(_FrozenModel):
+    """Logistic regression that tells how far a result can be believed, fitted to good and bad results of the model.
+
+    intercept, certainty, peak, size, giants  of `service.inference.confidence.Features`
+    threshold  results with less confidence are doubtful
+    sheets     name of the model to try on stacks of membranes or shells
+    """
+
+    intercept: float
+    certainty: float
+    peak: float
+    size: float
+    giants: float
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    sheets: Line | None = None
+
+
 class Sample(_FrozenModel):
     """A small input, and the labels that the model gives for it in FP32 eager mode."""
 
@@ -163,6 +180,7 @@ class ModelSpec(_FrozenModel):
     outputs: Annotated[tuple[Line, ...], Field(min_length=1)]
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
+    confidence: Calibration | None = None
     sample: Sample | None = None
     folder: Path = Field(exclude=True)
 
@@ -203,6 +221,8 @@ class ModelSpec(_FrozenModel):
             raise ValueError(
                 "input.estimate_diameter: only objects (decoding.kind instances) have one, and input.diameter is needed"
             )
+        if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
+            raise ValueError("confidence: only objects (decoding.kind instances) of a width (input.diameter) have one")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
             raise ValueError("input.channel_names: one name per channel is needed")
         return self

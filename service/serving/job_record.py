@@ -65,6 +65,8 @@ class AnswerMetadata:
     diameter  of the objects, and whether it was stated or estimated; None if it was neither
     skipped   how many windows were not computed because they are empty; None if none were looked for
     time_points  of a series: how many are in the answer, and how many there should be
+    confidence  in the result, 0 to 1; None where that is not known
+    doubt     why the result is not to be trusted, as `describe_doubt` has it; None: it may be
     """
 
     model: str
@@ -78,6 +80,8 @@ class AnswerMetadata:
     diameter: str | None = None
     skipped: str | None = None
     time_points: tuple[int, int] | None = None
+    confidence: float | None = None
+    doubt: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

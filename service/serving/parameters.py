@@ -147,6 +147,10 @@ class Query(BaseModel):
         OutputKind | None,
         Field(description="labels: one number per object; classes: one per class; probabilities: float32 per output."),
     ] = None
+    strict: Annotated[
+        bool | None,
+        Field(description="Whether labels that the model is not sure of are refused; they come with a warning if not."),
+    ] = None
 
     link: Annotated[
         Linking | None,
@@ -238,7 +242,8 @@ class Query(BaseModel):
         least = None if self.minimum_size is None else ObjectVolume.parse(self.minimum_size)
         steering = Steering(self.threshold, least, self.border, self.fill_holes, self.min_confidence)
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
-        return Options(self.output, self.sw_batch_size, self.overlap, diameter, skip_below, steering, roi_size)
+        windows = self.sw_batch_size, self.overlap
+        return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict))
 
 
 def explain(faults: Sequence[Mapping[str, Any]]) -> str:

@@ -30,7 +30,8 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
         "parameters": json.dumps(given) if given else "",
         "diameter": result.width,
         "skipped": None if result.skipped is None else str(result.skipped),
-        "warnings": " ".join(result.notes),
+        "confidence": None if result.confidence is None else f"{result.confidence:.2f}",
+        "warnings": " ".join(result.warnings),
         "source": source,
         "source_blake3": digest,
     }

@@ -14,7 +14,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from pydantic import BaseModel
 
-from service.core.errors import BadParameter, Cancelled
+from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.timing import Stages
 from service.core.volume import Description, Extent, Segmentation, TimeRange, Volume
 from service.formats import tiff_writer
@@ -30,6 +30,7 @@ from service.serving.provenance import describe_origin
 
 LABELS = "labels.ome.tif"
 MEASUREMENTS = "measurements.csv"
+WARNING = "warning.json"
 ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
 
@@ -227,7 +228,23 @@ def describe_answer(
         diameter=result.width,
         skipped=None if result.skipped is None else str(result.skipped),
         time_points=None if result.series is None else (result.series.points, result.series.total),
+        confidence=result.confidence,
+        doubt=describe_doubt(result),
     )
+
+
+def describe_doubt(result: Result) -> dict[str, Any] | None:
+    """Return why a result is not to be trusted, with the members of a problem document; None: it may be."""
+    if result.doubt is None:
+        return None
+    confidence, detail, attempt = result.doubt
+    return {
+        "type": f"urn:stackseg:warning:{DoubtfulResult.slug}",
+        "title": "Doubtful result",
+        "detail": detail,
+        "confidence": round(confidence, 3),
+        "try": attempt,
+    }
 
 
 def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
@@ -268,7 +285,10 @@ def _write_files(received: ReceivedRequest, measured: Volume | None, result: Res
     with stages.measure("write"):
         tiff_writer.write(segmentation, labels, _origin(received, result))
         if wanted == "zip":
-            _pack(folder / ARCHIVE, (labels, table))
+            doubt = folder / WARNING
+            if result.doubt is not None:
+                doubt.write_text(json.dumps(describe_doubt(result), indent=2) + "\n", encoding="utf-8")
+            _pack(folder / ARCHIVE, (labels, table, *([doubt] if result.doubt is not None else [])))
     if wanted == "zip":
         return Answer(folder / ARCHIVE, MEDIA_TYPES[wanted], "_labels.zip", stages.seconds)
     return _label_answer(labels, segmentation, stages)

@@ -53,7 +53,11 @@ def check_trainable(spec: ModelSpec) -> None:
 
 def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
     """Return the keys of a new model file but `weights`: those of `base`, or `NEW_MODEL`."""
-    content = NEW_MODEL if base is None else base.model_dump(mode="json", exclude={"weights", "sample", "format"})
+    content = (
+        NEW_MODEL
+        if base is None
+        else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence"})
+    )
     start = "" if base is None else f"{base.training_data} Then: "
     return {
         "format": 1,

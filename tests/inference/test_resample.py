@@ -3,7 +3,7 @@ import pytest
 from pixels import some_pixels, spec_of
 
 from service.core.errors import BadFile, BadParameter
-from service.core.volume import Diameter, Segmentation, Volume, VoxelSize
+from service.core.volume import Diameter, Objects, Segmentation, Volume, VoxelSize
 from service.inference.resample import prepare, resample_segmentation, resampled_size, working_size
 
 
@@ -98,6 +98,15 @@ def test_labels_without_background_stay_without():
     got = resample_segmentation(Segmentation(np.full((2, 2, 2), 3, np.uint16), "labels", count=3), (1, 1, 5))
     assert got.pixels.tolist() == [[[1, 1, 1, 1, 1]]]
     assert got.count == 1
+
+
+def test_objects_that_vanish_take_along_what_is_known_of_them() -> None:
+    labels = np.array([1, 0, 0, 0, 2, 2, 0, 3], np.uint16).reshape(1, 1, 8)
+    known = Objects(np.array([1, 2, 1]), np.array([0.6, 0.7, 0.8], np.float32), np.ones(3, np.float32))
+    got = resample_segmentation(Segmentation(labels, "labels", count=3, objects=known), (1, 1, 3))
+    assert got.objects is not None
+    assert got.count == len(got.objects) == got.pixels.max() == 1
+    assert got.objects.confidence.tolist() == pytest.approx([0.7])
 
 
 def test_enlarging_and_shrinking_by_whole_factors_gives_labels_back():

@@ -225,10 +225,12 @@ def _report_result(record: JobRecord) -> dict[str, Any]:
     """Return the members of a `JobReport` that are known of a result; the model is named before there is one."""
     metadata = record.answer
     if metadata is None:
-        return {"model": record.request.model, "warnings": [], "diameter": None, "skipped": None, "objects": None}
+        return {"model": record.request.model, "warnings": []}
     return {
         "model": metadata.model,
-        "warnings": list(metadata.notes),
+        "confidence": metadata.confidence,
+        "doubt": metadata.doubt,
+        "warnings": [*([metadata.doubt["detail"]] if metadata.doubt else []), *metadata.notes],
         "diameter": metadata.diameter,
         "skipped": metadata.skipped,
         "objects": metadata.objects,

@@ -1,0 +1,119 @@
+"""Results that are not to be trusted say so, through the real server and command line, and name what to try."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tifffile
+from live import Live, as_tiff, eager, serve, until
+from paths import ROOT
+from paths import SHARED_DATA as DATA
+
+from service.__main__ import main
+
+# Smallest of the recorded stacks: what is found there, and what is to be tried where that is not to be trusted.
+RECORDED: list[tuple[str, dict[str, Any], str | None]] = [
+    ("synthetic_nuclei_stardist", {}, None),
+    ("mouse_embryo_8cell", {}, None),
+    ("single_nucleus_confocal_vs_widefield", {"channel": 0}, None),
+    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, "diameter=4px"),
+    ("drosophila_nuclear_envelope", {}, "model=membranes"),
+]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serve(eager(ROOT / "models", device={"threads": 2})) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def membranes() -> bytes:
+    """A stack that the default model knows nothing of."""
+    return as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
+
+
+def test_membranes_for_the_default_model_come_with_a_warning_that_names_the_other(live: Live, membranes: bytes) -> None:
+    response = live.segment(membranes, measurements="zip")
+    assert response.status_code == 200, response.text
+    warning = json.loads(response.headers["x-stackseg-warning"])
+    assert warning["type"] == "urn:stackseg:warning:doubtful-result"
+    assert warning["try"] == "model=membranes"
+    assert warning["try"] in warning["detail"]
+    assert warning["confidence"] < 0.4
+    assert float(response.headers["x-stackseg-confidence"]) == pytest.approx(warning["confidence"], abs=0.006)
+    with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
+        assert json.loads(archive.read("warning.json")) == warning
+        header, *rows = archive.read("measurements.csv").decode().splitlines()
+        with tifffile.TiffFile(io.BytesIO(archive.read("labels.ome.tif"))) as file:
+            assert file.ome_metadata is not None
+            assert warning["detail"] in file.ome_metadata
+    column = header.split(",").index("confidence")
+    assert all(0.5 < float(row.split(",")[column]) <= 1 for row in rows)
+
+
+def test_strict_refuses_what_is_not_to_be_trusted_with_the_same_words(live: Live, membranes: bytes) -> None:
+    response = live.segment(membranes, strict=True)
+    assert response.status_code == 422
+    problem = response.json()
+    assert problem["type"] == "urn:stackseg:problem:doubtful-result"
+    assert problem["detail"] == json.loads(live.segment(membranes).headers["x-stackseg-warning"])["detail"]
+
+
+def test_jobs_have_the_warning_and_fail_where_they_are_strict(live: Live, membranes: bytes) -> None:
+    def run(**parameters: Any) -> dict[str, Any]:
+        headers = {"Content-Type": "image/tiff"}
+        job = live.client.post("/jobs", content=membranes, params=parameters, headers=headers).json()["id"]
+        until(lambda: live.client.get(f"/jobs/{job}").json()["state"] in {"done", "failed"}, 60)
+        report: dict[str, Any] = live.client.get(f"/jobs/{job}").json()
+        return report
+
+    done, failed = run(), run(strict=True)
+    assert done["state"] == "done"
+    assert done["doubt"]["try"] == "model=membranes"
+    assert done["doubt"]["detail"] == done["warnings"][0]
+    result = live.client.get(done["result"])
+    assert json.loads(result.headers["x-stackseg-warning"]) == done["doubt"]
+    assert failed["state"] == "failed"
+    assert failed["problem"]["type"] == "urn:stackseg:problem:doubtful-result"
+
+
+def test_what_is_good_has_no_warning_and_may_be_strict(live: Live) -> None:
+    stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :96, :96])
+    response = live.segment(stack, strict=True, diameter="12,29,29px")
+    assert response.status_code == 200, response.text
+    assert "x-stackseg-warning" not in response.headers
+    assert float(response.headers["x-stackseg-confidence"]) > 0.5
+
+
+def test_command_line_warns_on_stderr_and_refuses_where_it_is_told_to(
+    membranes: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("engine: {kind: eager}\ndevice: {name: cpu, threads: 2}\n")
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    stack, labels = folder / "a.tif", tmp_path / "labels.tif"
+    stack.write_bytes(membranes)
+    assert main(["segment", str(stack), str(labels), "--strict", "--config", str(config)]) == 1
+    assert "try --model membranes" in capsys.readouterr().err
+    assert not labels.exists()
+    assert main(["segment", str(folder), str(tmp_path / "out"), "--config", str(config)]) == 0
+    assert "a.tif: warning: This result is doubtful" in capsys.readouterr().err
+    assert "try --model membranes" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
+@pytest.mark.parametrize(("name", "parameters", "attempt"), RECORDED)
+def test_recorded_stacks_are_judged_as_people_do(
+    live: Live, name: str, parameters: dict[str, Any], attempt: str | None
+) -> None:
+    response = live.segment((DATA / "real" / name / "image.tif").read_bytes(), **parameters)
+    warning = response.headers.get("x-stackseg-warning")
+    assert (warning and json.loads(warning)["try"]) == attempt
