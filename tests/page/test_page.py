@@ -149,6 +149,18 @@ def test_an_ambiguous_file_is_settled_by_a_click(fake: Live, open_page: Open) ->
     }  # fmt: skip
 
 
+def test_of_several_time_points_one_is_segmented(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    pixels = np.full((2, 4, 16, 16), 200, np.uint8)
+    put(page, as_tiff(pixels, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
+    page.locator("#time").fill("1")
+    page.locator("#time").press("Tab")
+    expect(page.locator("#settings .facts")).to_contain_text("Time points")
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("classes")
+    assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["time"] in (1, "1")
+
+
 def test_what_cannot_be_read_says_why(fake: Live, open_page: Open) -> None:
     page = open_page(fake)
     put(page, b"%PDF-1.7 no stack at all")

@@ -187,6 +187,8 @@ export class StackView extends EventTarget {
   show(inspection) {
     this.inspection = inspection;
     this.settings.hidden = false;
+    // The views show one volume; the control names the time point, so that nothing is chosen unseen.
+    if (inspection.file.times > 1 && !this.parameters.time) this.#change({ time: "0" });
     const { file } = inspection;
     const [, z, y, x] = file.shape;
     const edges = file.voxel_size;
