@@ -33,14 +33,14 @@ from service.api.problems import (
     handle_error,
     problem_responses,
 )
-from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks
+from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks, status
 from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 
-_ENDPOINTS = (segment, jobs, stacks, inspect, models, health, hardware, docs, page)
+_ENDPOINTS = (segment, jobs, stacks, inspect, models, health, hardware, status, docs, page)
 
 
 class Application(FastAPI):

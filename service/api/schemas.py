@@ -229,3 +229,44 @@ class GpuReport(BaseModel):
     cpu: CpuStatus
     devices: list[DeviceReport]
     models: dict[str, Report]
+
+
+class RequestReport(BaseModel):
+    """A request at a device. `state`: waiting, its file being read or its model loaded included, or running.
+
+    seconds       that it has been in this state
+    seconds_left  until it is done, those before it included; null where that cannot be told yet
+    """
+
+    device: str
+    model: str
+    state: str
+    progress: JobProgress
+    seconds: float
+    seconds_left: float | None
+
+
+class SegmentedReport(BaseModel):
+    """A segmentation that has ended; `seconds` by stage, in their order."""
+
+    ended: datetime
+    model: str
+    voxels: int
+    objects: int | None
+    seconds: dict[str, float]
+
+
+class Status(BaseModel):
+    """The service at this moment: what `/health`, `/gpu` and `/models` say, the requests, and the last results.
+
+    cpu_seconds  of the processor that the service has taken, without the processes that read files
+    requests     by device: those that run, then those that wait, in their turn
+    recent       the last segmentations, newest first
+    """
+
+    health: Health
+    hardware: GpuReport
+    models: ModelList
+    cpu_seconds: float
+    requests: list[RequestReport]
+    recent: list[SegmentedReport]

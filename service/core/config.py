@@ -253,7 +253,8 @@ class Access(_Section):
     """API keys, their limits, and allowed hosts and origins.
 
     keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
-    admins               names of the keys that may reload models; without keys, whoever is on the service's host may
+    admins               names of the keys that may reload models and see the status; without keys, whoever is on the
+                         service's host may
     requests_per_minute  of one key; 0: any number
     requests_at_once     of one key, counting those that bring work (POST); 0: any number
     hosts                that a Host header may name, `*.example.org` for all below one; none: any

@@ -89,10 +89,16 @@ class JobQueue:
         with self._changed:
             return tuple(self._running)
 
+    @property
+    def jobs(self) -> tuple[Job[Any], ...]:
+        """The jobs that run, then those that wait, in their turn."""
+        with self._changed:
+            return (*self._running, *self._waiting)
+
     def full(self, owner: str | None = None) -> bool:
         """Return whether this owner may offer no more jobs."""
         with self._changed:
-            jobs = (*self._waiting, *self._running)
+            jobs = self.jobs
             left = self._limit + 1 - len(jobs)
             return left <= (sum(job.owner == owner for job in jobs) if self._shared else 0)
 
@@ -100,7 +106,7 @@ class JobQueue:
     def expected_seconds(self) -> float:
         """Seconds of the device that the jobs that wait and run should still take."""
         with self._changed:
-            return sum(self._expected_seconds(job) for job in (*self._waiting, *self._running))
+            return sum(self._expected_seconds(job) for job in self.jobs)
 
     def check(self, owner: str | None = None) -> None:
         """Raise what `offer` would raise now: QueueFull with the seconds until a place is likely free, or NotReady."""
@@ -164,9 +170,7 @@ class JobQueue:
 
     def cancel_all(self) -> None:
         """Cancel every job that waits or runs."""
-        with self._changed:
-            jobs = [*self._waiting, *self._running]
-        for job in jobs:
+        for job in self.jobs:
             job.cancel()
 
     def position(self, job: Job[Any]) -> int | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -19,6 +22,17 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
+RECENT = 50
+
+
+class Segmented(NamedTuple):
+    """A segmentation that has ended, at `ended` seconds since 1970; `seconds` by stage, in their order."""
+
+    ended: float
+    model: str
+    voxels: int
+    objects: int | None
+    seconds: dict[str, float]
 
 
 class Metrics:
@@ -29,6 +43,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._recent: deque[Segmented] = deque(maxlen=RECENT)
         self._requests = self._counter("stackseg_requests", "Requests answered.", "route", "status")
         self._errors = self._counter("stackseg_errors", "Requests answered with a problem document.", "type")
         self._callers = self._counter("stackseg_caller_requests", "Requests by the name of their API key.", "caller")
@@ -91,6 +106,13 @@ class Metrics:
             self._objects(model).inc(objects)
         for stage, value in seconds.items():
             self._stages(stage).observe(value)
+        self._recent.appendleft(Segmented(time.time(), model, voxels, objects, dict(seconds)))
+
+    @property
+    def recent(self) -> tuple[Segmented, ...]:
+        """The last segmentations, newest first."""
+        # Other threads may add one meanwhile: the copy is made in one step.
+        return tuple(self._recent.copy())
 
     def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
         """Count the share of one request in a batch: windows, slots of the batch, seconds of the device."""
