@@ -5,8 +5,8 @@ StackSegError
 |   |-- BadFile             unreadable, truncated or inconsistent file
 |   |-- AmbiguousAxes       the file does not say which axis is which
 |   |-- BadParameter        a parameter out of range, or at odds with the file or the model
-|   |-- UnsupportedMedia    not a TIFF at all
 |   |-- DoubtfulResult      labels that the model is not sure of, where the caller asked to refuse them
+|   |-- UnsupportedMedia    not a TIFF at all
 |   |-- TooLarge            more bytes than the operator allows, encoded or decoded
 |   |-- TooSlow             a body that comes too slowly
 |   |-- OutputExists        a file that was named for the result is there already

@@ -183,8 +183,10 @@ class EngineSelector:
     def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
         """Return warnings about trials that failed, and about labels that what the operator has set would change."""
         settings, warnings = self._settings.engine, list(_failures(trials))
+        chosen = {trial.choice.engine for trial in trials if trial.verdict == "chosen"}
         for trial in trials:
-            if settings.kind != "auto" and trial.verdict.startswith("wrong"):
+            # The same engine in another precision is what `engine.precision: auto` asks for.
+            if settings.kind == trial.choice.engine not in chosen and trial.verdict.startswith("wrong"):
                 warnings.append(
                     f"The {trial.choice.engine} engine in {trial.choice.precision} is not used: {trial.verdict}"
                 )

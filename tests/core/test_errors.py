@@ -57,6 +57,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "bad-file",
         "ambiguous-axes",
         "bad-parameter",
+        "doubtful-result",
         "unsupported-media",
         "too-large",
         "unknown-model",
