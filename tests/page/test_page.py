@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from runtimes import loaded_segmenter
 
 from service.api.api_keys import generate_key, hash_key
+from service.core.host import usable_cores
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -202,6 +203,90 @@ def test_a_key_is_asked_for_where_the_service_wants_one(bands_repository: Path, 
         segment(page)
         expect(page.locator("#words")).to_contain_text("classes")
 
+
+def test_the_status_shows_what_runs_and_where_the_time_went_while_it_is_looked_at(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    stack = as_tiff(np.full((4, 16, 16), 200, np.uint8))
+    assert fake.segment(stack).status_code == 200
+    gate = fake_segmenter(fake).gate
+    gate.clear()
+    try:
+        assert fake.client.post("/jobs", content=stack, headers={"Content-Type": "image/tiff"}).status_code == 202
+        page.get_by_role("link", name="Status").click()
+        expect(page.get_by_role("region", name="Queue")).to_contain_text("running")
+        expect(page.get_by_role("region", name="Devices")).to_contain_text(f"of {usable_cores()} core")
+        models = page.get_by_role("region", name="Models")
+        expect(models).to_contain_text("eager, FP32")
+        expect(models).to_contain_text("As the configuration says.")
+        expect(models).to_contain_text("slow")
+        check_accessibility(page)
+    finally:
+        gate.set()
+    expect(page.get_by_role("region", name="Queue")).to_contain_text("Nothing runs")
+    newest = page.get_by_role("region", name="Last requests").locator("tbody tr").first
+    expect(newest).to_contain_text("1,024")
+    expect(newest.get_by_role("img", name="windows 0.5 s")).to_be_visible()
+    page.evaluate(HIDE, True)
+    assert count_requests(page, STATUS_SECONDS) == 0
+    with page.expect_request("**/status"):
+        page.evaluate(HIDE, False)
+    page.get_by_role("link", name="StackSeg").click()
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
+    assert count_requests(page, STATUS_SECONDS) == 0
+
+
+def test_admins_see_the_status_and_reload_models(bands_repository: Path, open_page: Open, tmp_path: Path) -> None:
+    shutil.copytree(bands_repository / "bands", tmp_path / "models" / "bands")
+    keys = {name: generate_key() for name in ("ada", "bob")}
+    access = {"keys": {name: hash_key(key) for name, key in keys.items()}, "admins": ["ada"]}
+    settings = eager(tmp_path / "models", models={"load": "all"}, access=access)
+    with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
+        live.wait_ready()
+        page = open_page(live)
+        page.get_by_label("Key", exact=True).fill(keys["bob"])
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_role("link", name="Status").click()
+        expect(page.locator("#status")).to_contain_text("access.admins")
+        expect(page.locator("#ask-key")).to_be_hidden()
+        check_accessibility(page)
+        page.get_by_role("button", name="API key").click()
+        page.get_by_label("Key", exact=True).fill(keys["ada"])
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.get_by_role("region", name="Service").filter(has_text="Ready")).to_be_visible()
+        copy_model(tmp_path / "models", "bands", "third")
+        page.get_by_role("button", name="Reload models").click()
+        expect(page.get_by_role("region", name="Models")).to_contain_text("Added third.")
+        expect(page.get_by_role("heading", name="third")).to_be_visible()
+
+
+def count_requests(page: Page, seconds: float) -> int:
+    """Count the requests that the page sends in this time."""
+    sent: list[Any] = []
+
+    def note(request: Any) -> None:
+        sent.append(request)
+
+    # What was sent before may be told a little later.
+    page.wait_for_timeout(200)
+    page.on("request", note)
+    page.wait_for_timeout(1000 * seconds)
+    page.remove_listener("request", note)
+    return len(sent)
+
+
+def copy_model(models: Path, name: str, other: str) -> None:
+    shutil.copytree(models / name, models / other)
+    file = models / other / "model.yaml"
+    file.write_text(file.read_text().replace(f"name: {name}", f"name: {other}"))
+
+
+STATUS_SECONDS = 2
+
+# A headless browser takes every page for a visible one.
+HIDE = """hidden => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
 
 SYNTHETIC = (Path(__file__).parent / "synthetic.js").read_text(encoding="utf-8")
 

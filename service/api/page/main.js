@@ -8,6 +8,7 @@ import { follow, RunView } from "./run_view.js";
 import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./server.js";
 import { StackView } from "./stack_view.js";
 import { showStart } from "./start_view.js";
+import { watchStatus } from "./status.js";
 import { parseTable } from "./table.js";
 import { startTheme } from "./theme.js";
 import { Viewer } from "./viewer.js";
@@ -237,10 +238,11 @@ let known = new Set();
 /** @type {Session | null} */
 let session = null;
 
-/** @param {"start" | "work"} which */
+/** @param {"start" | "work" | "status"} which */
 function show(which) {
   byId("start").hidden = which !== "start";
   byId("work").hidden = which !== "work";
+  byId("status").hidden = which !== "status";
   byId("home").hidden = which === "start";
   byId("problem").hidden = true;
 }
@@ -316,8 +318,26 @@ async function openJob(id) {
   await Promise.all([looking, opened.follow(id)]);
 }
 
+/** @param {AbortSignal} signal */
+async function openStatus(signal) {
+  show("status");
+  byId("title").textContent = "Status of the service";
+  await watchStatus(byId("status"), signal, readModels);
+}
+
+async function readModels() {
+  const served = await json("models");
+  models = served.models;
+  defaultModel = served.default;
+}
+
+/** What refreshes the status until another view is shown. */
+let watching = new AbortController();
+
 async function route() {
   const [kind, id] = location.hash.slice(1).split("=");
+  watching.abort();
+  watching = new AbortController();
   if (kind !== "job") {
     session?.end();
     session = null;
@@ -325,6 +345,7 @@ async function route() {
   try {
     if (kind === "job" && id) await openJob(id);
     else if (kind === "stack" && id) await openStack(id);
+    else if (kind === "status") await openStatus(watching.signal);
     else showHome();
   } catch (error) {
     if (error instanceof Problem && error.status === 404) {
@@ -366,13 +387,11 @@ async function start() {
     location.reload();
   });
   window.addEventListener("hashchange", route);
-  const [served, document] = await Promise.all([json("models"), json("openapi.json")]);
+  const [document] = await Promise.all([json("openapi.json"), readModels()]);
   /** @type {{name: string}[]} */
   const parameters = document.paths["/jobs"].post.parameters;
   known = new Set(parameters.map(({ name }) => name));
   byId("key").hidden = !sessionStorage.getItem("stackseg-key");
-  models = served.models;
-  defaultModel = served.default;
   await route();
 }
 

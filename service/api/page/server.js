@@ -53,16 +53,23 @@ function keyHeaders() {
  * @returns {Promise<Response>}
  */
 export async function request(path, options = {}) {
+  try {
+    return await requestOnce(path, options);
+  } catch (error) {
+    if (!(error instanceof Problem) || error.status !== 401) throw error;
+  }
+  useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
+  return request(path, options);
+}
+
+/** As `request`, for what not every known key may do: another key is not asked for. @param {string} path @param {RequestInit} [options] */
+export async function requestOnce(path, options = {}) {
   const headers = { ...keyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
     if (options.signal?.aborted) throw error;
     throw new Problem("unreachable", "The service does not answer. It may be stopped or restarting; try again.", 0);
   });
   if (response.ok) return response;
-  if (response.status === 401) {
-    useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
-    return request(path, options);
-  }
   throw await readProblem(response);
 }
 
