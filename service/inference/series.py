@@ -211,7 +211,7 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
-        if result.confidence is not None and result.confidence < (self.confidence or 1.0):
+        if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
             self.confidence, doubt = result.confidence, result.doubt
             self.doubt = doubt and doubt._replace(detail=f"Time point {time}: {doubt.detail}")
         self.stages.update(result.seconds)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.volume import Diameter, Options, Segmentation, TimeInterval, Volume
+from service.inference.confidence import Doubt
 from service.inference.diameter import Sizing
 from service.inference.result import Result
 from service.inference.series import MAX_NOTES, PointSegmenter, Series, segment_series
@@ -32,6 +33,7 @@ class Fake:
         self.diameters: list[Any] = []
         self.estimated: list[int] = []
         self.notes: Callable[[int], tuple[str, ...]] = lambda _time: ()
+        self.confidences: dict[int, float] = {}
 
     def segment(self, volume: Volume, options: Options, progress: Any) -> Result:
         time = int(volume.array().max()) - 1
@@ -41,7 +43,10 @@ class Fake:
         for done in range(3):
             progress(done, 2)
         labels = number_objects(volume)
-        return Result(Segmentation(labels, "labels", None, 1), {"windows": 1.0}, self.notes(time))
+        result = Result(Segmentation(labels, "labels", None, 1), {"windows": 1.0}, self.notes(time))
+        confidence = self.confidences.get(time)
+        doubt = Doubt(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
+        return result._replace(confidence=confidence, doubt=doubt)
 
     def estimate(self, volume: Volume, _options: Options) -> Sizing:
         time = int(volume.array().max()) - 1
@@ -166,6 +171,22 @@ def test_notes_name_their_time_points(tmp_path: Path) -> None:
     result = segment_series(make_series(range(MAX_NOTES + 5)), Options(), fake.calls, tmp_path)
     assert len(result.notes) == MAX_NOTES + 1
     assert "5 more" in result.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("confidences", "least", "doubtful"),
+    [({0: 0.9, 1: 0.2, 2: 0.3}, 0.2, 1), ({0: 0.0, 1: 0.9}, 0.0, 0), ({1: 1.0}, 1.0, None), ({}, None, None)],
+)
+def test_a_series_is_as_sure_as_its_least_sure_time_point(
+    tmp_path: Path, confidences: dict[int, float], least: float | None, doubtful: int | None
+) -> None:
+    fake = Fake()
+    fake.confidences = confidences
+    result = segment_series(make_series(range(3)), Options(), fake.calls, tmp_path)
+    assert result.confidence == least
+    assert (result.doubt and result.doubt.detail) == (
+        None if doubtful is None else f"Time point {doubtful}: It is odd."
+    )
 
 
 def test_labels_become_wider_where_one_time_point_needs_it(tmp_path: Path) -> None:
