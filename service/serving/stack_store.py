@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -52,10 +53,12 @@ class StackStore:
 
     def __init__(self, folder: Path, *, quota_bytes: int, keep_seconds: float) -> None:
         self._folder, self._quota, self._keep = folder, quota_bytes, keep_seconds
+        # Held while room is made and taken.
+        self._lock = threading.Lock()
 
     def keep(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
         """Keep a complete file, whose folder becomes that of the stack. Raises OutOfStorage beyond the quota."""
-        with translate_disk_faults():
+        with translate_disk_faults(), self._lock:
             stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, _size(upload), 0.0)
             self._make_room(stack)
             facts = {key: value for key, value in asdict(stack).items() if key not in {"path", "used"}}
@@ -79,16 +82,22 @@ class StackStore:
         self._forget(self.find(stack, owner))
 
     def clean_up(self) -> None:
-        """Delete the stacks that nobody has used for longer than they are kept."""
+        """Delete the stacks that nobody has used for longer than they are kept, and what was half deleted."""
         for stack in self._list():
             if stack.used < time.time() - self._keep:
                 self._forget(stack)
+        for folder in self._folders():
+            # A stack comes with its record.
+            if not (folder / RECORD).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _make_room(self, new: StoredStack) -> None:
+        """Delete older stacks for a new one. Raises OutOfStorage, deleting nothing, where that would not suffice."""
         stacks = sorted(self._list(), key=lambda stack: stack.used)
         used: Counter[str | None] = Counter()
         for stack in [*stacks, new]:
             used[stack.owner] += stack.nbytes
+        chosen: list[StoredStack] = []
         while used.total() > self._quota:
             owner, _ = used.most_common(1)[0]
             oldest = next((stack for stack in stacks if stack.owner == owner), None)
@@ -96,12 +105,16 @@ class StackStore:
                 raise OutOfStorage("The stack is larger than the room that the operator allows for stacks; post a job.")
             stacks.remove(oldest)
             used[owner] -= oldest.nbytes
-            self._forget(oldest)
+            chosen.append(oldest)
+        for stack in chosen:
+            self._forget(stack)
 
     def _list(self) -> list[StoredStack]:
+        return [stack for folder in self._folders() if (stack := self._read(folder)) is not None]
+
+    def _folders(self) -> list[Path]:
         with translate_disk_faults():
-            folders = list(self._folder.iterdir()) if self._folder.is_dir() else []
-        return [stack for folder in folders if (stack := self._read(folder)) is not None]
+            return list(self._folder.iterdir()) if self._folder.is_dir() else []
 
     @staticmethod
     def _read(folder: Path) -> StoredStack | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,35 @@ def test_the_least_recently_used_stack_of_who_has_most_makes_room(tmp_path: Path
     new = folder.keep(20, "bob")
     assert folder.ids() == {small.id, newer.id, new.id}
     assert not older.path.exists()
-    with pytest.raises(OutOfStorage, match="larger than the room"):
-        folder.keep(101, "cid")
+
+
+@pytest.mark.parametrize("nbytes", [101, 60])
+def test_a_stack_that_gets_no_room_costs_nobody_a_stack(tmp_path: Path, nbytes: int) -> None:
+    folder = Folder(tmp_path)
+    kept = {folder.keep(50, "bob").id, folder.keep(10, "ann").id}
+    with pytest.raises(OutOfStorage, match="room that the operator allows"):
+        folder.keep(nbytes, "ann")
+    assert folder.ids() == kept
+
+
+def test_stacks_that_come_at_once_stay_within_the_quota(tmp_path: Path) -> None:
+    folder, uploads = Folder(tmp_path), list[Path]()
+    for number in range(16):
+        upload = tmp_path / f"{number + 100:032x}" / "incoming"
+        upload.parent.mkdir()
+        upload.write_bytes(b"x" * 30)
+        uploads.append(upload)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda upload: folder.store.keep(upload, "a.tif", None, "digest"), uploads))
+    assert len(folder.ids()) == 3
+
+
+def test_what_a_killed_process_has_deleted_by_half_goes(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    broken, kept = folder.keep(10), folder.keep(10)
+    (broken.path.parent / RECORD).unlink()
+    folder.store.clean_up()
+    assert folder.ids() == {kept.id}
 
 
 def test_damaged_records_are_no_stacks(tmp_path: Path) -> None:
