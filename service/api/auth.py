@@ -34,7 +34,9 @@ CORS_REQUEST_HEADERS = (
 )
 CORS_RESPONSE_HEADERS = (
     "Content-Disposition", "ETag", "Location", "Retry-After", "Server-Timing", "X-Cache", "X-Request-ID",
-    "X-StackSeg-Model", "X-StackSeg-Note", "X-StackSeg-Objects", "X-StackSeg-Voxel-Size",
+    "X-StackSeg-Confidence", "X-StackSeg-Diameter", "X-StackSeg-Dtype", "X-StackSeg-Model", "X-StackSeg-Note",
+    "X-StackSeg-Objects", "X-StackSeg-Shape", "X-StackSeg-Skipped", "X-StackSeg-Volume", "X-StackSeg-Voxel-Size",
+    "X-StackSeg-Warning",
 )  # fmt: skip
 
 ErrorHandler = Callable[[Request, Exception], Response]

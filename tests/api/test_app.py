@@ -10,6 +10,7 @@ from live import FakeService, as_tiff
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.api.auth import CORS_RESPONSE_HEADERS
 from service.serving.parameters import Query
 
 TIFF = {"Content-Type": "image/tiff"}
@@ -111,8 +112,17 @@ def test_documented_headers_are_those_that_come(service: FakeService) -> None:
         "X-StackSeg-Objects",
         "X-StackSeg-Diameter",
         "X-StackSeg-Skipped",
+        "X-StackSeg-Confidence",
+        "X-StackSeg-Warning",
         "X-Cache",
     }
+
+
+def test_pages_on_other_origins_may_read_every_documented_header(service: FakeService) -> None:
+    paths = service.client.get("/openapi.json").json()["paths"]
+    answers = [one for path in paths.values() for method in path.values() for one in method["responses"].values()]
+    documented = {name for answer in answers for name in answer.get("headers", {})}
+    assert documented - set(CORS_RESPONSE_HEADERS) == set()
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/models", "/models/bands", "/gpu"])
