@@ -97,7 +97,10 @@ def check_admin(request: Request, access: Access) -> None:
     if access.keys and request.scope["state"]["caller"] not in access.admins:
         raise Unauthorized("Only keys that the configuration names in access.admins may do this.")
     if not access.keys and not (request.client and is_loopback(request.client.host)):
-        raise Unauthorized("Without API keys this may be done from the service's own host alone.")
+        raise Unauthorized(
+            "Without API keys this may be done from the service's own host alone, which a container's port is not. Its"
+            " operator may make a key with `stackseg key NAME` and name it in access.admins."
+        )
 
 
 def is_loopback(host: str) -> bool:

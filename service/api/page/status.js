@@ -160,7 +160,10 @@ class StatusView {
   /** @param {Problem} problem that keeps the status from being refreshed */
   lose(problem) {
     this.before = null;
-    this.health.show(problem.message, (text) => [element("p", { class: "warning-text" }, text)]);
+    this.health.show(problem.message, (text) => [
+      element("p", { class: "warning-text" }, text),
+      element("p", { class: "muted" }, "The rest of this page is as it was before that."),
+    ]);
   }
 
   /** Cores that the service has kept busy since the last answer. @param {number} spent @param {number} at */
