@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from isal import isal_zlib
 
+from service.core.errors import BadParameter
 from service.core.volume import Array, Volume
 
 # Of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
@@ -16,6 +17,7 @@ _DATATYPES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 51
 _INTENT_LABEL = 1002
 _MICROMETRES = 3
 _HEADER_BYTES = 352
+_MOST_EDGE = 2**15 - 1
 _SCANNER_COORDINATES = 1
 SLAB_PLANES = 16
 # zlib's number for the largest window within gzip's frame.
@@ -35,7 +37,7 @@ def write_npy(volume: Volume, path: Path) -> None:
 def write_nifti(volume: Volume, path: Path) -> None:
     """Write the first channel as NIfTI-1 (.nii.gz): integers as labels, voxels in micrometres, x fastest.
 
-    Without a voxel size a voxel is 1 in every direction. No axis may exceed 32767 voxels.
+    Without a voxel size a voxel is 1 in every direction. Raises BadParameter for an axis of more than 32767 voxels.
     """
     # The last axis of a C-ordered array is the fastest, which is x for both.
     compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP)
@@ -47,8 +49,15 @@ def write_nifti(volume: Volume, path: Path) -> None:
 
 
 def nifti_header(volume: Volume) -> bytes:
-    """Return the header of a volume's first channel, with the four bytes that say that no extension follows."""
+    """Return the header of a volume's first channel, with the four bytes that say that no extension follows.
+
+    Raises BadParameter for an axis that the header cannot state.
+    """
     z, y, x = volume.shape[1:]
+    if max(z, y, x) > _MOST_EDGE:
+        raise BadParameter(
+            f"NIfTI holds {_MOST_EDGE} voxels along an axis, and there are {max(z, y, x)}; take the TIFF."
+        )
     edges = volume.voxel_size
     step_z, step_y, step_x = (1.0, 1.0, 1.0) if edges is None else edges
     header = bytearray(_HEADER_BYTES)

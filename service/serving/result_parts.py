@@ -36,11 +36,14 @@ FORMS = {
 
 def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
     """Return the first media type of an Accept header that the result can be had as, else the one that is kept."""
+    # Other forms have neither time nor channels.
+    formed = (
+        metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None and metadata.kind != "probabilities"
+    )
     inside = (TIFF, TABLE) if metadata.media_type == ARCHIVE else ()
-    labels = FORMS if metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None else ()
     for part in accepted.split(","):
         wanted = part.partition(";")[0].strip().lower()
-        if wanted == metadata.media_type or wanted in inside or wanted in labels:
+        if wanted == metadata.media_type or wanted in inside or (formed and wanted in FORMS):
             return wanted
     return metadata.media_type
 

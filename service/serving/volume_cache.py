@@ -49,16 +49,15 @@ class VolumeCache:
         if (kept := self.find(key)) is not None:
             return kept
         volume = read()
-        hold = space.hold(HOLDER)
         with self._lock:
-            replaced = self._volumes.pop(key, None)
+            # Another thread may have read it meanwhile.
+            if key in self._volumes:
+                return self._volumes[key].volume
+            while self._volumes and self._nbytes() + volume.nbytes > min(self._limit, space.most // 2):
+                self._volumes.popitem(last=False)[1].hold.close()
+            hold = space.hold(HOLDER)
+            hold.reserve(volume.nbytes)
             self._volumes[key] = _Cached(volume, hold)
-            dropped = [] if replaced is None else [replaced]
-            while len(self._volumes) > 1 and self._nbytes() > min(self._limit, space.most // 2):
-                dropped.append(self._volumes.popitem(last=False)[1])
-        for cached in dropped:
-            cached.hold.close()
-        hold.reserve(volume.nbytes)
         return volume
 
     def _nbytes(self) -> int:

@@ -39,6 +39,22 @@ def test_one_volume_may_be_larger_than_the_cache() -> None:
     assert space.used == 300
 
 
-def test_a_volume_beyond_the_scratch_space_is_refused() -> None:
-    with pytest.raises(TooLarge):
-        VolumeCache().open("a", ScratchSpace(100), lambda: volume(51))
+def test_a_volume_beyond_the_scratch_space_is_refused_each_time() -> None:
+    cache, space = VolumeCache(), ScratchSpace(100)
+    for _ in range(2):
+        with pytest.raises(TooLarge):
+            cache.open("a", space, lambda: volume(51))
+    assert cache.find("a") is None
+    assert space.used == 0
+
+
+def test_a_volume_that_was_read_twice_is_kept_once() -> None:
+    cache, space = VolumeCache(), ScratchSpace(1000)
+    inner = list[Volume]()
+
+    def read() -> Volume:
+        inner.append(cache.open("a", space, lambda: volume(40)))
+        return volume(40)
+
+    assert cache.open("a", space, read) is inner[0]
+    assert space.used == 40

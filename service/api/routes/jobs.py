@@ -158,14 +158,13 @@ async def _answer_part(
     request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
 ) -> ResultResponse:
     """Answer with a part of a result, or with its labels in another form, from a file of its own."""
-    with ExitStack() as opened:
+    with translate_disk_faults(), ExitStack() as opened:
         opened.callback(file.close)
         space = opened.enter_context(runtime.scratch_space.hold(get_client(request)))
         folder = runtime.scratch.make_request_folder()
         opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
         making = partial(extract, runtime.reader, file, metadata, media_type, folder)
-        with translate_disk_faults():
-            path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
+        path, described = await run_in_thread(making, runtime.decode_threads.of(space.client))
         space.reserve(path.stat().st_size)
         response = build_response(path, described)
         response.resources.callback(opened.pop_all().close)

@@ -17,7 +17,7 @@ from service.api.schemas import StackReport
 from service.api.threads import run_in_thread
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.volume import Volume
+from service.core.volume import Selection, Volume
 from service.formats.sandbox_process import Cancelling
 from service.serving.parameters import Query as Parameters
 from service.serving.stack_store import StoredStack
@@ -35,10 +35,10 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
     The same body as `/segment`. Nothing of the file is read. It is kept as long as it is used now and then.
     """
     runtime.check_admission(get_caller(request))
+    _check_bare(not request.query_params)
     query = Parameters()
     async with receive_file(request, runtime, query, Stages(), incoming_folder(async_jobs)) as file:
-        if file.received.query != query:
-            raise BadParameter("A stack is kept without parameters; state them in the requests that name it.")
+        _check_bare(file.received.query == query)
 
         def keep() -> StoredStack:
             digest = file.complete() or ""
@@ -74,13 +74,19 @@ async def planes(  # noqa: PLR0913
     """Planes of a kept stack as raw numbers, to be drawn."""
     caller = get_caller(request)
     stored = await run_in_thread(partial(get_stacks(request).find, stack, caller))
-    selection = Parameters(channel=str(channel), time=None if time is None else str(time), axes=axes).selection
+    selection = Selection(channel, time, axes.upper() if axes else None)
 
     def read(folder: Folder, cancelled: Cancelling) -> Volume:
         return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
 
     volume = await open_volume(request, runtime, (stack, selection), read)
     return planes_response(volume, await run_in_thread(partial(read_planes, volume, wanted)))
+
+
+def _check_bare(bare: bool) -> None:  # noqa: FBT001
+    """Raise BadParameter unless an upload comes without parameters."""
+    if not bare:
+        raise BadParameter("A stack is kept without parameters; state them in the requests that name it.")
 
 
 def _report(stack: StoredStack) -> StackReport:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import tifffile
 from job_service import TIFF, Service, start
 from live import as_tiff
+
+from service.serving.job_record import AnswerMetadata
+from service.serving.result_parts import choose_media_type
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 STACK = as_tiff(PIXELS)
@@ -121,3 +125,40 @@ def test_labels_of_a_job_in_other_forms(service: Service) -> None:
     plain = service.client.get(f"{address}/result", headers={"Accept": "text/html, */*"})
     assert plain.headers["content-type"] == "image/tiff"
     assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+def test_planes_that_no_file_has_are_refused(service: Service, stack: str) -> None:
+    for query in ({"time": "9" * 40}, {"channel": "9" * 300}, {"from": "9" * 40}, {"axes": "QQQ"}):
+        assert problem(service.client.get(f"/stacks/{stack}/planes", params=query)) == (422, "bad-parameter"), query
+
+
+def test_probabilities_have_no_form_that_would_drop_some() -> None:
+    metadata = AnswerMetadata("bands/1", "image/tiff", "a.ome.tif", "labels", {})
+    for form in FORMS:
+        assert choose_media_type(form, metadata) == form
+        assert choose_media_type(form, replace(metadata, kind="probabilities")) == "image/tiff"
+        assert choose_media_type(form, replace(metadata, time_points=(2, 2))) == "image/tiff"
+
+
+def test_a_stack_too_long_for_nifti_says_so(service: Service) -> None:
+    long = as_tiff(np.zeros((1, 2, 2**15), np.uint8), compression="zlib")
+    job = service.wait(service.submit(long), "done", "failed")
+    answer = service.client.get(f"/jobs/{job['id']}/result", headers={"Accept": "application/x-nifti"})
+    assert problem(answer) == (422, "bad-parameter")
+
+
+def test_another_form_waits_for_a_scratch_folder_that_is_gone(service: Service) -> None:
+    job = service.wait(service.submit(), "done")
+    requests = service.runtime.scratch.requests
+    requests.rename(requests.with_name("moved"))
+    try:
+        answer = service.client.get(f"/jobs/{job['id']}/result", headers={"Accept": "application/x-npy"})
+    finally:
+        if not requests.exists():
+            requests.with_name("moved").rename(requests)
+    assert problem(answer) == (503, "storage-unavailable")
+
+
+def test_an_upload_with_parameters_is_refused(service: Service) -> None:
+    answer = service.client.post("/stacks", params={"channel": 1}, content=STACK, headers=TIFF)
+    assert problem(answer) == (422, "bad-parameter")
