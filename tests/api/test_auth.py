@@ -227,7 +227,11 @@ def test_pages_of_a_configured_origin_may_call(locked: TestClient) -> None:
     here = locked.options("/segment", headers={"Origin": "https://viewer.example.org"} | asked)
     assert (here.status_code, here.headers["access-control-allow-origin"]) == (200, "https://viewer.example.org")
     answered = locked.get("/models", headers={"Origin": "https://viewer.example.org"} | bearer(ADA))
-    assert "X-StackSeg-Objects" in answered.headers["access-control-expose-headers"]
+    readable = set(answered.headers["access-control-expose-headers"].split(", "))
+    operations = [it for methods in locked.get("/openapi.json").json()["paths"].values() for it in methods.values()]
+    answers = [answer for operation in operations for answer in operation["responses"].values()]
+    documented = {name for answer in answers for name in answer.get("headers", {})}
+    assert {"X-StackSeg-Objects", "X-StackSeg-Shape"} <= documented <= readable
     refused = locked.get("/models", headers={"Origin": "https://viewer.example.org"})
     assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (401, True)
     elsewhere = locked.options("/segment", headers={"Origin": "https://evil.org"} | asked)
