@@ -7,6 +7,7 @@ Source: the capture pattern of the PyTorch documentation, "CUDA semantics", sect
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
@@ -23,6 +24,9 @@ from service.models.loader import Network
 
 # What these modes add are CUDA graphs by torch, which cannot be recorded within one of ours.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+# Networks record on the same stream, where work by another thread would become part of the graph.
+_recording = threading.Lock()
 
 
 class CudaGraphBackend(Backend):
@@ -109,8 +113,11 @@ class GraphedNetwork:
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():
-            self._recorder.warm_up(lambda: network(self._input))
-            self._output = self._recorder.capture(lambda: network(self._input))
+            # Others need not wait while a network is compiled, which the first call does.
+            network(self._input)
+            with _recording:
+                self._recorder.warm_up(lambda: network(self._input))
+                self._output = self._recorder.capture(lambda: network(self._input))
         self.nbytes = self._input.nbytes + self._recorder.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 import gc
 import inspect
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -147,6 +148,28 @@ def test_a_graph_is_recorded_once_after_warming_up_and_then_replayed():
     for value in (1.0, 5.0):
         assert torch.equal(network(torch.full((2, 1, 3, 3, 3), value)), torch.full((2, 1, 3, 3, 3), 2 * value))
     assert recorder.log == ["warm up", "capture", "replay", "replay"]
+
+
+class BusyRecorder(FakeRecorder):
+    """Fails where another of its kind has begun to record and has not ended."""
+
+    stream = threading.Lock()
+
+    def warm_up(self, work):
+        assert self.stream.acquire(blocking=False)
+        time.sleep(0.01)
+        super().warm_up(work)
+
+    def capture(self, work):
+        output = super().capture(work)
+        self.stream.release()
+        return output
+
+
+def test_networks_that_are_loaded_at_the_same_time_are_recorded_one_after_the_other():
+    with ThreadPoolExecutor(4) as pool:
+        examples = [torch.zeros(1, 1, 2, 2, 2)] * 4
+        list(pool.map(lambda example: GraphedNetwork(nn.Identity(), example, BusyRecorder()), examples))
 
 
 @torch.inference_mode()
