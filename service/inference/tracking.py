@@ -121,9 +121,11 @@ def _match(overlaps: _Overlaps, before: Integers, after: Integers) -> tuple[dict
             links[new], ahead[old] = old, new
     mothers = dict[int, int]()
     inside = overlaps.voxels >= INSIDE_MOTHER * after[overlaps.after]
-    for old, new in zip(overlaps.before[inside].tolist(), overlaps.after[inside].tolist(), strict=True):
+    within = list(zip(overlaps.before[inside].tolist(), overlaps.after[inside].tolist(), strict=True))
+    candidates = set(within)
+    for old, new in within:
         sister = ahead.get(old)
-        if new in links or sister is None:
+        if new in links or sister is None or (old, sister) not in candidates:
             continue
         small, large = sorted((int(after[new]), int(after[sister])))
         if small >= DAUGHTER_RATIO * large:

@@ -52,6 +52,10 @@ def test_a_fragment_is_no_daughter() -> None:
     assert tracks(boxes([(0, 20)], [(0, 17), (18, 20)])) == ([[1], [1, 2]], [0, 0])
 
 
+def test_an_object_that_lies_mostly_elsewhere_is_no_daughter() -> None:
+    assert tracks(boxes([(0, 20)], [(8, 34), (0, 7)])) == ([[1], [1, 2]], [0, 0])
+
+
 def test_time_points_without_objects() -> None:
     assert tracks(boxes([], [(0, 5)], [], [(0, 5)])) == ([[], [1], [], [2]], [0, 0])
 
