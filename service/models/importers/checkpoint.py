@@ -141,8 +141,10 @@ def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple
     place: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     while isinstance(content, dict) and not _is_state_dict(content):
-        usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
         only = [key for key, value in content.items() if _is_state_dict(value)]
+        usual = [key for key in USUAL_KEYS if isinstance(content.get(key), dict)]
+        # `model` may also be the configuration that a script keeps beside the tensors.
+        usual.sort(key=lambda key: key not in only)
         if not usual and len(only) != 1:
             names = ", ".join(map(str, list(only or content)[:6])) or "nothing"
             found = (

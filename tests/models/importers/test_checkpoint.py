@@ -112,6 +112,12 @@ def test_checkpoints_of_usual_shapes_are_understood(tmp_path: Path, wrap: Any) -
     assert list(read_checkpoint(tmp_path / "checkpoint.pt").tensors) == ["head.weight"]
 
 
+def test_a_configuration_beside_the_tensors_is_not_taken_for_them(tmp_path: Path) -> None:
+    content = {"model": {"name": "unet"}, "state_dict": {"head.weight": torch.ones(2)}}
+    torch.save(content, tmp_path / "checkpoint.pt")
+    assert read_checkpoint(tmp_path / "checkpoint.pt").place == ("state_dict",)
+
+
 def small_network() -> nn.Module:
     return ShuffleUNet(1, 2, (4, 8))
 
