@@ -105,6 +105,8 @@ class InstanceDecoder:
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=none)
         decoding = self._decoding
         labels, objects = self._watershed.labels(decoding.minimum_size, drop_border=decoding.border == "drop")
+        # Dropping objects below makes a copy of the labels, for which memory is planned no more than for the pieces.
+        self._watershed = None
         segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
         kept = (objects.confidence >= decoding.min_confidence) & (objects.voxels >= self._least_voxels(objects))
         if not kept.all():
@@ -173,7 +175,7 @@ class Smoother:
         self._masks: list[Tensor] = []
 
     def add(self, heights: Tensor, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Add the next planes, float32 and bool [planes, Y, X], and yield the finished ones."""
+        """Add the next planes, float32 and any [planes, Y, X], and yield the finished ones."""
         if not self._times:
             yield heights, inside
             return

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
-from service.core.volume import OutputKind, Segmentation, VoxelSize
+from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import Smoother
+from service.inference.decoding.instances import InstanceDecoder, Smoother, TorchWatershed
+from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.spec import Instances, ModelSpec
 from service.training.evaluate import score
 
@@ -378,6 +380,26 @@ def test_what_decoding_takes_lies_where_it_happens(bands: ModelSpec, random_nucl
         assert estimate_decoding(bands, "classes", size, on_host=on_host) == (voxels, 0, 0)
         large = 4 * len(bands.outputs) * 2 * voxels
         assert estimate_decoding(bands, "probabilities", (128, 512, 512), on_host=on_host) == (0, 0, large)
+
+
+def test_pieces_of_objects_are_gone_when_fragments_are_dropped(random_nuclei: ModelSpec) -> None:
+    class Recorded(WatershedKernel):
+        def supports(self, *_args: Any) -> bool:
+            return True
+
+        def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
+            persistence = Persistence(parameters.depth, logits=parameters.logits)
+            watershed = TorchWatershed(size, parameters.threshold, persistence, torch.device("cpu"))
+            alive.append(weakref.ref(watershed))
+            return watershed
+
+    alive: list[weakref.ref[TorchWatershed]] = []
+    spec = with_decoding(random_nuclei, minimum_fraction=0.9)
+    assert isinstance(spec.decoding, Instances)
+    decoder = InstanceDecoder(spec, spec.decoding, (13, 16, 17), None, Recorded(SIGNATURES))
+    decoder.add(0, 0, smooth_scores(5))
+    decoder.finish()
+    assert [watershed() for watershed in alive] == [None]
 
 
 @pytest.mark.parametrize("output", ["classes", "probabilities"])
