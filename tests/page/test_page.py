@@ -162,6 +162,19 @@ def test_of_several_time_points_one_is_segmented(fake: Live, open_page: Open) ->
     assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["time"] in (1, "1")
 
 
+def test_a_large_plane_and_a_name_in_any_letters_are_shown(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    page.route(
+        "**/inspect?*",
+        lambda route: route.fulfill(response=(told := route.fetch()), json=told.json() | {"seconds": 75.0}),
+    )
+    put(page, as_tiff(np.zeros((1, 4200, 4200), np.uint16), compression="zlib"), "Zellkörper 50%25.tif")
+    expect(page.locator("#title")).to_have_text("Zellkörper 50%25.tif")
+    expect(page.locator(".run-box")).to_contain_text("about 75 seconds, ")
+    expect(page.locator(".caption").first).to_contain_text("z 1 / 1")
+    expect(page.get_by_text("ask for fewer planes")).to_have_count(0)
+
+
 def test_what_cannot_be_read_says_why(fake: Live, open_page: Open) -> None:
     page = open_page(fake)
     put(page, b"%PDF-1.7 no stack at all")

@@ -27,18 +27,19 @@ const MOST_PLANE_VOXELS = 8_000_000;
 const BLOCK_VOXELS = 2_000_000;
 const AT_ONCE = 3;
 
-/** @param {Triple} whole @param {number} [most] voxels @returns {Triple} the smallest steps with which a volume fits */
-export function chooseStep(whole, most = MOST_VOXELS) {
+/** @param {Triple} whole @returns {Triple} the smallest steps with which a volume fits, and a plane into one answer */
+export function chooseStep(whole) {
   /** @type {Triple} */
   const step = [1, 1, 1];
-  while (count(sampled(whole, step)) > most) {
+  for (;;) {
     const [z, y, x] = sampled(whole, step);
-    if (Math.max(y, x) >= z) {
+    const large = y * x > MOST_PLANE_VOXELS;
+    if (!large && z * y * x <= MOST_VOXELS) return step;
+    if (large || Math.max(y, x) >= z) {
       step[1] += 1;
       step[2] += 1;
     } else step[0] += 1;
   }
-  return step;
 }
 
 /** @param {Triple} whole @param {Triple} step @returns {Triple} */
@@ -58,7 +59,7 @@ function count(shape) {
  * @returns {Promise<import("./slices.js").Plane>}
  */
 export async function fetchPlane(address, parameters, whole, z, signal) {
-  const step = chooseStep([1, whole[1], whole[2]], MOST_PLANE_VOXELS);
+  const step = chooseStep([1, whole[1], whole[2]]);
   const range = { from: z, to: z + 1, step: step.join() };
   const response = await request(`${address}?${queryOf({ ...parameters, ...range })}`, { signal });
   const kind = /** @type {keyof typeof TYPES} */ (response.headers.get("X-StackSeg-Dtype"));

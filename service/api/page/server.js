@@ -5,7 +5,7 @@
  * @typedef {{container: string, axes: string, stored_shape: number[], shape: number[], dtype: string,
  *   voxel_size: VoxelSize | null, voxel_size_from: string, channels: string[], times: number, notes: string[]}} Description
  * @typedef {{file: Description, model: string, output: string | null, diameter: string | null, problem: string | null,
- *   estimate: {windows: number, host_bytes: number, device_bytes: number, seconds?: number | null} | null}} Inspection
+ *   estimate: {windows: number, host_bytes: number, device_bytes: number} | null, seconds: number | null}} Inspection
  * @typedef {{id: string, name: string, bytes: number}} Stack
  * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
  * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string,
@@ -108,7 +108,7 @@ export async function upload(file, name, onprogress) {
     const sending = new XMLHttpRequest();
     sending.open("POST", "stacks");
     sending.setRequestHeader("Content-Type", "image/tiff");
-    sending.setRequestHeader("X-Filename", name.replace(/[^\x20-\x7e]/g, "_"));
+    sending.setRequestHeader("X-Filename", encodeURIComponent(name));
     for (const [header, value] of Object.entries(keyHeaders())) sending.setRequestHeader(header, value);
     sending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
     sending.onload = () => resolve(sending);

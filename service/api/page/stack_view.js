@@ -217,7 +217,7 @@ export class StackView extends EventTarget {
     const undecided = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
     const problem = undecided ? "Choose the channel to segment." : inspection.problem;
     this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("wanted", undecided);
-    this.estimate.textContent = problem ?? (estimate ? describe(estimate) : "");
+    this.estimate.textContent = problem ?? (estimate ? describe(estimate, inspection.seconds) : "");
   }
 
   /** Offer what settles a stack that the service cannot read as it is. @param {Problem} problem */
@@ -356,8 +356,8 @@ function chip(name, value, hint = "", doubtful = false) {
   );
 }
 
-/** @param {NonNullable<Inspection["estimate"]>} estimate */
-function describe(estimate) {
-  const time = estimate.seconds ? `about ${duration(estimate.seconds)}, ` : "";
+/** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds until the labels are there */
+function describe(estimate, seconds) {
+  const time = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${duration(seconds)}, `;
   return `${time}${counted(estimate.windows, "window")}, ${size(estimate.host_bytes + estimate.device_bytes)} of memory`;
 }
