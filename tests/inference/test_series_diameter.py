@@ -22,7 +22,7 @@ def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
 def test_the_median_holds_for_the_series() -> None:
     text, note = choose_diameter([(sizing(width), None) for width in (10, 30, None, 12)], "4 time points")
     assert text == "12,12,12px"
-    assert "12,12,12px wide (3 of 4 time points)" in note
+    assert "12,12,12px wide (3 of 4 time points looked at)" in note
 
 
 def test_stacks_of_other_sampling_are_compared_in_micrometres() -> None:
