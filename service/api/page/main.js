@@ -43,6 +43,8 @@ class Session {
     );
     /** @type {Inspection | null} */
     this.inspection = null;
+    /** Whether the side says why the stack cannot be shown. */
+    this.refused = false;
     this.timer = 0;
   }
 
@@ -65,6 +67,8 @@ class Session {
       /** @type {Inspection} */
       const found = await json(`inspect?${queryOf(parameters)}`, { method: "POST", signal: this.ending.signal });
       this.inspection = found;
+      if (this.refused) byId("side").replaceChildren(before());
+      this.refused = false;
       this.settings.show(found);
       await this.#showPlanes(found);
       this.viewer.showDiameter(this.settings.statedDiameter);
@@ -72,7 +76,8 @@ class Session {
       if (this.ending.signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.refuse(error);
-      if (!this.loaded) byId("side").replaceChildren(refusal(error));
+      this.refused = !this.loaded;
+      if (this.refused) byId("side").replaceChildren(refusal(error));
     }
   }
 
