@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from service.core.volume import TimeInterval
+from service.formats.voxel_size import normalise_unit
 
 # UnitsTime of the OME schema as far as microscopes need it, by its spellings there and in ImageJ.
 _UNITS = {
@@ -13,7 +14,7 @@ _UNITS = {
     for unit, spellings in {
         "s": ("s", "sec", "second", "seconds"),
         "ms": ("ms", "msec", "millisecond", "milliseconds"),
-        "µs": ("µs", "μs", "us", "usec", "microsecond", "microseconds"),
+        "µs": ("µs", "us", "usec", "microsecond", "microseconds"),
         "ns": ("ns", "nsec"),
         "min": ("min", "minute", "minutes"),
         "h": ("h", "hr", "hour", "hours"),
@@ -25,9 +26,11 @@ _UNITS = {
 
 def parse(value: Any, unit: str) -> TimeInterval | None:
     """Return the interval of `value` units, None where that is no positive number of a known unit."""
-    known = _UNITS.get(unit.strip().strip("\0").lower())
+    name = normalise_unit(unit)
+    # OME's Ms are 10**6 seconds.
+    known = None if name == "Ms" else _UNITS.get(name.lower())
     try:
         length = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return TimeInterval(length, known) if known and math.isfinite(length) and length > 0 else None

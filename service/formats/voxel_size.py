@@ -76,14 +76,20 @@ class Calibration:
 NOTHING = Calibration(None, None, None, "not stated")
 
 
-def micrometres(unit: str) -> float | None:
-    """Return the length of a unit in um, None for "pixel", "reference frame" and unknown units.
+def normalise_unit(unit: str) -> str:
+    """Return a unit without padding and with U+00B5 for micro.
 
-    The micro sign may be U+00B5, U+03BC, "u", ImageJ's escape, or UTF-8 that was read as Latin-1.
+    In files that may be U+00B5, U+03BC, ImageJ's escape, or UTF-8 that was read as Latin-1.
     """
     name = unit.strip().strip("\0")
     for alias in ("\\u00B5", "\\u00b5", "Âµ", "Î¼", "μ"):
         name = name.replace(alias, "µ")
+    return name
+
+
+def micrometres(unit: str) -> float | None:
+    """Return the length of a unit in um, None for "pixel", "reference frame" and unknown units."""
+    name = normalise_unit(unit)
     return MICROMETRES.get(name, MICROMETRES.get(name.lower()))
 
 

@@ -175,9 +175,12 @@ def test_a_range_of_time_points_is_described_and_not_read(make: Make) -> None:
         ({"finterval": 0}, None),
         ({"finterval": "nan", "tunit": "s"}, None),
         ({"finterval": 1, "tunit": "frames"}, None),
+        ({"finterval": 10**400}, None),
+        ({"finterval": 7, "tunit": "\\u00B5s"}, TimeInterval(7, "µs")),
         ({}, None),
         ({"TimeIncrement": 250.0, "TimeIncrementUnit": "ms"}, TimeInterval(250, "ms")),
         ({"TimeIncrement": 2.5}, TimeInterval(2.5, "s")),
+        ({"TimeIncrement": 2.5, "TimeIncrementUnit": "Ms"}, None),
     ],
 )
 def test_time_intervals(make: Make, metadata: dict[str, Any], interval: TimeInterval | None) -> None:
