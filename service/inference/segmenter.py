@@ -31,6 +31,7 @@ from service.inference.device_image import DeviceImage
 from service.inference.diameter import (
     DiameterCache,
     DiameterEstimator,
+    Factors,
     Sizing,
     estimate_anisotropy,
     strongest_windows,
@@ -247,7 +248,9 @@ class Segmenter:
         guess = self._measure_diameter(image, volume, plan, compute).guess
         windows = strongest_windows(image, self.spec.input.roi_size)
         taken = used and used.in_voxels(volume.voxel_size)
-        return confidence, explain(confidence, windows, guess, taken or (wanted,) * 3, calibration)
+        return confidence, explain(
+            confidence, windows, guess, taken or [wanted / factor for factor in self._base(volume)], calibration
+        )
 
     def _with_window(self, options: Options, needed: Estimate) -> Segmenter:
         """Return a segmenter with the window that a request asks for, which is built unless the latest had the same.
@@ -325,11 +328,15 @@ class Segmenter:
         return _Sized(PlannedRequest(plan, estimate), sizing.diameter, (sizing.note,))
 
     def _measure_diameter(self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs) -> Sizing:
-        size = working_size(volume, self.spec)
-        z, y, x = (after / before for after, before in zip(size, volume.shape[1:], strict=True))
+        base = self._base(volume)
         score_windows = partial(self._scores.score_windows, plan=plan, run=compute)
-        estimator = DiameterEstimator(image, (z, y, x), self.spec, score_windows)
-        return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, (z, y, x))))
+        estimator = DiameterEstimator(image, base, self.spec, score_windows)
+        return self._diameters.get(volume, lambda: estimator.estimate(estimate_anisotropy(volume, base)))
+
+    def _base(self, volume: Volume) -> Factors:
+        """Return the voxels per voxel of the volume, along (z, y, x), that it is resampled to without a diameter."""
+        z, y, x = (n / edge for n, edge in zip(working_size(volume, self.spec), volume.shape[1:], strict=True))
+        return z, y, x
 
     def _batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note where the request asks for another batch than the network was built for."""

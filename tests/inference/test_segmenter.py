@@ -17,7 +17,7 @@ from service.inference import batcher as device_module
 from service.inference import device_image
 from service.inference.estimate import Estimator
 from service.inference.segmenter import Segmenter
-from service.models.spec import Instances, RangeNormalisation
+from service.models.spec import Calibration, Instances, RangeNormalisation
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 
@@ -456,3 +456,25 @@ def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(b
 def test_a_device_that_is_not_there(bands):
     with pytest.raises(ConfigError):
         Segmenter(bands, Settings(device=Device(name="cuda")))
+
+
+def test_a_width_that_the_voxel_size_brings_about_is_not_advised(random_nuclei):
+    scan = {
+        "roi_size": (32, 32, 32),
+        "diameter": 16.0,
+        "voxel_size": (0.25, 0.25, 0.25),
+        "normalisation": RangeNormalisation(kind="range", low=0, high=1),
+    }
+    calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
+    spec = random_nuclei.model_copy(
+        update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=scan)}
+    )
+    segmenter = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    # Balls, the brighter the deeper inside.
+    places = np.indices((24, 48, 48)) % 12 - 5.5
+    pixels = (1 - np.sqrt(np.square(places).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
+    attempts = [
+        segmenter.segment(Volume.from_array(pixels, size), Options()).doubt.attempt
+        for size in (None, VoxelSize(0.5, 0.5, 0.5))
+    ]
+    assert attempts == ["diameter=6px", ""]
