@@ -16,6 +16,7 @@ from service.engine.torch_compile import count_graphs
 from service.inference import batcher as device_module
 from service.inference import device_image
 from service.inference.estimate import Estimator
+from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.models.spec import Calibration, Instances, RangeNormalisation
 
@@ -42,7 +43,8 @@ def volume(phantom) -> Volume:
 
 
 def test_classes_are_those_of_the_phantom(eager, volume, phantom):
-    segmentation, seconds, notes, *counts = eager.segment(volume, Options())
+    result = eager.segment(volume, Options())
+    segmentation = result.segmentation
     assert segmentation.pixels.shape == phantom.classes.shape
     assert segmentation.kind == "classes"
     assert segmentation.names == ("background", "dim", "bright")
@@ -50,10 +52,9 @@ def test_classes_are_those_of_the_phantom(eager, volume, phantom):
     for value in (1, 2):
         found, true = segmentation.pixels == value, phantom.classes == value
         assert (found & true).sum() / (found | true).sum() > 0.9
-    assert list(seconds) == ["prepare", "windows", "decode"]
-    assert min(seconds.values()) > 0
-    assert notes == ()
-    assert counts == [0, False, None, False, None, "bands/1", "eager fp32", None]
+    assert list(result.seconds) == ["prepare", "windows", "decode"]
+    assert min(result.seconds.values()) > 0
+    assert result[2:] == Result(segmentation, {}, (), model="bands/1", engine="eager fp32")[2:]
 
 
 def test_compiled_and_eager_agree(eager, compiled, volume):
