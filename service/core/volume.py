@@ -172,6 +172,12 @@ class Objects:
     def __len__(self) -> int:
         return len(self.voxels)
 
+    @property
+    def typical_size(self) -> int:
+        """Voxels of the object that the median voxel belongs to. There has to be an object."""
+        sizes = np.sort(self.voxels)
+        return int(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
+
     def select(self, kept: NDArray[np.bool_]) -> Self:
         """Return the objects for which `kept` [N] is true."""
         return type(self)(self.voxels[kept], self.confidence[kept], self.peaks[kept])

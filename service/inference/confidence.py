@@ -33,7 +33,7 @@ SMOOTHINGS = 6
 class Features(NamedTuple):
     """What a verdict is made of; means are over voxels, so that a few specks do not count.
 
-    certainty  mean logit of the probability of objects to be foreground
+    certainty  logit of the mean probability of the objects' voxels to be foreground
     peak       mean of the distance at the peaks of objects
     size       how far the width of objects is from the one that the model works best at, as a logarithm
     giants     share of voxels in objects more than twice as wide as that
@@ -73,9 +73,7 @@ class Doubt(NamedTuple):
 
 def typical_width(objects: Objects) -> float:
     """Return the diameter in voxels of a ball as large as the object that the median voxel belongs to."""
-    sizes = np.sort(objects.voxels)
-    middle = sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)]
-    return float(np.cbrt(6 / np.pi * middle))
+    return float(np.cbrt(6 / np.pi * objects.typical_size))
 
 
 def judge(objects: Objects, wanted: float, calibration: Calibration) -> float | None:

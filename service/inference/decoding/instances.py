@@ -121,12 +121,10 @@ class InstanceDecoder:
         That is a ball of the diameter that the model wants, or the object that the median voxel belongs to, whichever
         is smaller: objects of another width than wanted are not fragments.
         """
-        sizes = np.sort(objects.voxels)
-        if not self._decoding.minimum_fraction or not len(sizes):
+        if not self._decoding.minimum_fraction or not len(objects):
             return 0.0
-        typical = float(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
         ball = math.pi / 6 * math.prod(min(self._diameter, edge) for edge in self._size)
-        return self._decoding.minimum_fraction * min(ball, typical)
+        return self._decoding.minimum_fraction * min(ball, objects.typical_size)
 
 
 class StreamingWatershed(Protocol):

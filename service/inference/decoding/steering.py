@@ -35,8 +35,10 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
             "minimum_size: the file states no voxel size, so um3 mean nothing; give voxel_size=Z,Y,X too, or a number"
             " of voxels, such as 60."
         )
+    # 2.7 um3 are 100 voxels of 0.3 um, of which floats make a little more.
+    least = math.ceil(voxels * (1 - 1e-12))
     # One more than there are drops everything as well, and fits the integers of the kernel.
-    return min(math.ceil(voxels), math.prod(volume.shape[1:]) + 1)
+    return min(least, math.prod(volume.shape[1:]) + 1)
 
 
 def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
 from service.core.volume import ObjectVolume, OutputKind, Steering, Volume, VoxelSize
@@ -49,6 +54,13 @@ def test_a_stated_minimum_is_in_the_stack_whatever_that_is_resampled_to(
         assert minimum_voxels(steering, VOLUME) == 60
         decoding = decoding_of(with_fraction(random_nuclei, 0.5), steering, size)
         assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
+
+
+@given(st.integers(1, 30_000), st.tuples(*[st.sampled_from(["0.1", "0.15", "0.2", "0.3", "0.4", "1.1"])] * 3))
+def test_micrometres_are_as_many_voxels_as_they_would_be_on_paper(voxels: int, edges: tuple[str, str, str]) -> None:
+    amount = float(voxels * math.prod(map(Decimal, edges)))
+    volume = Volume.from_array(VOLUME.array(), VoxelSize(*map(float, edges)))
+    assert minimum_voxels(Steering(minimum_size=ObjectVolume(amount, "um3")), volume) == voxels
 
 
 def test_a_minimum_of_nothing_keeps_what_the_model_would_drop(random_nuclei: ModelSpec) -> None:
