@@ -118,6 +118,7 @@ class Volume:
     read        read(z0, z1) -> [C, z1 - z0, Y, X] in native byte order; the pixels may live in a file
     voxel_size  micrometres, or None where the file does not say
     channels    one name per channel, "" where the file gives none
+    notes       what a user should know of how the file was understood
     """
 
     shape: StackShape
@@ -125,6 +126,7 @@ class Volume:
     read: Callable[[int, int], Array]
     voxel_size: VoxelSize | None = None
     channels: tuple[str, ...] = ("",)
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_array(

@@ -81,7 +81,11 @@ class Placement:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def map_volume(
-        self, content: mmap.mmap | bytearray, voxel_size: VoxelSize | None, channels: tuple[str, ...]
+        self,
+        content: mmap.mmap | bytearray,
+        voxel_size: VoxelSize | None,
+        channels: tuple[str, ...],
+        notes: tuple[str, ...],
     ) -> Volume:
         """Return the volume in the content of a whole file, mapped or in memory.
 
@@ -94,9 +98,11 @@ class Placement:
         def read(z0: int, z1: int) -> Array:
             return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
 
-        return Volume(self.shape, native, read, voxel_size, channels)
+        return Volume(self.shape, native, read, voxel_size, channels, notes)
 
-    def stream_volume(self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...]) -> Volume:
+    def stream_volume(
+        self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
+    ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory, through a descriptor of its own.
 
         Reading a slab raises BadFile where the file has become shorter. Raises ValueError where the placement reaches
@@ -120,7 +126,7 @@ class Placement:
             return slab
 
         weakref.finalize(read, os.close, file)
-        return Volume(self.shape, native, read, voxel_size, channels)
+        return Volume(self.shape, native, read, voxel_size, channels, notes)
 
     def _extent(self, axis: int) -> int:
         """Return the bytes from the first to the end of the last pixel, over the axes from this one on."""

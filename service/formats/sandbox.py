@@ -293,7 +293,7 @@ def _volume(located: Extract, content: bytearray | int, *, streamed: bool) -> Vo
 
     Raises ValueError where the content ends before the pixels.
     """
-    placement, facts = located.placement, (located.voxel_size, located.channels)
+    placement, facts = located.placement, (located.voxel_size, located.channels, located.notes)
     if isinstance(content, bytearray):
         return placement.map_volume(content, *facts)
     # A large mapped file would fill memory with its pages, which count as used.

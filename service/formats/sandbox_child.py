@@ -51,8 +51,8 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
         return {"errno": error.errno, "message": error.strerror}
     if isinstance(extract, Description):
         return {"result": {"description": extract}}
-    facts = {"voxel_size": extract.voxel_size, "channels": extract.channels, "decoded": extract.decoded}
-    return {"result": vars(extract.placement) | facts}
+    facts = ("voxel_size", "channels", "notes", "decoded")
+    return {"result": vars(extract.placement) | {name: getattr(extract, name) for name in facts}}
 
 
 def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:

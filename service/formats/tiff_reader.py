@@ -46,14 +46,14 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.placement
         if placement is not None:
-            return placement.map_volume(pixels.map_file(path), stack.voxel_size(selection), stack.channels)
+            return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, pixels.native_dtype(stack.image))
 
         def store(channel: int, z0: int, block: Array) -> None:
             decoded[channel, z0 : z0 + len(block)] = block
 
         pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
-        return Volume.from_array(decoded, stack.voxel_size(selection), stack.channels)
+        return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Extract:
     placement: Placement
     voxel_size: VoxelSize | None
     channels: tuple[str, ...]
+    notes: tuple[str, ...]
     decoded: bool
 
 
@@ -83,9 +84,9 @@ def extract(
 
 
 def _extract(stack: _Stack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
-    voxel_size, placement = stack.voxel_size(selection), stack.placement
+    facts, placement = stack.facts(selection), stack.placement
     if placement is not None:
-        return Extract(placement, voxel_size, stack.channels, decoded=False)
+        return Extract(placement, *facts, decoded=False)
     placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
@@ -93,7 +94,7 @@ def _extract(stack: _Stack, selection: Selection, make_output: Callable[[int], i
             _write_all(output.fileno(), block, channel * placement.strides[0] + z0 * placement.strides[1])
 
         pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
-    return Extract(placement, voxel_size, stack.channels, decoded=True)
+    return Extract(placement, *facts, decoded=True)
 
 
 def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
@@ -107,7 +108,7 @@ def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: P
         with _open(path, selection, limit_bytes) as stack:
             found = _extract(stack, selection, make_output)
         content = pixels.map_file(outputs[0].fileno() if found.decoded else path)
-    return found.placement.map_volume(content, found.voxel_size, found.channels)
+    return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
 
 
 def _write_all(descriptor: int, block: Array, offset: int) -> None:
@@ -141,18 +142,25 @@ class _Stack:
         """Return the caller's voxel size, else the file's."""
         return selection.voxel_size or self.image.calibration.voxel_size()
 
-    def describe(self, selection: Selection) -> Description:
-        """Describe the file and the selected part."""
-        calibration = self.image.calibration
+    def notes(self, selection: Selection) -> tuple[str, ...]:
+        """Return what a user should know of how the file was understood."""
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
-            notes += calibration.remarks()
-        times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
-        is_unclear = self.part.time is None and times is None
+            notes += self.image.calibration.remarks()
         if self.layout.length("Z") == 1:
             notes.append("The selection is a single plane; it is treated as a stack of one.")
+        return tuple(notes)
+
+    def facts(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
+        """Return what a volume knows beside its pixels: voxel size, names of its channels, and notes."""
+        return self.voxel_size(selection), self.channels, self.notes(selection)
+
+    def describe(self, selection: Selection) -> Description:
+        """Describe the file and the selected part."""
+        times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
+        is_unclear = self.part.time is None and times is None
         voxel_size = self.voxel_size(selection)
-        source = calibration.source if voxel_size else "not stated"
+        source = self.image.calibration.source if voxel_size else "not stated"
         return Description(
             container=self.image.container,
             axes=self.layout.axes,
@@ -163,7 +171,7 @@ class _Stack:
             voxel_size_from="the request" if selection.voxel_size else source,
             channels=self.names,
             times=self.layout.length("T"),
-            notes=tuple(notes),
+            notes=self.notes(selection),
             time_interval=self.image.time_interval,
             time_points=None if times is None else (times.start, times.stop),
             problem=axes.explain_time_choice(self.layout) if is_unclear else "",

@@ -217,7 +217,8 @@ class Segmenter:
                 confidence, doubt = self._judge(segmentation, volume, plan, sized.diameter, probe)
         if doubt is not None and options.strict:
             raise DoubtfulResult(doubt.detail)
-        notes = (*notes, *sized.notes, *resampling_notes, *skipping_notes, *self._batch_notes(options), *scored.notes)
+        sizing_notes = (*sized.notes, *resampling_notes, *skipping_notes)
+        notes = (*notes, *sizing_notes, *self._batch_notes(options), *scored.notes, *volume.notes)
         return Result(
             segmentation,
             stages.seconds,

@@ -107,7 +107,7 @@ def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarra
         assert reader.inspect(path, selection) == tiff_reader.inspect(path, selection, LIMIT)
         shared = reader.read(path, selection, tmp_path, shared=True)
         for volume in (there, shared):
-            for field in ("shape", "dtype", "voxel_size", "channels"):
+            for field in ("shape", "dtype", "voxel_size", "channels", "notes"):
                 assert getattr(volume, field) == getattr(here, field)
             np.testing.assert_array_equal(volume.array(), here.array())
             np.testing.assert_array_equal(volume.read(1, 2), here.read(1, 2))

@@ -252,6 +252,7 @@ def test_a_plain_stack_of_grey_pages_is_z_and_says_so(make: Make, options: dict[
     assert (found.axes, found.shape) == ("ZYX", (1, 5, 9, 11))
     assert any("taken for z" in note and "axes=" in note for note in found.notes)
     np.testing.assert_array_equal(pixels(path)[0], stack)
+    assert tiff_reader.read(path, ALL, LIMIT).notes == found.notes
 
 
 def test_four_unnamed_dimensions_are_not_guessed(make: Make) -> None:

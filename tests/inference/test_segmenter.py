@@ -57,6 +57,10 @@ def test_classes_are_those_of_the_phantom(eager, volume, phantom):
     assert result[2:] == Result(segmentation, {}, (), model="bands/1", engine="eager fp32")[2:]
 
 
+def test_a_result_says_how_the_file_was_understood(eager, volume):
+    assert eager.segment(replace(volume, notes=("Pages are z.",)), Options()).notes == ("Pages are z.",)
+
+
 def test_compiled_and_eager_agree(eager, compiled, volume):
     assert compiled.report().engine == "compiled"
     assert compiled.report().warnings == ()
