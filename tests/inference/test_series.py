@@ -122,7 +122,7 @@ def test_one_width_is_estimated_for_all(tmp_path: Path) -> None:
     result = segment_series(make_series(range(9)), Options(), fake.estimating, tmp_path)
     assert fake.estimated == [0, 3, 6]
     assert fake.diameters == [Diameter((13, 13, 13), "px")] * 9
-    assert "13,13,13px wide (3 of 3 time points)" in result.notes[0]
+    assert "13,13,13px wide (3 of 3 time points looked at)" in result.notes[0]
 
 
 def test_a_width_that_cannot_be_told_leaves_the_sampling(tmp_path: Path) -> None:
