@@ -244,6 +244,8 @@ class Segmenter:
         confidence = judge(segmentation.objects, wanted, calibration)
         if confidence is None or confidence >= calibration.threshold:
             return confidence, None
+        if calibration.sheets is not None and not (self.spec.folder.parent / calibration.sheets).is_dir():
+            calibration = calibration.model_copy(update={"sheets": None})
         # Only now, as it takes longer than all else that is known of a result.
         image, _notes = normalise_volume(volume, self.spec)
         guess = self._measure_diameter(image, volume, plan, compute).guess

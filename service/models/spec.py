@@ -146,7 +146,7 @@ class Calibration(_FrozenModel):
 
     intercept, certainty, peak, size, giants  of `service.inference.confidence.Features`
     threshold  results with less confidence are doubtful
-    sheets     name of the model to try on stacks of membranes or shells
+    sheets     name of the model beside this one to try on stacks of membranes or shells
     """
 
     intercept: float

@@ -1,5 +1,6 @@
 import logging
 import math
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -483,3 +484,16 @@ def test_a_width_that_the_voxel_size_brings_about_is_not_advised(random_nuclei):
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
     assert attempts == ["diameter=6px", ""]
+
+
+def test_only_a_model_that_is_there_is_advised(random_nuclei, tmp_path):
+    folder = shutil.copytree(random_nuclei.folder, tmp_path / "nuclei")
+    calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0, sheets="membranes")
+    scan = random_nuclei.input.model_copy(update={"roi_size": (32, 32, 32), "diameter": 16.0})
+    spec = random_nuclei.model_copy(update={"confidence": calibration, "input": scan, "folder": folder})
+    segmenter = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
+    shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
+    assert segmenter.segment(shells, Options()).doubt.attempt != "model=membranes"
+    (tmp_path / "membranes").mkdir()
+    assert segmenter.segment(shells, Options()).doubt.attempt == "model=membranes"
