@@ -25,6 +25,7 @@ from service.serving.results import ReceivedRequest
 from service.serving.runtime import Runtime
 from service.serving.scratch import ScratchFolder, path_exists, translate_disk_faults
 from service.serving.scratch_space import Hold
+from service.serving.stack_store import StackStore, StoredStack
 
 
 @asynccontextmanager
@@ -121,8 +122,7 @@ async def receive_file(
                 query = await admit_form(request, runtime, query, upload.fields)
             caller = get_caller(request)
             if (kept := _choose_stack(query, upload)) is not None:
-                stored = await run_in_thread(partial(get_stacks(request).find, kept, caller))
-                upload.adopt(stored.path, stored.digest)
+                stored = await run_in_thread(partial(_adopt, upload, get_stacks(request), kept, caller))
                 upload.set_name(stored.name)
             source, name = Source(upload.path, upload.name), ""
             if (place := _choose_host_file(query, upload)) is not None:
@@ -131,6 +131,13 @@ async def receive_file(
                 name = source.name
             received = ReceivedRequest(query, source.path, path, caller, name=name)
             yield ReceivedFile(received, source.name, upload, space, stack)
+
+
+def _adopt(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:
+    """Take the file of a kept stack, which may have to make room while the request waits. Raises UnknownStack."""
+    stored = stacks.find(stack, caller)
+    upload.adopt(stored.path, stored.digest)
+    return stored
 
 
 def _choose_stack(query: Query, upload: Upload) -> str | None:

@@ -87,7 +87,8 @@ class Upload:
         # Bytes of the budget for pending blocks, and for a file that is kept in memory.
         self._reserved = 0
         self._in_memory = False
-        self._adopted: tuple[Path, str] | None = None
+        # Digest of the file that was adopted.
+        self._adopted: str | None = None
         self._content: bytearray | None = None
         self._hash = blake3()
         self._pending: list[bytes | memoryview] = []
@@ -144,15 +145,18 @@ class Upload:
             self._release(all_but=self.received)
 
     def adopt(self, file: Path, digest: str) -> None:
-        """Take a complete file of this service instead of a body, which must be empty."""
-        self._adopted, self._in_memory = (file, digest), False
+        """Take a complete file of this service instead of a body, which must be empty. Blocks.
+
+        It may be deleted afterwards. Raises FileNotFoundError where it was before.
+        """
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        _link(file, self.path)
+        self._adopted, self._in_memory = digest, False
 
     def complete(self) -> None:
         """Write the rest, or join it in memory, in the calling thread: only then the file can be read."""
         blocks = self._take_pending()
         if self._adopted is not None:
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            _link(self._adopted[0], self.path)
             self._release()
         elif self._in_memory:
             self._content = bytearray().join(blocks)
@@ -181,7 +185,7 @@ class Upload:
     @property
     def digest(self) -> str:
         """BLAKE3 of the complete file: as hard to forge as SHA-256, in a quarter of the time."""
-        return self._hash.hexdigest() if self._adopted is None else self._adopted[1]
+        return self._hash.hexdigest() if self._adopted is None else self._adopted
 
     def _release(self, all_but: int = 0) -> None:
         """Give reserved bytes back; those of a form's frame and fields are among them."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from fakes import until
 from job_service import TIFF, Service, start
 from live import as_tiff
 
@@ -65,6 +68,21 @@ def test_a_job_outlives_its_stack(service: Service, stack: str) -> None:
     service.fake.gate.set()
     assert service.wait(job, "done", "failed")["state"] == "done"
     assert problem(service.client.post("/jobs", params={"stack": stack})) == (404, "unknown-stack")
+
+
+def test_a_request_that_waits_to_read_keeps_its_stack(service: Service, stack: str) -> None:
+    free, threads = threading.Event(), service.runtime.read_threads
+    for client in "abc":
+        threads.submit(client, free.wait)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(service.client.post, "/inspect", params={"stack": stack})
+        try:
+            until(lambda: any(service.runtime.scratch.requests.glob("*/*")))
+            service.client.delete(f"/stacks/{stack}")
+        finally:
+            free.set()
+        answer = waiting.result()
+    assert (answer.status_code, answer.json().get("detail")) == (200, None)
 
 
 def test_planes_are_the_pixels_in_steps(service: Service, stack: str) -> None:
