@@ -101,7 +101,14 @@ while (($#)); do
     --device) device=$2; shift 2 ;;
     --tiny) tiny=yes; shift ;;
     -*) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
-    *) only+=("$1"); shift ;;
+    *)
+        if [[ " ${steps[*]} " != *" $1 "* ]]; then
+            echo "There is no step $1; there are ${steps[*]}." >&2
+            exit 2
+        fi
+        only+=("$1")
+        shift
+        ;;
     esac
 done
 

@@ -50,3 +50,10 @@ def test_the_status_is_that_of_a_step_that_fails(tmp_path):
     assert done.returncode == 3
     assert done.stdout.count("| row |") == 2
     assert "    broken" in done.stdout
+
+
+def test_a_step_that_does_not_exist_is_refused(tmp_path):
+    command = [SCRIPT, "--out", tmp_path / "out", "request", "reqeust"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[:26]) == (2, "There is no step reqeust; ")
+    assert not (tmp_path / "out").exists()
