@@ -14,7 +14,7 @@ import yaml
 
 from service.cli.options import add_settings
 from service.core.config import Settings
-from service.core.errors import BadParameter, ConfigError
+from service.core.errors import BadParameter, ConfigError, MissingKeys
 
 
 def _parse_architecture(text: str) -> dict[str, Any]:
@@ -166,7 +166,6 @@ def add_arguments(imported: argparse.ArgumentParser) -> None:
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
     """Import one package into the folder of `--models` or models.folder; print notes for the operator."""
     from service.inference.resample import prepare_tensor  # noqa: PLC0415
-    from service.models.importers.draft import MissingKeys  # noqa: PLC0415
     from service.models.importers.import_model import import_model  # noqa: PLC0415
 
     if settings.models.folder is None:

@@ -32,6 +32,7 @@ StackSegError
 |   |-- BrokenModel         model folder incomplete, inconsistent, or weights that do not match
 |   |-- NonFiniteScores     the network returned NaN or infinity
 |   `-- UnsupportedPackage  a model from elsewhere that cannot be imported as it is; raised at the command line only
+|       `-- MissingKeys     one that does not say all that a model file needs
 |-- InternalError           a fault of the service itself that ended a job
 |-- ConfigError             a configuration key or value that is not understood; raised at start-up only
 `-- Cancelled               the caller went away; never answered, only logged
@@ -254,6 +255,21 @@ class UnsupportedPackage(ModelError):
     """A model package asks for what cannot be honoured, or is damaged; the message names the field."""
 
     slug = "unsupported-package"
+
+
+class MissingKeys(UnsupportedPackage):
+    """A package does not say everything that a model file needs.
+
+    what      what the package is, in words
+    problems  for every key of the model file that the operator has to state, why.
+    """
+
+    slug = "missing-keys"
+
+    def __init__(self, what: str, problems: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
+        super().__init__(f"The package cannot be honoured as it is. State these keys of model.yaml: {reasons}")
+        self.what, self.problems = what, problems
 
 
 class InternalError(StackSegError):

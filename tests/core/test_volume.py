@@ -105,4 +105,6 @@ def test_nouns_are_frozen(noun: type) -> None:
 
 
 def test_options_leave_every_choice_to_the_operator() -> None:
-    assert {field.default for field in dataclasses.fields(Options)} == {None}
+    choices = dataclasses.asdict(Options(), dict_factory=lambda items: {k: v for k, v in items if v is not None})
+    assert not Options().steering.given
+    assert choices == {"steering": Options().steering, "strict": False}

@@ -49,19 +49,6 @@ class Draft:
     what: str = "a package"
 
 
-class MissingKeys(UnsupportedPackage):
-    """A package does not say everything that a model file needs.
-
-    what      what the package is, in words
-    problems  for every key of the model file that the operator has to state, why
-    """
-
-    def __init__(self, what: str, problems: Mapping[str, str]) -> None:
-        reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
-        super().__init__(f"The package cannot be honoured as it is. State these keys of model.yaml: {reasons}")
-        self.what, self.problems = what, problems
-
-
 class Fields:
     """A mapping of a package whose errors name the field. Every method raises UnsupportedPackage."""
 

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from service.core.errors import BrokenModel, UnsupportedPackage
+from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
 from service.core.volume import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
 from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
-from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, MissingKeys, PackageTest
+from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
