@@ -69,12 +69,12 @@ PARAMETERS = {
         " for nuclei a 64th of a whole object)",
     ),
     "border": (
-        "KEEP|DROP",
+        "keep|drop",
         "whether objects stay that touch a face of the stack, where they may be cut (default: what the model's file"
         " says, keep for nuclei)",
     ),
     "fill_holes": (
-        "TRUE|FALSE",
+        "true|false",
         "whether background inside of one object becomes part of it (default: what the model's file says, false for"
         " nuclei)",
     ),
