@@ -44,15 +44,17 @@ def minimum_voxels(steering: Steering, volume: Extent) -> int:
 def steer(spec: ModelSpec, steering: Steering, volume: Extent, size: Size) -> ModelSpec:
     """Return a model as it decodes one request on a working grid of `size` (Z, Y, X), whose voxels its sizes are in.
 
-    A stated minimum size is the only one that holds. Raises what `minimum_voxels` raises.
+    A stated minimum size is the only one that holds: here objects are dropped that are too small wherever they lie, and
+    `resample_segmentation` drops the others. Raises what `minimum_voxels` raises.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
         return spec
     changes: dict[str, Any] = {}
     if steering.minimum_size is not None:
-        scale = math.prod(size) / math.prod(volume.shape[1:])
-        changes = {"minimum_size": round(minimum_voxels(steering, volume) * scale), "minimum_fraction": 0.0}
+        # Voxels of the stack that one of the grid becomes at most: whether an object has enough of them is known later.
+        most = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
+        changes = {"minimum_size": -(-minimum_voxels(steering, volume) // most), "minimum_fraction": 0.0}
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(steering, name)) is not None:
             changes[name] = value
