@@ -125,16 +125,20 @@ class DeviceWorker:
         Where the earlier one is kept and the new one cannot be loaded, all is as it was. Raises the error of loading.
         """
         if not load:
-            self.forget(spec.name)
+            # Never without one of them: a request in between would find that the model is gone.
             self._specs[spec.name] = spec
+            self._drop(spec.name)
             return
         self._renewed[spec.name] = spec
         self.model_cache.reload(spec.name, keep=keep).result()
 
     def forget(self, name: str) -> None:
         """Serve a model no longer. Requests that use it keep it."""
-        self.model_cache.forget(name)
         self._specs.pop(name, None)
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self.model_cache.forget(name)
         self._estimators.pop(name, None)
         self.engines.pop(name, None)
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from service.core.errors import BrokenModel, Cancelled, CapacityError, StackSegError
+from service.core.errors import BrokenModel, Cancelled, CapacityError, RequestError, StackSegError
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ class ModelCache(Generic[T]):
             renewed, keep = self._end_loading(name)
             kept = keep and name in self._entries
             problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
-            if not kept and not isinstance(error, CapacityError | Cancelled):
+            if not kept and not isinstance(error, CapacityError | RequestError | Cancelled):
                 self._replace(name)
                 self._problems[name] = problem
             log.error("%s cannot be served%s: %s", name, " as it is now" if kept else "", problem)

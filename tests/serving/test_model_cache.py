@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from fakes import until
 
-from service.core.errors import BrokenModel, Cancelled, OutOfMemory
+from service.core.errors import BrokenModel, Cancelled, OutOfMemory, UnknownModel
 from service.serving.model_cache import Lease, ModelCache
 
 
@@ -179,8 +179,11 @@ def test_nobody_gets_a_model_before_the_first_ones_are_loaded() -> None:
     assert recording.model_cache.join(10)
 
 
-@pytest.mark.parametrize(("error", "again"), [(OutOfMemory("none left", 3), True), (RuntimeError("odd"), False)])
-def test_a_model_that_does_not_load_is_tried_again_if_only_memory_was_missing(error: Exception, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(OutOfMemory("none left", 3), True), (UnknownModel("gone"), True), (RuntimeError("odd"), False)],
+)
+def test_a_model_that_does_not_load_is_tried_again_unless_it_is_broken(error: Exception, again: bool) -> None:
     with started_cache(10, a=3) as recording:
         recording.error = error
         lease = recording.model_cache.lease("a")
