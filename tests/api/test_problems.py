@@ -30,6 +30,8 @@ def concrete(kind: type[errors.StackSegError]) -> errors.StackSegError:
             return kind("try later", 7)
         case errors.OutOfMemory:
             return kind("too much", 123)
+        case errors.MissingKeys:
+            return kind("what to do", {"input.channels": "how many"})
     return kind("what to do")
 
 
