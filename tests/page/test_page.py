@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def nuclei() -> Iterator[Live]:
-    with serve(eager(ROOT / "models", models={"serve": ("nuclei",), "load": ("nuclei",)})) as live:
+    with serve(eager(ROOT / "models", models={"serve": ("nuclei", "membranes"), "load": ("nuclei",)})) as live:
         yield live
 
 
@@ -133,6 +133,17 @@ def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tm
     page.get_by_role("button", name="New stack").click()
     page.locator(".recent-job").click()
     expect(page.locator("#words")).to_contain_text(f"{job['objects']} objects")
+
+
+def test_a_doubtful_result_offers_its_next_try(nuclei: Live, open_page: Open) -> None:
+    page = open_page(nuclei)
+    put(page, as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]))
+    segment(page)
+    expect(page.get_by_role("button", name="Try model membranes")).to_be_visible()
+    page.get_by_role("button", name="Try model membranes").click()
+    expect(page.locator("#side")).to_contain_text("membranes/1")
+    assert nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]["model"] == "membranes"
+    expect(page.locator("#settings")).to_contain_text("Cells in 3D stacks")
 
 
 def test_an_ambiguous_file_is_settled_by_a_click(fake: Live, open_page: Open) -> None:

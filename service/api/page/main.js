@@ -175,7 +175,12 @@ class Session {
     viewer.setLabels(labels);
     viewer.waiting.textContent = "";
     const table = text && parseTable(await text);
-    showResult(byId("side"), job, { table, name: this.name, stack: this.stack, viewer, signal });
+    const segmentWith = async (/** @type {Record<string, string>} */ changed) => {
+      this.settings.restore({ ...this.settings.parameters, ...changed });
+      await this.inspect();
+      await this.run();
+    };
+    showResult(byId("side"), job, { table, name: this.name, stack: this.stack, viewer, signal, segmentWith });
     viewer.drawNow();
     remember({ job: job.id, thumbnail: viewer.thumbnail() });
   }

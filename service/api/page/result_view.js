@@ -14,10 +14,12 @@ import { counted, number } from "./words.js";
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
- * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer, signal: AbortSignal}} shown
- *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views
+ * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer, signal: AbortSignal,
+ *   segmentWith: (changed: Record<string, string>) => void}} shown
+ *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
+ *   `segmentWith` segments the stack anew with these parameters changed
  */
-export function showResult(root, job, { table, name, stack, viewer, signal }) {
+export function showResult(root, job, { table, name, stack, viewer, signal, segmentWith }) {
   const objects = table && new ObjectsView(table);
   const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
   const take = takeView(job, name, objects !== null, () => viewer.picture());
@@ -28,7 +30,7 @@ export function showResult(root, job, { table, name, stack, viewer, signal }) {
       versions(job, stack),
       element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered),
       element("p", { class: "muted small" }, facts(job).join(" · ")),
-      notes(job),
+      notes(job, stack ? segmentWith : null),
       ...tabs([
         ["Objects", objects?.root ?? element("p", { class: "muted" }, "There is no table of objects for this result.")],
         ["Take", take],
@@ -62,16 +64,28 @@ function facts(job) {
   return [job.model, ...diameter, ...confidence, `${number(seconds, 2)} s`];
 }
 
-/** @param {Job} job */
-function notes(job) {
+/**
+ * @param {Job} job
+ * @param {((changed: Record<string, string>) => void) | null} segmentWith null where the stack is not kept
+ */
+function notes(job, segmentWith) {
   const doubt = job.doubt ? warningText(job.doubt) : "";
+  const [parameter, value] = job.doubt?.try.split("=") ?? [];
+  const attempt = segmentWith !== null && value && { [parameter]: value };
   const texts = job.warnings.map(warningText).filter((note) => note && note !== doubt);
   return (
     (doubt || texts.length > 0) &&
     element(
       "ul",
       { class: "notes", "aria-label": "What to know about this result" },
-      doubt && element("li", { class: "warning" }, doubt),
+      doubt &&
+        element(
+          "li",
+          { class: "warning" },
+          element("p", {}, doubt),
+          attempt &&
+            element("button", { type: "button", onclick: () => segmentWith(attempt) }, `Try ${parameter} ${value}`),
+        ),
       ...texts.map((note) => element("li", {}, note)),
     )
   );

@@ -10,7 +10,7 @@
  * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
  * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string,
  *   position: number | null, progress: {done: number, total: number}, seconds_left: number | null,
- *   seconds: Record<string, number>, confidence?: number | null, doubt?: Warning | null, warnings: Warning[], diameter: string | null, objects: number | null,
+ *   seconds: Record<string, number>, confidence?: number | null, doubt?: {detail: string, try: string} | null, warnings: Warning[], diameter: string | null, objects: number | null,
  *   problem: {type: string, detail: string} | null}} Job
  * @typedef {{name: string, state: string, version: string | null, summary: string | null, decoding: string | null,
  *   input: {channels: number, channel_names: string[], diameter: number | null} | null}} Model
