@@ -33,14 +33,28 @@ from service.api.problems import (
     handle_error,
     problem_responses,
 )
-from service.api.routes import docs, hardware, health, inspect, jobs, models, page, segment, stacks, status
+from service.api.routes import (
+    corrections,
+    docs,
+    hardware,
+    health,
+    inspect,
+    jobs,
+    limits,
+    models,
+    page,
+    segment,
+    stacks,
+    status,
+)
 from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
+from service.serving.annotation_store import AnnotationStore, choose_folder
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 
-_ENDPOINTS = (segment, jobs, stacks, inspect, models, health, hardware, status, docs, page)
+_ENDPOINTS = (segment, jobs, stacks, corrections, limits, inspect, models, health, hardware, status, docs, page)
 
 
 class Application(FastAPI):
@@ -100,6 +114,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.runtime = Runtime(settings)
     app.state.async_jobs = AsyncJobs(settings)
+    app.state.annotations = AnnotationStore(choose_folder(settings), quota_bytes=settings.annotations.quota_bytes)
     # FastAPI does not list the routes of a router that it has taken in.
     app.state.endpoints = [
         route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)

@@ -103,6 +103,15 @@ def check_admin(request: Request, access: Access) -> None:
         )
 
 
+def is_admin(request: Request, access: Access) -> bool:
+    """Return whether `check_admin` lets the caller pass."""
+    try:
+        check_admin(request, access)
+    except Unauthorized:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Return whether an address is one of the service's own host."""
     with suppress(ValueError):

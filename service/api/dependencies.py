@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.api.api_keys import ANONYMOUS
+from service.serving.annotation_store import AnnotationStore
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 from service.serving.stack_store import StackStore
@@ -28,6 +29,12 @@ def get_stacks(request: Request) -> StackStore:
     """Return the store of uploaded stacks."""
     async_jobs: AsyncJobs = request.app.state.async_jobs
     return async_jobs.stacks
+
+
+def get_annotations(request: Request) -> AnnotationStore:
+    """Return the store of annotated stacks."""
+    annotations: AnnotationStore = request.app.state.annotations
+    return annotations
 
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]

@@ -88,6 +88,8 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.RateLimited: 429,
     errors.UnknownJob: 404,
     errors.UnknownStack: 404,
+    errors.UnknownAnnotation: 404,
+    errors.SwitchedOff: 403,
     errors.NotFinished: 409,
     errors.OutputExists: 409,
     errors.ResultGone: 410,

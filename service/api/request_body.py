@@ -14,7 +14,7 @@ from service.api.admission import admit_form
 from service.api.cancellation import time_limit
 from service.api.dependencies import get_caller, get_client, get_stacks
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
-from service.api.uploads import Upload, is_multipart, receive
+from service.api.uploads import STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.serving.async_jobs import AsyncJobs
@@ -94,12 +94,14 @@ class ReceivedFile:
 
 
 @asynccontextmanager
-async def receive_file(
+async def receive_file(  # noqa: PLR0913
     request: Request,
     runtime: Runtime,
     query: Query,
     stages: Stages,
     folder: AbstractAsyncContextManager[Path] | None = None,
+    *,
+    kinds: BodyKinds = STACKS,
 ) -> AsyncIterator[ReceivedFile]:
     """Receive the file, or open the one that is named, and limit the time of the block.
 
@@ -115,7 +117,7 @@ async def receive_file(
             upload = Upload(path / INPUT, limits.upload_bytes, space)
             stack.callback(upload.close)
             with stages.measure("receive"):
-                await receive(request, upload)
+                await receive(request, upload, kinds)
             if folder is None:
                 upload.keep_in_memory()
             if is_multipart(request):

@@ -146,6 +146,55 @@ class StackReport(BaseModel):
     bytes: int
 
 
+class AnnotationReport(BaseModel):
+    """A stack that is kept with corrected labels, to train on.
+
+    shape       planes, rows and columns
+    voxel_size  Z, Y, X in micrometres, null where it is not known
+    region      the part that was corrected, as the parameter states it; null: all of it
+    objects     in the labels, of that part
+    base_model  that made the labels which were corrected, with its version; null where that is not known
+    diameter    of the objects, as the parameter `diameter` takes it, where the labels were made with one
+    changes     how many corrections there were, where the client says
+    stack, job  that it was made of, either of which may be gone
+    bytes       on disk
+    """
+
+    id: str
+    name: str
+    owner: str | None
+    shape: tuple[int, int, int]
+    voxel_size: tuple[float, float, float] | None
+    region: str | None
+    objects: int
+    base_model: str | None
+    diameter: str | None
+    changes: int | None
+    stack: str | None
+    job: str | None
+    created: datetime
+    bytes: int
+
+
+class AnnotationList(BaseModel):
+    """The caller's annotated stacks, those of all keys for an admin, newest first."""
+
+    annotations: list[AnnotationReport]
+
+
+class Abilities(BaseModel):
+    """What the caller may do beyond segmenting.
+
+    corrections        whether annotated stacks are kept
+    annotations_bytes  that one key's may take on disk
+    training           whether the caller may train models on them
+    """
+
+    corrections: bool
+    annotations_bytes: int
+    training: bool
+
+
 class Loaded(BaseModel):
     """A model on one device: the memory that it takes there, and when a request last began or ended to use it."""
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from blake3 import blake3
@@ -34,6 +34,22 @@ RAW_TYPES = frozenset(
         # What curl sends for --data-binary when no header is given.
         "application/x-www-form-urlencoded",
     }
+)
+
+
+class BodyKinds(NamedTuple):
+    """Media types and content encodings of a body that is the file itself, and what such a file is called."""
+
+    media_types: frozenset[str] = RAW_TYPES
+    encodings: frozenset[str] = frozenset({"identity"})
+    name: str = "the TIFF itself"
+
+
+STACKS = BodyKinds()
+LABELS = BodyKinds(
+    RAW_TYPES | {"application/x-npy", "application/gzip", "application/x-gzip"},
+    frozenset({"identity", "gzip"}),
+    "labels as TIFF or .npy",
 )
 # Errors of a hard link from one file system to another, or on one that has none.
 NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
@@ -221,13 +237,13 @@ def is_multipart(request: Request) -> bool:
     return _media_type(request) == MULTIPART
 
 
-async def receive(request: Request, upload: Upload) -> None:
-    """Receive the posted file and write all but its end. An empty body makes an empty file.
+async def receive(request: Request, upload: Upload, kinds: BodyKinds = STACKS) -> None:
+    """Receive the posted file and write all but its end, as it comes. An empty body makes an empty file.
 
     Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, RateLimited or OutOfStorage where there is too
     little space for it, and Cancelled when the client disconnects before it has sent everything.
     """
-    form = _make_form_parser(request, upload)
+    form = _make_form_parser(request, upload, kinds)
     feed = upload.add_data if form is None else form.feed
     upload.announce(_stated_length(request, upload.limit_bytes))
     more = True
@@ -261,24 +277,22 @@ def _media_type(request: Request) -> str:
     return get_header(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
-def _make_form_parser(request: Request, upload: Upload) -> FormParser | None:
+def _make_form_parser(request: Request, upload: Upload, kinds: BodyKinds) -> FormParser | None:
     """Return the parser of a form, None for a body that is the file itself.
 
     Raises UnsupportedMedia for any other body, and BadParameter for a form's boundary.
     """
     encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
-    if encoding != "identity":
-        raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send the TIFF itself, compressed or not.")
+    if encoding not in kinds.encodings:
+        raise UnsupportedMedia(f"Content-Encoding {encoding} is not read; send {kinds.name}, compressed or not.")
     media_type = _media_type(request)
     if media_type == MULTIPART:
         _, options = parse_options_header(request.headers["content-type"])
         return FormParser(options.get(b"boundary", b""), upload.add_data, upload.set_name, upload.fields)
-    if media_type in RAW_TYPES:
+    if media_type in kinds.media_types:
         upload.set_name(_decode_name(get_header(request.scope, b"x-filename")))
         return None
-    raise UnsupportedMedia(
-        f"A body of type {media_type} is not read; send the TIFF itself with Content-Type: image/tiff."
-    )
+    raise UnsupportedMedia(f"A body of type {media_type} is not read; send {kinds.name} with Content-Type: image/tiff.")
 
 
 def _stated_length(request: Request, limit_bytes: int) -> int:

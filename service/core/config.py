@@ -227,6 +227,17 @@ class Jobs(_Section):
     stacks_bytes: PositiveInt = 16 * 2**30
 
 
+class Annotations(_Section):
+    """Stacks that are kept with corrected labels, to train on; see `AnnotationStore`.
+
+    folder       None: `annotations` below jobs.folder, without that below the user's own data folder
+    quota_bytes  of all annotated stacks of one key; beyond, no other is kept. 0: none are
+    """
+
+    folder: Path | None = None
+    quota_bytes: NonNegativeInt = 8 * 2**30
+
+
 class Server(_Section):
     """Address to listen on, and the folder of uploads until they are answered (None: the system's temporary one).
 
@@ -346,6 +357,7 @@ class Settings(_Section):
     limits: Limits = Limits()
     references: References = References()
     jobs: Jobs = Jobs()
+    annotations: Annotations = Annotations()
     server: Server = Server()
     access: Access = Access()
     watchdog: Watchdog = Watchdog()

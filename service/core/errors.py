@@ -15,6 +15,8 @@ StackSegError
 |   |-- Misdirected         meant for a host that this service is not
 |   |-- UnknownJob          no job of that id, or not this caller's
 |   |-- UnknownStack        no kept stack of that id, or not this caller's
+|   |-- UnknownAnnotation   no annotated stack of that id, or not this caller's
+|   |-- SwitchedOff         something that the operator has switched off, or not installed
 |   |-- NotFinished         the result of a job that still waits or runs
 |   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
 |-- CapacityError           nobody's fault: the same request may succeed later
@@ -135,6 +137,18 @@ class UnknownStack(RequestError):
     """No stack of that id is kept, or it is somebody else's."""
 
     slug = "unknown-stack"
+
+
+class UnknownAnnotation(RequestError):
+    """No annotated stack of that id is kept, or it is somebody else's."""
+
+    slug = "unknown-annotation"
+
+
+class SwitchedOff(RequestError):
+    """The operator has switched this off, or has not installed what it needs."""
+
+    slug = "switched-off"
 
 
 class NotFinished(RequestError):

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from service.core.buffers import LARGE_BYTES
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKilled, TooLarge, UnsupportedMedia
-from service.core.volume import Description, Selection, Volume
+from service.core.volume import Description, Selection, Size, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import make_file, map_file
 from service.formats.sandbox_process import NONSENSE, Cancelling, ReaderProcess, never
@@ -122,6 +122,17 @@ class Reader:
         """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
         request = self._request("extract", selection, shared=shared, small_bytes=small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
+
+    def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:
+        """Read labels for a stack of this shape (Z, Y, X) from a TIFF, or .npy that may be within gzip.
+
+        Raises BadParameter for labels of another shape, and what `read` raises.
+        """
+        request = self._request("labels", Selection(), shared=False) | {"shape": shape}
+        volume = self._extract(request, source, scratch, cancelled, shared=False)
+        if not isinstance(volume, Volume) or volume.shape != (1, *shape):
+            raise BadFile(NONSENSE)
+        return volume
 
     @property
     def kills(self) -> int:

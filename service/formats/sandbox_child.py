@@ -16,8 +16,9 @@ from typing import Any
 
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Description, Selection, TimeRange, VoxelSize
-from service.formats import tiff_reader
+from service.formats import label_reader, tiff_reader
 from service.formats.confinement import confine
+from service.formats.tiff_reader import Extract
 
 
 def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -42,7 +43,12 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
     try:
         if request["call"] == "inspect":
             return {"result": tiff_reader.inspect(file, selection, limit_bytes)}
-        extract = tiff_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
+        extract: Extract | Description
+        if request["call"] == "labels":
+            z, y, x = request["shape"]
+            extract = label_reader.extract(file, (z, y, x), make_output)
+        else:
+            extract = tiff_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:

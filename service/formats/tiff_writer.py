@@ -7,12 +7,12 @@ import math
 import random
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
@@ -21,7 +21,7 @@ from tifffile import TiffWriter
 
 from service.core import host
 from service.core.buffers import release_pages
-from service.core.volume import Array, OutputKind, Segmentation, TimeInterval, VoxelSize
+from service.core.volume import Array, OutputKind, Segmentation, TimeInterval, Volume, VoxelSize
 from service.formats import imagej_writer, tiff_template
 from service.formats.tiff_template import TiffTemplate
 
@@ -46,7 +46,7 @@ class _Form(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    kind: OutputKind
+    kind: OutputKind | Literal["image"]
     names: tuple[str, ...]
     voxel_size: VoxelSize | None
     counted: bool
@@ -85,16 +85,34 @@ def write(
     form = _Form.of(segmentation)
     if bigtiff is None:
         bigtiff = segmentation.pixels.nbytes > _CLASSIC_BYTES
+
+    def write_content(file: BinaryIO) -> None:
+        if not bigtiff and (content := encode(segmentation, origin)) is not None:
+            file.write(content)
+        else:
+            pages = _compress_planes(_planes(segmentation.pixels))
+            _write_pages(file, form, pages, _make_uuid(), _clean(origin), bigtiff=bigtiff)
+            description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
+            imagej_writer.append_description(file, description)
+
+    _write_whole(path, write_content)
+
+
+def write_image(volume: Volume, path: Path) -> None:
+    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size; `path` appears only once complete."""
+    shape = volume.shape[1:]
+    form = _Form(shape, volume.dtype, "image", (), volume.voxel_size, counted=False, axes="ZYX", time_interval=None)
+    nbytes = math.prod(shape) * volume.dtype.itemsize
+    pages = _compress_planes(volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
+    _write_whole(path, lambda file: _write_pages(file, form, pages, _make_uuid(), {}, bigtiff=nbytes > _CLASSIC_BYTES))
+
+
+def _write_whole(path: Path, write_content: Callable[[BinaryIO], None]) -> None:
+    """Have the content of a file written under another name, which becomes `path` at the end."""
     partial = path.with_name(f".{path.name}.part")
     try:
         with partial.open("w+b") as file:
-            if not bigtiff and (content := encode(segmentation, origin)) is not None:
-                file.write(content)
-            else:
-                pages = _compress_planes(segmentation.pixels)
-                _write_pages(file, form, pages, _make_uuid(), _clean(origin), bigtiff=bigtiff)
-                description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
-                imagej_writer.append_description(file, description)
+            write_content(file)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -120,6 +138,7 @@ def _make_uuid() -> str:
 
 @lru_cache(maxsize=32)
 def _template(form: _Form) -> TiffTemplate:
+    assert form.kind != "image"  # noqa: S101 - images have no template
     segmentation = Segmentation(
         # The template needs only the shape of the pixels.
         np.broadcast_to(np.zeros((), form.dtype), form.shape),
@@ -161,7 +180,7 @@ def _write_pages(  # noqa: PLR0913
         metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
     if form.time_interval is not None:
         metadata |= {"TimeIncrement": form.time_interval.length, "TimeIncrementUnit": form.time_interval.unit}
-    colours = imagej_writer.label_colours() if form.kind != "probabilities" else ()
+    colours = imagej_writer.label_colours() if form.kind in {"labels", "classes"} else ()
     resolution = None
     if form.voxel_size is not None:
         for axis, edge in zip("ZYX", form.voxel_size, strict=True):
@@ -192,12 +211,12 @@ def _planes(pixels: Array) -> Iterator[Array]:
         yield pixels[index]
 
 
-def _compress_planes(pixels: Array) -> Iterator[bytes]:
-    """Yield the compressed planes in order, while threads compress the next few."""
+def _compress_planes(planes: Iterator[Array]) -> Iterator[bytes]:
+    """Yield planes [Y, X] compressed, in order, while threads compress the next few."""
     workers = host.usable_cores()
     pending: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(workers, "compress") as threads:
-        for plane in _planes(pixels):
+        for plane in planes:
             pending.append(threads.submit(_compress, plane))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()

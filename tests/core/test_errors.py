@@ -79,6 +79,8 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "internal-error",
         "unknown-job",
         "unknown-stack",
+        "unknown-annotation",
+        "switched-off",
         "interrupted",
         "reader-killed",
         "result-gone",

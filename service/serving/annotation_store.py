@@ -1,0 +1,299 @@
+"""Annotated stacks: an image and corrected labels of one shape, kept until their owner deletes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from service.core.config import Settings
+from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
+from service.core.volume import Segmentation, Size, Volume, VoxelSize, label_dtype
+from service.formats import tiff_writer
+from service.serving.scratch import translate_disk_faults
+
+IMAGE, LABELS, RECORD = "image.ome.tif", "labels.ome.tif", "annotation.json"
+_ID = re.compile(r"[0-9a-f]{32}")
+# What a process that was killed has written by half; no stack takes that long.
+_ABANDONED_SECONDS = 24 * 3600.0
+# Numbers up to this are counted in a table, larger ones by sorting.
+_TABLE_NUMBERS = 2**24
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part [z0, z1), [y0, y1), [x0, x1) of a stack, in voxels."""
+
+    z: tuple[int, int]
+    y: tuple[int, int]
+    x: tuple[int, int]
+
+    @classmethod
+    def parse(cls, text: str, shape: Size) -> Self:
+        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter for text of another form, and for what is not in the stack."""
+        ranges = [tuple(int(edge) for edge in part.split(":")) for part in text.split(",") if _is_range(part)]
+        match ranges:
+            case [(z0, z1), (y0, y1), (x0, x1)] if text.count(",") == 2:
+                region = cls((z0, z1), (y0, y1), (x0, x1))
+                if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
+                    return region
+        size = ",".join(f"0:{edge}" for edge in shape)
+        raise BadParameter(f"region: z0:z1,y0:y1,x0:x1 within {size} is expected, not {text[:80]!r}.")
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        return self.z, self.y, self.x
+
+    @property
+    def slices(self) -> tuple[slice, slice, slice]:
+        """The part as an index of an array [Z, Y, X]."""
+        z, y, x = (slice(*edges) for edges in self.ranges)
+        return z, y, x
+
+    def __str__(self) -> str:
+        """Return text that `parse` understands."""
+        return ",".join(f"{a}:{b}" for a, b in self.ranges)
+
+
+def _is_range(text: str) -> bool:
+    return re.fullmatch(r"\d{1,7}:\d{1,7}", text) is not None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What corrected labels were made of.
+
+    model     with its version
+    diameter  as the parameter takes it
+    changes   number of corrections
+    stack     id of the stack; like the job it may be gone
+    job       id of the job whose labels were corrected
+    """
+
+    model: str | None = None
+    diameter: str | None = None
+    changes: int | None = None
+    stack: str | None = None
+    job: str | None = None
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """An annotated stack on disk.
+
+    folder   its name is the annotation's id
+    owner    key that has kept it
+    shape    (Z, Y, X)
+    region   the corrected part, None: all
+    objects  in that part of the labels
+    nbytes   of its files
+    created  in seconds since 1970
+    """
+
+    folder: Path
+    name: str
+    owner: str | None
+    shape: Size
+    voxel_size: VoxelSize | None
+    region: Region | None
+    objects: int
+    origin: Origin
+    nbytes: int
+    created: float
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def image(self) -> Path:
+        """The image, OME-TIFF ZYX."""
+        return self.folder / IMAGE
+
+    @property
+    def labels(self) -> Path:
+        """The labels, OME-TIFF ZYX of the image's shape."""
+        return self.folder / LABELS
+
+
+def choose_folder(settings: Settings) -> Path:
+    """Return the folder of annotated stacks: as set, else below that of jobs, else in the user's own data folder."""
+    if settings.annotations.folder is not None:
+        return settings.annotations.folder
+    if settings.jobs.folder is not None:
+        return settings.jobs.folder / "annotations"
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111 - there may be no home
+    return Path(data) / "stackseg" / "annotations"
+
+
+class AnnotationStore:
+    """A folder with a folder for every annotated stack. Safe to use from threads, and by several processes.
+
+    `quota_bytes`: of one owner. Nothing is deleted for something new: labels are somebody's work.
+    Methods raise OutOfStorage for a full disk and StorageUnavailable for other faults of it.
+    """
+
+    def __init__(self, folder: Path, *, quota_bytes: int) -> None:
+        self.folder, self.quota_bytes = folder, quota_bytes
+        # Held while the room of an owner is counted and taken.
+        self._lock = threading.Lock()
+
+    def check_room(self, owner: str | None) -> None:
+        """Raise SwitchedOff where nothing is kept, and OutOfStorage for an owner whose room is used up."""
+        if not self.quota_bytes:
+            raise SwitchedOff("Annotated stacks are not kept here; the operator has set annotations.quota_bytes to 0.")
+        self._check_quota(owner, 1)
+
+    def keep(  # noqa: PLR0913
+        self,
+        image: Volume,
+        labels: Volume,
+        *,
+        name: str,
+        owner: str | None,
+        region: Region | None = None,
+        origin: Origin | None = None,
+    ) -> Annotation:
+        """Write image and labels, both of one channel and one shape; they are there whole or not at all.
+
+        Raises BadParameter for another shape and for numbers that are no labels, SwitchedOff, and OutOfStorage beyond
+        the quota.
+        """
+        if labels.shape != image.shape or image.shape[0] != 1:
+            raise BadParameter(f"Image and labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
+        self.check_room(owner)
+        number = uuid.uuid4().hex
+        partial = self.folder / f".{number}.part"
+        shape = image.shape[1:]
+        with translate_disk_faults():
+            try:
+                partial.mkdir(mode=0o700, parents=True)
+                self._delete_abandoned()
+                tiff_writer.write_image(image, partial / IMAGE)
+                objects = _write_labels(labels, partial / LABELS, image.voxel_size, region)
+                facts = {
+                    "name": name,
+                    "owner": owner,
+                    "shape": shape,
+                    "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
+                    "region": None if region is None else str(region),
+                    "objects": objects,
+                    "origin": asdict(origin or Origin()),
+                    "nbytes": (nbytes := sum(path.stat().st_size for path in partial.iterdir())),
+                    "created": time.time(),
+                }
+                (partial / RECORD).write_text(json.dumps(facts), encoding="utf-8")
+                for path in (*partial.iterdir(), partial):
+                    _sync(path)
+                with self._lock:
+                    self._check_quota(owner, nbytes)
+                    partial.rename(self.folder / number)
+                _sync(self.folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return self.find(number, owner)
+
+    def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
+        """Return an annotated stack of this owner, or with `everyone` of any. Raises UnknownAnnotation."""
+        found = _read(self.folder / annotation) if _ID.fullmatch(annotation) else None
+        if found is None or not (everyone or found.owner == owner):
+            raise UnknownAnnotation("There is no such annotated stack: its id is wrong, or it was deleted.")
+        return found
+
+    def newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
+        """Return the annotated stacks of this owner, or with `everyone` of all, newest first."""
+        found = (annotation for annotation in self._all() if everyone or annotation.owner == owner)
+        return sorted(found, key=lambda annotation: annotation.created, reverse=True)
+
+    def delete(self, annotation: str, owner: str | None, *, everyone: bool = False) -> None:
+        """Delete an annotated stack. Raises UnknownAnnotation."""
+        found = self.find(annotation, owner, everyone=everyone)
+        with translate_disk_faults(), suppress(FileNotFoundError):
+            # The record goes first: without it there is no annotated stack.
+            (found.folder / RECORD).unlink()
+            shutil.rmtree(found.folder)
+
+    def used_bytes(self, owner: str | None) -> int:
+        """Return the bytes that an owner's annotated stacks take."""
+        return sum(annotation.nbytes for annotation in self.newest(owner))
+
+    def _check_quota(self, owner: str | None, nbytes: int) -> None:
+        if (used := self.used_bytes(owner)) + nbytes > self.quota_bytes:
+            raise OutOfStorage(
+                f"Your annotated stacks take {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), and this"
+                " one has no room; delete some."
+            )
+
+    def _all(self) -> Iterator[Annotation]:
+        with translate_disk_faults():
+            folders = list(self.folder.iterdir()) if self.folder.is_dir() else []
+        for folder in folders:
+            if _ID.fullmatch(folder.name) and (annotation := _read(folder)) is not None:
+                yield annotation
+
+    def _delete_abandoned(self) -> None:
+        for partial in self.folder.glob(".*.part"):
+            with suppress(OSError):
+                if partial.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                    shutil.rmtree(partial)
+
+
+def _read(folder: Path) -> Annotation | None:
+    """Return the annotated stack in a folder; None where there is none, or a record that is damaged."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        z, y, x = facts.pop("shape")
+        size, region = facts.pop("voxel_size"), facts.pop("region")
+        return Annotation(
+            folder=folder,
+            shape=(z, y, x),
+            voxel_size=None if size is None else VoxelSize(*size),
+            region=None if region is None else Region.parse(region, (z, y, x)),
+            origin=Origin(**facts.pop("origin")),
+            **facts,
+        )
+    except (OSError, ValueError, TypeError, LookupError, BadParameter):
+        return None
+
+
+def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
+    """Write labels as uint16, or uint32 where there are more, and return the number of objects in the region."""
+    planes = range(labels.shape[1])
+    extremes = [(int(plane.min()), int(plane.max())) for plane in (labels.read(z, z + 1) for z in planes)]
+    if min(low for low, _ in extremes) < 0:
+        raise BadParameter("The labels have numbers below 0; objects are numbered from 1, and background is 0.")
+    highest = max(high for _, high in extremes)
+    counted = np.zeros(min(highest, _TABLE_NUMBERS) + 1, np.bool_)
+    large: set[int] = set()
+    pixels = np.empty(labels.shape[1:], label_dtype(highest))
+    z0, z1 = (0, len(planes)) if region is None else region.z
+    inside = (slice(None), slice(None)) if region is None else region.slices[1:]
+    for z in planes:
+        pixels[z] = labels.read(z, z + 1)[0, 0]
+        if z0 <= z < z1:
+            part = pixels[z][inside]
+            counted[part[part < len(counted)]] = True
+            large.update(np.unique(part[part >= len(counted)]).tolist())
+    objects = int(np.count_nonzero(counted[1:])) + len(large)
+    tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
+    return objects
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a folder written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

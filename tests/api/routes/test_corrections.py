@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from job_service import TIFF, Service, start
+from live import Answer, as_tiff
+
+from service.core.config import Settings
+from service.serving.annotation_store import AnnotationStore, choose_folder
+
+PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
+TRUTH = np.zeros(PIXELS.shape, np.uint32)
+TRUTH[1:3, 1:4, 1:4], TRUTH[3:5, 4:7, 5:9], TRUTH[5, 7, 9] = 1, 7, 70_000
+NPY = {"Content-Type": "application/x-npy"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("service")
+
+
+@pytest.fixture(scope="module")
+def service(bands_repository: Path, folder: Path) -> Iterator[Service]:
+    with start(bands_repository, folder, annotations={"quota_bytes": 100_000}) as running:
+        yield running
+
+
+@pytest.fixture
+def stack(service: Service) -> Iterator[str]:
+    service.caller = "ann"
+    answer = service.client.post("/stacks", content=as_tiff(PIXELS), headers=TIFF | {"X-Filename": "cells.tif"})
+    yield str(answer.json()["id"])
+    for owner in ("ann", "bob"):
+        service.caller = owner
+        for kept in service.client.get("/annotations").json()["annotations"]:
+            assert service.client.delete(f"/annotations/{kept['id']}").status_code == 204
+    service.caller = None
+
+
+def npy(labels: Any = TRUTH) -> bytes:
+    file = io.BytesIO()
+    np.save(file, labels)
+    return file.getvalue()
+
+
+def keep(service: Service, content: bytes, headers: dict[str, str] = NPY, **query: Any) -> Any:
+    return service.client.post("/annotations", content=content, headers=headers, params=query)
+
+
+def problem(answer: Any) -> tuple[int, str]:
+    return answer.status_code, answer.json()["type"].rpartition(":")[2]
+
+
+def test_image_and_labels_come_back_as_they_were_kept(service: Service, stack: str) -> None:
+    answer = keep(service, npy(), stack=stack, name="corrected", changes=12, region="1:6,0:8,0:10")
+    assert answer.status_code == 201, answer.text
+    kept = answer.json()
+    assert answer.headers["location"] == f"/annotations/{kept['id']}"
+    stated = {"name": "corrected", "owner": "ann", "shape": [6, 8, 10], "objects": 3, "region": "1:6,0:8,0:10"}
+    assert kept == kept | stated | {"changes": 12, "base_model": None, "voxel_size": [0.5, 0.2, 0.2]}
+    assert service.client.get("/annotations").json() == {"annotations": [kept]}
+    assert service.client.get(answer.headers["location"]).json() == kept
+    image, labels = (service.client.get(f"{answer.headers['location']}/{part}") for part in ("image", "labels"))
+    assert labels.headers["content-disposition"] == 'attachment; filename="corrected_labels.ome.tif"'
+    for sent, pixels in ((image, PIXELS), (labels, TRUTH)):
+        read = Answer(sent.content)
+        assert np.array_equal(read.pixels, pixels)
+        assert (read.pixels.dtype, read.axes, read.voxel_size) == (pixels.dtype, "ZYX", (0.5, 0.2, 0.2))
+    assert service.client.delete(answer.headers["location"]).status_code == 204
+    assert problem(service.client.get(answer.headers["location"])) == (404, "unknown-annotation")
+    assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (gzip.compress(npy(TRUTH.astype(np.uint8))), NPY | {"Content-Encoding": "gzip"}),
+        (gzip.compress(npy(TRUTH.astype(np.int32))), {"Content-Type": "application/gzip"}),
+        (npy(TRUTH.astype(">u4")), {"Content-Type": "application/octet-stream"}),
+        (as_tiff(TRUTH.astype(np.uint8)), TIFF),
+        (as_tiff(TRUTH.astype(np.uint8), compression="zlib"), TIFF),
+    ],
+)
+def test_labels_are_read_in_all_their_forms(
+    service: Service, stack: str, content: bytes, headers: dict[str, str]
+) -> None:
+    answer = keep(service, content, headers, stack=stack, region="0:5,0:8,0:10")
+    assert (answer.status_code, answer.json().get("objects")) == (201, 2), answer.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "query", "expected"),
+    [
+        (npy(TRUTH[:5]), {}, "5x8x10"),
+        (npy(TRUTH[0]), {}, "8x10"),
+        (npy(TRUTH.astype(np.float32)), {}, "uint32"),
+        (npy(TRUTH.astype(np.int32) - 1), {}, "below 0"),
+        (npy(np.asfortranarray(TRUTH)), {}, "ascontiguousarray"),
+        (npy()[:-1], {}, "damaged"),
+        (gzip.compress(npy())[:-30], {}, "cut short"),
+        (gzip.compress(b"no array"), {}, "as .npy alone"),
+        (npy()[:20], {}, ".npy"),
+        (np.lib.format.MAGIC_PREFIX + b"\2\0" + struct.pack("<I", 2**32 - 1), {}, "memory"),
+        (as_tiff(np.zeros((7, 16, 20), np.uint16), compression="zlib"), {}, "larger"),
+        (as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}), {}, "2 channels"),
+        (as_tiff(TRUTH[:5].astype(np.uint8)), {}, "5x8x10"),
+        (b"", {}, "no file"),
+        (b"nothing known", {}, "TIFF"),
+        (npy(), {"region": "0:7,0:8,0:10"}, "region"),
+        (npy(), {"region": "0:6,3:3,0:10"}, "region"),
+        (npy(), {"region": "all"}, "region"),
+        (npy(), {"channel": "1"}, "channel"),
+        (npy(), {"time": "all"}, "time"),
+        (npy(), {"stack": "0" * 32}, "no such stack"),
+        (npy(), {"job": "0" * 32}, "no such job"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_in_words(
+    service: Service, stack: str, labels: bytes, query: dict[str, str], expected: str
+) -> None:
+    answer = keep(service, labels, **{"stack": stack} | query)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert expected in answer.json()["detail"]
+    assert service.client.get("/annotations").json() == {"annotations": []}
+
+
+def test_a_bomb_of_zeros_is_not_decompressed(service: Service, stack: str) -> None:
+    bomb = gzip.compress(npy(np.zeros((64, 512, 512), np.uint16)))
+    assert problem(keep(service, bomb, stack=stack)) == (422, "bad-parameter")
+
+
+def test_a_job_says_how_the_stack_was_read(service: Service, stack: str) -> None:
+    two = as_tiff(np.stack([PIXELS, PIXELS + 1], 1), metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"})
+    other = service.client.post("/stacks", content=two, headers=TIFF).json()["id"]
+    assert "2 channels" in keep(service, npy(), stack=other).json()["detail"]
+    job = service.client.post("/jobs", params={"stack": other, "channel": "1"}).json()
+    service.wait(job, "done")
+    kept = keep(service, npy(), job=job["id"]).json()
+    assert (kept["base_model"], kept["job"], kept["stack"]) == ("bands/1", job["id"], other)
+    image = service.client.get(f"/annotations/{kept['id']}/image")
+    assert np.array_equal(Answer(image.content).pixels, PIXELS + 1)
+
+
+def test_others_find_nothing_and_have_room_of_their_own(service: Service, stack: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 2**16, (6, 64, 100), np.uint16)
+    ids = {}
+    for owner in ("ann", "bob"):
+        service.caller = owner
+        ids[owner] = service.client.post("/stacks", content=as_tiff(noise), headers=TIFF).json()["id"]
+    labels = npy(np.ones(noise.shape, np.uint8))
+    service.caller = "ann"
+    kept = keep(service, labels, stack=ids["ann"]).json()
+    full = keep(service, labels, stack=ids["ann"])
+    assert (problem(full), "delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
+    service.caller = "bob"
+    assert keep(service, labels, stack=ids["bob"]).status_code == 201
+    assert len(service.client.get("/annotations").json()["annotations"]) == 1
+    for method, path in (("GET", ""), ("GET", "/image"), ("GET", "/labels"), ("DELETE", "")):
+        answer = service.client.request(method, f"/annotations/{kept['id']}{path}")
+        assert problem(answer) == (404, "unknown-annotation")
+
+
+def test_what_is_kept_outlives_the_service_and_nothing_by_half(service: Service, stack: str, folder: Path) -> None:
+    kept = keep(service, npy(), stack=stack).json()
+    places = folder / "jobs" / "annotations"
+    old, new, damaged = places / f".{1:032x}.part", places / f".{2:032x}.part", places / f"{3:032x}"
+    for place in (old, new, damaged):
+        place.mkdir()
+    (damaged / "annotation.json").write_text("[1]")
+    os.utime(old, (0, 0))
+    store = AnnotationStore(places, quota_bytes=100_000)
+    assert [found.id for found in store.newest("ann")] == [kept["id"]]
+    assert keep(service, npy(), stack=stack).status_code == 201
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_full_disk_leaves_nothing(service: Service, stack: str, folder: Path) -> None:
+    places = folder / "jobs" / "annotations"
+    before = {path.name for path in places.iterdir()}
+    kept = service.client.app.state.annotations  # type: ignore[attr-defined]
+    service.client.app.state.annotations = AnnotationStore(Path("/dev/full/annotations"), quota_bytes=100_000)  # type: ignore[attr-defined]
+    try:
+        answer = keep(service, npy(), stack=stack)
+    finally:
+        service.client.app.state.annotations = kept  # type: ignore[attr-defined]
+    assert problem(answer) == (503, "storage-unavailable")
+    assert "/dev" not in answer.text
+    assert {path.name for path in places.iterdir()} == before
+
+
+def test_operators_choose_where_and_whether(bands_repository: Path, tmp_path: Path) -> None:
+    for jobs, chosen, expected in (
+        (None, tmp_path / "own", tmp_path / "own"),
+        (tmp_path, None, tmp_path / "annotations"),
+        (None, None, Path(os.environ["XDG_DATA_HOME"]) / "stackseg" / "annotations"),
+    ):
+        settings = Settings.model_validate({"jobs": {"folder": jobs}, "annotations": {"folder": chosen}})
+        assert choose_folder(settings) == expected
+    with start(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
+        assert service.client.get("/limits").json()["corrections"] is False
+        stack = service.client.post("/stacks", content=as_tiff(PIXELS), headers=TIFF).json()["id"]
+        assert problem(keep(service, npy(), stack=stack)) == (403, "switched-off")
