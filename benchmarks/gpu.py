@@ -2,11 +2,13 @@
 
 python benchmarks/gpu.py machine
 python benchmarks/gpu.py engines [--device cuda] [--batch-sizes 8 1 2 4 16]
+python benchmarks/gpu.py asynchronous [--device cuda] [--shape 64 512 512] [--repeats 5]
 python benchmarks/gpu.py clients [--device cuda] [--config gpu] [--shape 64 512 512] [--seconds 15]
 python benchmarks/gpu.py loads [--device cuda] [--loads 50]
 
 machine  versions, GPU and processor
 engines  the bundled network alone, by every engine in BF16, each in turn with the eager FP32 network that MONAI runs
+asynchronous  a request with each of `device.asynchronous`, then with all, in turn with one that has none of them
 clients  one client, then eight, who post stacks to a real server: answers per second, the share of the time in which
          the device was busy with windows, and the driver's own utilisation
 loads    a server with room for one model of two that are asked for in turn, beside a client of a third
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from common import ROOT, request, run_server
@@ -35,17 +37,20 @@ from end_to_end import read_metrics
 
 from service.cli.benchmark.networks import DevicePeak, Runner, compare_runners, list_engines
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.requests import write_stack
+from service.cli.benchmark.requests import RequestRunner, write_stack
 from service.cli.benchmark.timing import flop_of_window
 from service.cli.models import choose_model
 from service.core import hardware
-from service.core.config import override_settings, read_settings
+from service.core.config import AsynchronousStage, override_settings, read_settings
 from service.engine import backends
+from service.inference.batcher import open_batcher
+from service.inference.segmenter import Segmenter
 from service.models.loader import load_network
 from service.models.repository import read_spec
 
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS, PAIR_SECONDS = 8, 4.0
+SHOWN_STAGES = ("normalise", "windows", "postprocess")
 
 
 def main() -> int:
@@ -55,6 +60,7 @@ def main() -> int:
     parser.add_argument("--config", default="default")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8])
     parser.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512))
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--loads", type=int, default=50)
     options = parser.parse_args()
@@ -113,6 +119,48 @@ def show_pair(first: Runner, runner: Runner, peak: DevicePeak) -> None:
     """Print the row of `runner`, timed in turn with `first`."""
     rows = list(compare_runners("engines", [first, runner], peak, PAIR_SECONDS))
     print(list(format_table("", rows))[-1], flush=True)
+
+
+def compare_asynchronous(options: argparse.Namespace) -> int:
+    """Time a request by stages, without waiting in some and with waiting in all, in turn."""
+    names = get_args(AsynchronousStage)
+    show_head("asynchronous", "total ms", *SHOWN_STAGES, "total / with waiting")
+    with open_runner(options, ()) as waiting:
+        for chosen in dict.fromkeys([*((name,) for name in names), names]):
+            with open_runner(options, chosen) as runner:
+                # The first of each finds memory.
+                pairs = [(waiting.once(), runner.once()) for _ in range(options.repeats + 1)][1:]
+            before, after = ({name: median(pairs, at, name) for name in ("total", *SHOWN_STAGES)} for at in (0, 1))
+            for title, seconds in (("none", before), (", ".join(chosen), after)):
+                figures = [f"{1000 * seconds[name]:.1f}" for name in ("total", *SHOWN_STAGES)]
+                show(title, *figures, f"{seconds['total'] / before['total']:.2f}")
+    return 0
+
+
+def median(pairs: Sequence[tuple[dict[str, float], dict[str, float]]], which: int, stage: str) -> float:
+    return statistics.median(pair[which][stage] for pair in pairs)
+
+
+@contextmanager
+def open_runner(options: argparse.Namespace, asynchronous: Sequence[str]) -> Iterator[RequestRunner]:
+    """Load the bundled model, which is recorded but not compiled on a GPU, with these stages asynchronous."""
+    settings = override_settings(
+        read_settings(), "device", {"name": options.device, "asynchronous": tuple(asynchronous)}
+    )
+    torch_device = hardware.choose_device(options.device)
+    if torch_device.type == "cuda":
+        settings = override_settings(settings, "engine", {"kind": "cudagraph", "precision": "bf16"})
+    spec = choose_model(None, settings)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, open_batcher(settings) as device:
+        folder = Path(name)
+        write_stack(spec, tuple(options.shape), folder / "stack.tif")
+
+        def load() -> Segmenter:
+            segmenter = Segmenter(spec, settings)
+            segmenter.warm_up()
+            return segmenter
+
+        yield RequestRunner(device.call(load), folder / "stack.tif", folder, device, settings.device.threads)
 
 
 def serve_clients(options: argparse.Namespace) -> int:
@@ -237,6 +285,7 @@ def failures(statuses: Counter[int]) -> int:
 STEPS: dict[str, Callable[[argparse.Namespace], int]] = {
     "machine": show_machine,
     "engines": compare_engines,
+    "asynchronous": compare_asynchronous,
     "clients": serve_clients,
     "loads": change_models,
 }

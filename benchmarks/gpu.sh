@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 wheels='' data='' out=gpu-report device=cuda tiny='' only=()
 seconds=${SECONDS_IN_ALL:-530} worst=0
-steps=(machine request tests script labels engines kits19 clients loads)
+steps=(machine request tests asynchronous script labels engines kits19 clients loads)
 
 collect() {
     local options=() number
@@ -64,6 +64,9 @@ tests() {
     # Others import what such a machine lacks.
     mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     if [[ $device != cpu ]]; then run tests 100 "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}"; fi
+}
+asynchronous() {
+    benchmark asynchronous 120 gpu asynchronous --device "$device" --shape "${shape[@]}" --repeats "$repeats"
 }
 script() {
     service script 120 bench "${config[@]}" --device "$device" --shape "${shape[@]}" --repeats "$repeats" --baseline \

@@ -1,9 +1,9 @@
 """Threads that own a device: each computes a stream of batches, with windows of several requests where it can.
 
 Requests prepare, decode and write in threads of their own. Windows that run through the same network share a batch, as
-most networks take the same time however full it is. A GPU has one stream. On a CPU several batches at once, with a part
-of the cores each, keep these busier than one after the other with all of them: nobody waits at the end of every layer
-for the thread that was slowest.
+most networks take the same time however full it is. A GPU has one stream, which may get a batch before it is done with
+the one before. On a CPU several batches at once, with a part of the cores each, keep these busier than one after the
+other with all of them: nobody waits at the end of every layer for the thread that was slowest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
-from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch
+from service.inference.launch import Launch, Mark, mark_end
+from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch, report
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
@@ -36,17 +38,17 @@ CLOSE_SECONDS = 5.0
 
 
 class _Batch(NamedTuple):
-    """Batch to compute: windows of requests, its stream, and how many streams share the device meanwhile."""
+    """Batch to compute: its number since the start, windows, stream, and how many streams share the device then."""
 
+    number: int
     batch_slices: list[BatchSlice]
     stream: int
     sharing: int
 
 
 class _Running(NamedTuple):
-    """Batch that is being computed: its number since the start, its windows, and its stream of these."""
+    """Batch that is being computed: its windows, and its stream of these."""
 
-    number: int
     window: SlidingWindow
     stream: int
 
@@ -56,6 +58,8 @@ class WindowBatcher:
 
     streams  batches that are computed at the same time, at most, of models that want so many
     divide   called in a stream's thread before it computes, with the number of streams that share the device then
+    mark     for a device that computes by itself, and gets a batch before it is done with the one before: marks the end
+             of what it was given. None: a batch is done once the network and the blender have returned
 
     Two rules take turns in choosing whose windows are next. One takes the request that is due first: it is not passed
     for ever, and gets at least half of the device. The other takes the one with the fewest windows left, so that a
@@ -68,8 +72,16 @@ class WindowBatcher:
     looked at where windows or a call come, and where slabs are taken; whoever ends a batch or a call looks by itself.
     """
 
-    def __init__(self, name: str, streams: int = 1, divide: Callable[[int], None] = lambda _streams: None) -> None:
-        self._divide = divide
+    def __init__(
+        self,
+        name: str,
+        streams: int = 1,
+        divide: Callable[[int], None] = lambda _streams: None,
+        mark: Mark | None = None,
+    ) -> None:
+        self._divide, self._mark = divide, mark
+        # Batches of a stream at a time.
+        self._depth = 1 if mark is None else 2
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         # Threads that wait for work, and that nobody has woken.
@@ -80,8 +92,11 @@ class WindowBatcher:
         self._caller: int | None = None
         self._closed = False
         self._batches = 0
-        # By the thread that computes it.
+        # By number.
         self._busy: dict[int, _Running] = {}
+        # In the order in which they were launched, and when the last one before them was done.
+        self._launched: deque[Launch] = deque()
+        self._last_done = 0.0
         self._threads = [
             threading.Thread(target=self._loop, args=(index,), name=name, daemon=True) for index in range(streams)
         ]
@@ -94,7 +109,7 @@ class WindowBatcher:
     def pulse(self) -> int | None:
         """Oldest batch that is being computed, which changes while none is stuck; None if there is none."""
         with self._lock:
-            return min((running.number for running in self._busy.values()), default=None)
+            return min(self._busy, default=None)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -153,7 +168,9 @@ class WindowBatcher:
         `share` is called there, by one thread at a time, for each batch with windows of this image. Raises Cancelled,
         and what `SlidingWindow.run` raises.
         """
-        request = WindowRequest(window, image, overlap, due, cancelled, progress, share)
+        request = WindowRequest(
+            window, image, overlap, due, cancelled, progress, share, deferred=self._mark is not None
+        )
         with self._lock:
             self._check_open()
             self._requests.append(request)
@@ -203,24 +220,30 @@ class WindowBatcher:
 
     @torch.inference_mode()
     def _loop(self, thread: int) -> None:
-        last_sharing = 0
-        while (work := self._wait(thread)) is not None:
-            sharing = work.sharing if isinstance(work, _Batch) else 1
+        last_sharing, done = 0, None
+        while (work := self._wait(thread, done)) is not None:
+            sharing, done = work.sharing if isinstance(work, _Batch) else 1, None
             if sharing != last_sharing:
                 # Only on a change: torch forgets what it has prepared for another number of threads.
                 self._divide(sharing)
                 last_sharing = sharing
             if isinstance(work, _Batch):
-                self._compute(work)
+                done = self._compute(work)
+            elif isinstance(work, Launch):
+                done = self._retire(work)
             else:
                 with torch.inference_mode(mode=False):
                     work()
             del work  # holds images and models, and the next may be hours away
 
-    def _wait(self, thread: int) -> Callable[[], None] | _Batch | None:
-        """Note that the thread is done with its work, and wait for the next call or batch. None at the end."""
+    def _wait(self, thread: int, done: int | None) -> Callable[[], None] | _Batch | Launch | None:
+        """Note that the thread is done with its call and with the batch `done`, and wait for what is next.
+
+        Returns None at the end.
+        """
         with self._lock:
-            self._busy.pop(thread, None)
+            if done is not None:
+                del self._busy[done]
             if self._caller == thread:
                 self._caller = None
             while not self._closed:
@@ -229,9 +252,11 @@ class WindowBatcher:
                     self._caller = thread
                     return self._calls.popleft()
                 if requests := self._may_compute():
-                    batch = self._next_batch(thread, requests)
+                    batch = self._next_batch(requests)
                     self._wake()
                     return batch
+                if self._launched:
+                    return self._launched.popleft()
                 self._idle += 1
                 self._work.wait()
             return None
@@ -251,16 +276,18 @@ class WindowBatcher:
         requests = self._choose_requests()
         return requests if requests and self._may_add(requests) else []
 
-    def _next_batch(self, thread: int, requests: Sequence[WindowRequest]) -> _Batch:
+    def _next_batch(self, requests: Sequence[WindowRequest]) -> _Batch:
         """Fill the next batch with windows of these requests."""
         window = requests[0].window
         # Requests that have to take slabs first count too: they will be back in a moment.
         left = sum([request.scan.left for request in self._requests if request.window is window and not request.failed])
         sharing = min(window.streams, len(self._threads), len(self._busy) + -(-left // window.capacity))
-        stream = min(set(range(len(self._threads))) - {running.stream for running in self._busy.values()})
+        # Batches that follow each other on a device share the only stream.
+        free = set(range(len(self._threads))) - {running.stream for running in self._busy.values()}
+        stream = min(free, default=0)
         self._batches += 1
-        self._busy[thread] = _Running(self._batches, window, stream)
-        return _Batch(fill_batch(requests, window.capacity), stream, sharing)
+        self._busy[self._batches] = _Running(window, stream)
+        return _Batch(self._batches, fill_batch(requests, window.capacity), stream, sharing)
 
     def _may_add(self, requests: Sequence[WindowRequest]) -> bool:
         """Return whether a batch of these requests may be computed beside those that are being computed."""
@@ -268,7 +295,7 @@ class WindowBatcher:
             return True
         window = requests[0].window
         fewest = min([window.streams, *[running.window.streams for running in self._busy.values()]])
-        if len(self._busy) >= fewest:
+        if len(self._busy) >= fewest * self._depth:
             return False
         return window.any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
 
@@ -283,11 +310,30 @@ class WindowBatcher:
             requests.sort(key=lambda request: request.due)
         return [request for request in requests if request.window is requests[0].window]
 
-    def _compute(self, batch: _Batch) -> None:
+    def _compute(self, batch: _Batch) -> int | None:
+        """Compute a batch and return its number; None where the device has it before it, and does it by itself."""
+        if self._mark is not None:
+            self._launched.append(Launch(batch.number, batch.batch_slices, batch.stream, self._mark))
+            return None
         if not self._forward(batch) and len(batch.batch_slices) > 1:
             # The error does not tell which request caused it, so each is computed alone.
             for batch_slice in batch.batch_slices:
                 self._forward(batch._replace(batch_slices=[batch_slice]))
+        return batch.number
+
+    def _retire(self, launch: Launch) -> int:
+        """Wait for a launched batch, hand over what has come of it, and return its number."""
+        outcomes = launch.wait()
+        now = time.monotonic()
+        # While the batch before it was computed, it did not take the device.
+        seconds, self._last_done = now - max(launch.began, self._last_done), now
+        taken = sum([batch_slice.windows for batch_slice, _ in outcomes])
+        slots = outcomes[0][0].request.window.slots(taken)
+        for batch_slice, outcome in outcomes:
+            part = batch_slice.windows / taken
+            batch_slice.share = Share(batch_slice.windows, part * slots, part * seconds)
+            self._settle(batch_slice, report(batch_slice, outcome))
+        return launch.number
 
     def _forward(self, batch: _Batch) -> bool:
         """Compute and blend a batch; False for an error, which a request that is alone in its batch gets."""
@@ -325,13 +371,16 @@ class WindowBatcher:
 
     def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
         """Blend one slice, and return the next if that was computed."""
+        return self._settle(batch_slice, report(batch_slice, blend(batch_slice)))
+
+    def _settle(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
+        """Hand over what has come of the first slice of a request; return its next if that was computed."""
         request = batch_slice.request
-        outcome = [] if request.failed else blend(batch_slice)
         with self._lock:
             if isinstance(outcome, Exception):
                 request.fail(outcome)
             elif not request.failed:
-                request.hand_over(outcome)
+                request.hand_over(outcome, batch_slice.done)
             request.batch_slices.popleft()
             if request.batch_slices and request.batch_slices[0].outcome is not None:
                 return request.batch_slices[0]
@@ -342,7 +391,8 @@ class WindowBatcher:
 @contextmanager
 def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
     """Start a batcher for `settings.device.name` where no service runs, and close it at the end. Raises ConfigError."""
-    batcher = make_batcher(settings, on_host=hardware.choose_device(settings.device.name).type == "cpu")
+    device = hardware.choose_device(settings.device.name)
+    batcher = make_batcher(settings, device, on_host=device.type == "cpu")
     batcher.start()
     try:
         yield batcher
@@ -351,11 +401,15 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
         batcher.join(CLOSE_SECONDS)
 
 
-def make_batcher(settings: Settings, *, on_host: bool) -> WindowBatcher:
+def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> WindowBatcher:
     """Make a batcher with the most streams that a model may have, each of which gets its part of the cores."""
     cores = settings.device.threads or host.usable_cores()
     wanted = settings.engine.streams
     most = min(cores, MAX_STREAMS) if wanted == "auto" else wanted
+    launches = not on_host and "batches" in settings.device.asynchronous
     return WindowBatcher(
-        "device", most if on_host else 1, lambda streams: hardware.use_threads(max(cores // streams, 1))
+        "device",
+        most if on_host else 1,
+        lambda streams: hardware.use_threads(max(cores // streams, 1)),
+        partial(mark_end, device) if launches else None,
     )

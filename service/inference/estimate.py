@@ -175,7 +175,9 @@ def estimate(  # noqa: PLR0913
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
-    running = 4 * (kept + _slab_floats(spec, grid, plan, at_once)) + at_once * window_bytes
+    # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
+    waiting = at_once if on_host else min(3 * at_once, grid.count)
+    running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * window_bytes
     decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     depth = min(grid.roi[0], volume.shape[1])

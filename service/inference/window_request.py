@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from service.inference.windows.blending import Slab
+from service.inference.windows.blending import FiniteFlag, Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, WindowSlice
 
 
@@ -28,6 +28,8 @@ class BatchSlice:
         self.request, self.part, self.windows = request, part, len(part.places)
         self.outcome: Tensor | Exception | None = None
         self.share: Share | None = None
+        # Windows of the request that are blended with this slice and those before it.
+        self.done = 0
 
 
 class WindowRequest:
@@ -42,24 +44,29 @@ class WindowRequest:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
         share: Callable[[Share], None],
+        *,
+        deferred: bool = False,
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
-        self.scan = window.scan(image, overlap)
+        # Asked once a device that computes by itself is done with what it was given.
+        self.finite = FiniteFlag(window.batch.device) if deferred else None
+        self.scan = window.scan(image, overlap, require_finite if self.finite is None else self.finite.note)
         # In the order in which they are blended, whatever the order in which they are computed.
         self.batch_slices: deque[BatchSlice] = deque()
         self.blending = False
         # Slabs, then None after the last of them or for an error. No lock is needed to be woken by it.
         self.answers: SimpleQueue[Slab | None] = SimpleQueue()
-        # Slabs that its thread has not taken.
-        self.untaken = 0
+        # Slabs that its thread has not taken, and how many of these it may leave while more windows are computed: none,
+        # or those of the latest batch, as a device that computes by itself would otherwise wait for this thread.
+        self.untaken = self.spared = 0
         self.error: Exception | None = None
         self.failed = self.over = False
 
     @property
     def is_ready(self) -> bool:
         """Whether windows are left, its thread has taken all slabs, and few batches wait for one that is slow."""
-        keeps_up = not self.untaken and len(self.batch_slices) <= self.window.streams
+        keeps_up = self.untaken <= self.spared and len(self.batch_slices) <= self.window.streams
         return self.scan.left > 0 and not self.failed and keeps_up
 
     def fail(self, error: Exception) -> None:
@@ -68,12 +75,13 @@ class WindowRequest:
             self.failed, self.error = True, error
             self.answers.put(None)
 
-    def hand_over(self, slabs: Sequence[Slab]) -> None:
-        """Hand finished slabs to the thread of the request."""
+    def hand_over(self, slabs: Sequence[Slab], done: int) -> None:
+        """Hand finished slabs to the thread of the request, of which so many windows are done."""
         self.untaken += len(slabs)
+        self.spared = 0 if self.finite is None else len(slabs)
         for slab in slabs:
             self.answers.put(slab)
-        if self.scan.done == self.scan.total:
+        if done == self.scan.total:
             self.over = True
             self.answers.put(None)
 
@@ -100,14 +108,30 @@ def copy_scores(scores: Tensor) -> Tensor | Exception:
 
 
 def blend(batch_slice: BatchSlice) -> list[Slab] | Exception:
-    """Blend computed windows and count them; return the slabs that became final, or what was wrong with the scores."""
-    if not isinstance(batch_slice.outcome, Tensor) or batch_slice.share is None:
-        return batch_slice.outcome if isinstance(batch_slice.outcome, Exception) else RuntimeError("not computed")
-    request, (scan, places) = batch_slice.request, batch_slice.part
+    """Blend computed windows; return the slabs that became final, or what was wrong with the scores."""
+    request, (scan, places), scores = batch_slice.request, batch_slice.part, batch_slice.outcome
+    if request.failed:
+        return []
+    if not isinstance(scores, Tensor):
+        return scores or RuntimeError("not computed")
     try:
-        slabs = scan.blend(places, batch_slice.outcome)
-        request.share(batch_slice.share)
-        request.progress(scan.done, scan.total)
+        slabs = scan.blend(places, scores)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
+    batch_slice.done = scan.done
     return slabs
+
+
+def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Slab] | Exception:
+    """Count windows that are computed and blended; return their `outcome`, or what was wrong with the scores."""
+    request = batch_slice.request
+    if request.failed or isinstance(outcome, Exception) or batch_slice.share is None:
+        return outcome
+    try:
+        if request.finite is not None:
+            request.finite.check()
+        request.share(batch_slice.share)
+        request.progress(batch_slice.done, request.scan.total)
+    except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
+        return error
+    return outcome

@@ -100,7 +100,7 @@ class DeviceWorker:
             unloaded=self._unloaded,
             lock=loading_lock,
         )
-        self._device = make_batcher(settings, on_host=self._on_host)
+        self._device = make_batcher(settings, torch_device, on_host=self._on_host)
         # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
         self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(

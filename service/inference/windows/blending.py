@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,11 +72,25 @@ class Blender(ABC):
         """Return the means [K, z, y, X] of the final planes and rows with the last window of a row."""
 
 
-def make_blender(grid: Grid, outputs: int, blending: Blending, device: torch.device, kernels: WindowKernels) -> Blender:
-    """Return what blends windows with this number of outputs on this device."""
+class CheckFinite(Protocol):
+    """Check of finished scores for NaN and infinity: `require_finite`, or `FiniteFlag.note`, which needs no waiting."""
+
+    def __call__(self, scores: Tensor, /) -> Tensor:
+        """Return the scores, of half precision as float32. May raise NonFiniteScores."""
+
+
+def make_blender(  # noqa: PLR0913, PLR0917
+    grid: Grid,
+    outputs: int,
+    blending: Blending,
+    device: torch.device,
+    kernels: WindowKernels,
+    check: CheckFinite | None = None,
+) -> Blender:
+    """Return what blends windows with this number of outputs on this device; `check` None: `require_finite`."""
     if kernels.supports(device):
         return _KernelBlender(grid, outputs, blending, kernels)
-    return _TorchBlender(grid, outputs, blending, device)
+    return _TorchBlender(grid, outputs, blending, device, check or require_finite)
 
 
 def count_buffered_floats(grid: Grid, outputs: int, *, by_kernel: bool) -> int:
@@ -121,8 +135,9 @@ class _TorchBlender(Blender):
     Buffers are never zeroed before they are overwritten, because they do not fit a processor's cache.
     """
 
-    def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device) -> None:
+    def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device, check: CheckFinite) -> None:
         super().__init__(grid)
+        self._check = check
         self._importance = importance_map(grid.roi, blending, device)
         shared = (grid.max_shared[0], *grid.padded[1:])
         self._row = torch.empty((outputs, *grid.roi[:2], grid.padded[2]), device=device)
@@ -157,7 +172,7 @@ class _TorchBlender(Blender):
             sums, here = row[..., : y.final, :], layer[..., top : top + y.final, :]
             sums[..., : z.shared, :, :] += here[..., : z.shared, :, :]
             here[..., :kept, :, :].copy_(sums[..., z.final :, :, :])
-        return require_finite(self._row[:, : z.final, : y.final] / self._weight[: z.final, : y.final])
+        return self._check(self._row[:, : z.final, : y.final] / self._weight[: z.final, : y.final])
 
     def _advance_row(self, step: int) -> None:
         """Move the buffers `step` rows on along y."""
@@ -178,6 +193,29 @@ def require_finite(scores: Tensor) -> Tensor:
     if not math.isfinite(scores.sum().item()):
         raise NonFiniteScores(NOT_FINITE)
     return scores
+
+
+class FiniteFlag:
+    """Whether all scores of a request are finite, kept on their device: nobody waits for it while they are computed.
+
+    A copy on the host, in pinned memory, is right once the device is done with what it was given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._flag = torch.ones((), dtype=torch.bool, device=device)
+        self._copy = torch.ones((), dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def note(self, scores: Tensor, /) -> Tensor:
+        """Return the scores, of half precision as float32, and note whether they are finite."""
+        scores = scores.float() if scores.dtype == torch.float16 else scores
+        self._flag.logical_and_(scores.sum().isfinite())
+        self._copy.copy_(self._flag, non_blocking=True)
+        return scores
+
+    def check(self) -> None:
+        """Raise NonFiniteScores where scores that the device is done with, or has begun, are not finite."""
+        if not self._copy.item():
+            raise NonFiniteScores(NOT_FINITE)
 
 
 @lru_cache(maxsize=16)

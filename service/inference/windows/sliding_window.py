@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.core.errors import Cancelled
 from service.core.volume import Size
-from service.inference.windows.blending import Blender, Blending, Slab, make_blender, require_finite
+from service.inference.windows.blending import Blender, Blending, CheckFinite, Slab, make_blender, require_finite
 from service.inference.windows.grid import Box, Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.loader import Network
@@ -173,16 +173,19 @@ class SlidingWindow:
             yield from scan.blend(part.places, scores)
             progress(scan.done, scan.total)
 
-    def scan(self, image: Image, overlap: float) -> WindowScan:
-        """Return a scan of `image` that begins at its first window."""
+    def scan(self, image: Image, overlap: float, check: CheckFinite = require_finite) -> WindowScan:
+        """Return a scan of `image` that begins at its first window; `check` looks at finished scores."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
-        return WindowScan(image, grid, self._blending, self.batch.device, self._kernels, owns_scores=self.owns_scores)
+        return WindowScan(
+            image, grid, self._blending, self.batch.device, self._kernels, check, owns_scores=self.owns_scores
+        )
 
-    def forward(self, parts: Sequence[WindowSlice], stream: int = 0) -> Sequence[Tensor]:
+    def forward(self, parts: Sequence[WindowSlice], stream: int = 0, *, wait: bool = True) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows of one image or several.
 
         Returns the scores of each part, [B, K, *roi] with its number of windows as B. They are valid until this
         stream's next call, or for good where the network owns its scores. Call it in torch's inference mode.
+        Without `wait` a device that computes by itself may not be done when it returns.
         """
         buffers, taken = self._streams[stream], 0
         for scan, places in parts:
@@ -194,7 +197,7 @@ class SlidingWindow:
             # Windows of an earlier batch may be the ones that made it fail.
             slot.whole.zero_()
         scores = self.network(buffers.first_windows[length])
-        if scores.is_cuda:
+        if wait and scores.is_cuda:
             # Callers that time a batch mean its computation, not the launch of its kernels.
             torch.cuda.current_stream(scores.device).synchronize()
         if taken < length:
@@ -229,16 +232,18 @@ class WindowScan:
     `total`, `left` and `done` count the windows that are computed, that were not taken yet, and that were blended.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         image: Image,
         grid: Grid,
         blending: Blending,
         device: torch.device,
         kernels: WindowKernels = window_kernels,
+        check: CheckFinite = require_finite,
         *,
         owns_scores: bool = False,
     ) -> None:
+        self._check = check
         skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
             skipped, self._skipped_scores = image.skipped, image.scores[:, None, None, None].expand(-1, *grid.roi)
@@ -287,11 +292,13 @@ class WindowScan:
         if self._single:
             # The weight of a single window cancels.
             self.done = 1
-            inside = require_finite(scores)
+            inside = self._check(scores)
             inside = inside[(slice(None), *self._inside)] if self._padded else inside
             return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
         if self._blender is None:
-            self._blender = make_blender(self._grid, scores.shape[1], self._blending, self._device, self._kernels)
+            self._blender = make_blender(
+                self._grid, scores.shape[1], self._blending, self._device, self._kernels, self._check
+            )
         slabs = list[Slab]()
         for place, window in zip(places, scores.unbind(), strict=True):
             if self._skips:
