@@ -228,6 +228,7 @@ class Description:
     dtype               as stored, for example "uint16"
     voxel_size          micrometres, or None; `voxel_size_from` names its source
     channels, times     names of all stored channels; number of time points
+    colours             of all stored channels as #rrggbb, "" where the file gives none
     notes               assumptions and doubts, one sentence each
     time_interval       or None where the file does not say
     time_points         [first, stop) of a selected range, else None
@@ -247,6 +248,7 @@ class Description:
     time_interval: TimeInterval | None = None
     time_points: tuple[int, int] | None = None
     problem: str = ""
+    colours: tuple[str, ...] = ()
 
     @property
     def volumes(self) -> int:

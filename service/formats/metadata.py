@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -105,6 +106,44 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     if kind == "mmstack":
         names = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
+
+
+def channel_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+    """Read colours of channels as #rrggbb; () where a container has none, or none that can be understood."""
+    try:
+        return _read_colours(tiff, kind)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return ()
+
+
+def _read_colours(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+    match kind:
+        case "imagej":
+            # By channel a table [3, 256] of what grey values are shown as.
+            tables = (tiff.imagej_metadata or {}).get("LUTs", ())
+            return tuple(_format_colour([row[-1] for row in table]) for table in tables)
+        case "lsm":
+            colours = ((tiff.lsm_metadata or {}).get("ChannelColors") or {}).get("Colors", ())
+            return tuple(_format_colour(colour[:3]) for colour in colours)
+        case "mmstack":
+            # Signed numbers, from high to low: alpha, red, green, blue.
+            colours = (tiff.micromanager_metadata or {}).get("Summary", {}).get("ChColors", ())
+            return tuple(f"#{int(colour) & 0xFFFFFF:06x}" for colour in colours)
+        case _:
+            return ()
+
+
+def parse_ome_colour(text: str) -> str:
+    """Return the colour of a channel in OME-XML, a signed number RGBA, as #rrggbb; "" where it is none."""
+    try:
+        return f"#{int(text) >> 8 & 0xFFFFFF:06x}"
+    except ValueError:
+        return ""
+
+
+def _format_colour(parts: Sequence[int]) -> str:
+    red, green, blue = (int(part) & 0xFF for part in parts)
+    return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:

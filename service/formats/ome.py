@@ -26,6 +26,7 @@ class OmeImage:
 
     axes, shape  slowest first, as in `DimensionOrder`, C without the samples inside a page; Y and X left out
     samples      per pixel inside a page (3 for RGB)
+    colours      of the channels, Color as written, "" where absent
     pages        page index per plane, in C order of `shape`
     sizes        PhysicalSizeZ, Y, X as written, "" where absent
     units        their units, "µm" where absent
@@ -40,6 +41,7 @@ class OmeImage:
     samples: int
     pages: tuple[int, ...]
     channels: tuple[str, ...]
+    colours: tuple[str, ...]
     sizes: tuple[str, ...]
     units: tuple[str, ...]
     time_increment: tuple[str, str]
@@ -129,6 +131,7 @@ def _image(element: Element, page_count: int) -> OmeImage:
         samples=samples,
         pages=_pages(_children(pixels, "TiffData"), axes, shape, page_count),
         channels=tuple(channel.get("Name", "") for channel in channels),
+        colours=tuple(channel.get("Color", "") for channel in channels),
         sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
         units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
         time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),

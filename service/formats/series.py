@@ -51,6 +51,7 @@ class StoredImage:
     whole        whether all pixels follow the first page's offset without a gap; `pages` is that one page
     doubt        clause why the container's description cannot be used, "" where it can
     channels     names, as many as the file gives
+    colours      of the channels as in `Description`, as many as the file gives
     """
 
     container: str
@@ -60,6 +61,7 @@ class StoredImage:
     whole: bool = False
     doubt: str = ""
     channels: tuple[str, ...] = ()
+    colours: tuple[str, ...] = ()
     calibration: Calibration = voxel_size.NOTHING
     time_interval: TimeInterval | None = None
     notes: tuple[str, ...] = ()
@@ -145,6 +147,7 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         shape=image.shape + page.shape,
         pages=pages,
         channels=image.channels,
+        colours=tuple(map(metadata.parse_ome_colour, image.colours)),
         calibration=voxel_size.from_lengths(image.sizes, image.units, "OME-XML"),
         time_interval=time_interval.parse(*image.time_increment),
         notes=_note_choice(len(images), image.name),
@@ -172,6 +175,7 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
         whole=whole,
         doubt=doubt if kind == "imagej" and 1 < stated < len(structure.offsets) else "",
         channels=metadata.channel_names(tiff, kind),
+        colours=metadata.channel_colours(tiff, kind),
         calibration=metadata.calibration(tiff, series.keyframe, kind),
         time_interval=metadata.find_time_interval(tiff, kind),
         notes=_note_choice(len(candidates), series.name),

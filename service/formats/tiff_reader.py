@@ -170,6 +170,7 @@ class _Stack:
             voxel_size=voxel_size,
             voxel_size_from="the request" if selection.voxel_size else source,
             channels=self.names,
+            colours=_colour_channels(self.image, self.layout),
             times=self.layout.length("T"),
             notes=self.notes(selection),
             time_interval=self.image.time_interval,
@@ -203,6 +204,15 @@ def _open(file: Path | int, selection: Selection, limit_bytes: int) -> Iterator[
             part = axes.select(layout, names, selection)
             pixels.check(image, structure, layout, part, limit_bytes)
         yield _Stack(tiff, image, layout, part, names)
+
+
+def _colour_channels(image: StoredImage, layout: Layout) -> tuple[str, ...]:
+    """Return one colour per channel, "" where the file has none; colour samples are red, green and blue themselves."""
+    channels, samples = layout.length("C"), layout.length("S")
+    if samples > 1:
+        rgb = ("#ff0000", "#00ff00", "#0000ff") if samples in {3, 4} else ()
+        return (*rgb, *("",) * (samples - len(rgb))) * channels
+    return image.colours if len(image.colours) == channels else ("",) * channels
 
 
 def _name_channels(image: StoredImage, layout: Layout) -> tuple[str, ...]:

@@ -167,6 +167,17 @@ def test_a_range_of_time_points_is_described_and_not_read(make: Make) -> None:
         tiff_reader.read(path, Selection(time=TimeRange()), LIMIT)
 
 
+def test_colours_of_channels(make: Make) -> None:
+    pixels = np.zeros((2, 3, 8, 8), np.uint16)
+    red_and_cyan = [np.outer(colour, np.arange(256)).astype(np.uint8) for colour in ((1, 0, 0), (0, 1, 1))]
+    imagej = make(pixels.swapaxes(0, 1), imagej=True, metadata={"axes": "ZCYX", "LUTs": red_and_cyan})
+    assert tiff_reader.inspect(imagej, ALL, LIMIT).colours == ("#ff0000", "#00ffff")
+    colours = {"Channel": {"Name": ["a", "b"], "Color": [-16776961, 0x00FF00FF]}}
+    ome = make(pixels, ome=True, metadata={"axes": "CZYX", **colours})
+    assert tiff_reader.inspect(ome, ALL, LIMIT).colours == ("#ff0000", "#00ff00")
+    assert tiff_reader.inspect(make(pixels, metadata={"axes": "CZYX"}), ALL, LIMIT).colours == ("", "")
+
+
 @pytest.mark.parametrize(
     ("metadata", "interval"),
     [
