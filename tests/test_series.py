@@ -235,3 +235,15 @@ def test_probabilities_of_a_series_have_channels(live: Live, pixels: NDArray[np.
     with tifffile.TiffFile(io.BytesIO(response.content)) as file:
         assert file.series[0].axes == "TCZYX"
         assert file.series[0].shape[0] == 2
+
+
+def test_each_time_point_of_a_result_has_planes(live: Live, pixels: NDArray[np.uint8]) -> None:
+    job = submit(live, as_series(pixels), time="1:3", link="overlap", diameter=WIDTH, measurements="zip")
+    until(lambda: show(live, job)["state"] == "done", 60)
+    archive = zipfile.ZipFile(io.BytesIO(live.client.get(f"/jobs/{job['id']}/result").content))
+    labels = tifffile.imread(io.BytesIO(archive.read("labels.ome.tif")))
+    for time in range(2):
+        answer = live.client.get(f"/jobs/{job['id']}/planes", params={"time": time})
+        assert np.array_equal(np.frombuffer(answer.content, answer.headers["x-stackseg-dtype"]), labels[time].ravel())
+    for query in ({}, {"time": 2}):
+        assert live.client.get(f"/jobs/{job['id']}/planes", params=query).status_code == 422

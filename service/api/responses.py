@@ -8,7 +8,7 @@ import re
 import unicodedata
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 from urllib.parse import quote
 
 from starlette.responses import FileResponse
@@ -31,12 +31,15 @@ ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An OME-TIFF on the grid and with the voxel size of the input: labels or classes ZYX, "
         "probabilities CZYX, of several time points with a first axis T. With measurements=csv a table of the objects "
-        "instead, with measurements=zip both. With output_to only what was written on the service's host.",
+        "instead, with measurements=zip both. With output_to only what was written on the service's host. Labels and "
+        "classes of one time point come as .npy or NIfTI where Accept says so.",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
             "application/zip": {"schema": {"type": "string", "format": "binary"}},
             "application/json": {"schema": Saved.model_json_schema()},
+            "application/x-npy": {"schema": {"type": "string", "format": "binary"}},
+            "application/x-nifti": {"schema": {"type": "string", "format": "binary"}},
         },
         "headers": {
             "X-StackSeg-Model": _document_header("Name and version of the model", example="nuclei/1"),
@@ -109,12 +112,23 @@ class ResultResponse(FileResponse):
 
     chunk_size = 2**20
 
-    def __init__(self, path: Path, snapshot: FileSnapshot | None = None, **options: Any) -> None:
-        super().__init__(path, stat_result=snapshot and snapshot.status, **options)
+    def __init__(
+        self, path: Path, metadata: AnswerMetadata, snapshot: FileSnapshot | None = None, **options: Any
+    ) -> None:
+        super().__init__(path, stat_result=snapshot and snapshot.status, media_type=metadata.media_type, **options)
+        self.metadata = metadata
         self._content = snapshot and snapshot.content
         if self._content is not None:
             self.headers["content-length"] = str(len(self._content))
         self.resources = AsyncExitStack()
+
+    def open(self) -> BinaryIO:
+        """Open the file, which is written first where its content is at hand. Blocks. Raises OSError."""
+        path = Path(self.path)
+        if self._content is not None:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_bytes(self._content)
+        return path.open("rb")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.resources:
@@ -132,8 +146,8 @@ def build_response(
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return ResultResponse(
         path,
+        metadata,
         snapshot,
-        media_type=metadata.media_type,
         headers=build_headers(metadata) | named | {"Content-Disposition": describe_attachment(metadata.file_name)},
     )
 

@@ -20,7 +20,7 @@ from service.core.errors import BadParameter
 from service.core.timing import Stages
 
 if TYPE_CHECKING:
-    from service.core.volume import OutputKind
+    from service.core.volume import OutputKind, Segmentation
     from service.inference.result import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -103,7 +103,7 @@ PARAMETERS = {
     ),
 }
 # Ends of the names of results, in any case of letters.
-_TIFF_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff"), (".csv",)
+_LABEL_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz"), (".csv",)
 _NAMES = "|".join(PARAMETERS)
 # A parameter as messages speak of it: with its value, or before what is wrong with it.
 _PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=: )")
@@ -113,7 +113,11 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
     segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack, or a folder of stacks")
     segment.add_argument(
-        "result", type=Path, nargs="?", metavar="OUT", help="OME-TIFF to write, a name that ends with .tif, or a folder"
+        "result",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="what to write: OME-TIFF (a name that ends with .tif), labels as .npy or .nii.gz, or a folder",
     )
     segment.add_argument("-o", "--out", type=Path, metavar="OUT", help="another way to say OUT (default: none)")
     segment.add_argument(
@@ -148,7 +152,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
     from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
-    from service.formats import tiff_reader, tiff_writer  # noqa: PLC0415
+    from service.formats import tiff_reader  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
@@ -162,7 +166,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         return _run_folder(options, query, settings)
     if options.glob is not None:
         raise BadParameter(f"--glob: {options.input} is not a folder.")
-    results: dict[Path, tuple[str, ...]] = {options.result: _TIFF_SUFFIXES}
+    results: dict[Path, tuple[str, ...]] = {options.result: _LABEL_SUFFIXES}
     if options.measurements is not None:
         if options.measurements.resolve() == options.result.resolve():
             raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")
@@ -182,14 +186,16 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
-            _check_output(segmenter.estimator.output(query.options), query, measured=measured)
+            kind = segmenter.estimator.output(query.options)
+            _check_output(kind, query, measured=measured)
+            _check_form(kind, query, options.result)
             device.call(segmenter.warm_up)
         result = segment_series.segment(volume, query.options, segmenter, device, Path(scratch), bar)
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
             origin = describe_origin(query, result, options.input.name, hash_file(options.input))
-            tiff_writer.write(result.segmentation, options.result, origin)
+            _write(result.segmentation, options.result, origin)
         if options.measurements is not None:
             with stages.measure("measure"):
                 table = result.series.table if result.series else None
@@ -219,6 +225,38 @@ def _check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
         raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
     if kind != "labels" and query.link is not None:
         raise BadParameter(f"--link: only labels have objects to link, and the result would be {kind}.")
+
+
+def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
+    """Raise BadParameter for a result that the form which its name asks for cannot hold."""
+    from service.core.volume import TimeRange  # noqa: PLC0415
+
+    if _is_tiff(path):
+        return
+    if kind == "probabilities" or isinstance(query.selection.time, TimeRange):
+        raise BadParameter(f"{path}: only a TIFF holds probabilities, or several time points; call it .tif.")
+
+
+def _is_tiff(path: Path) -> bool:
+    return path.name.lower().endswith((".tif", ".tiff"))
+
+
+def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
+    """Write a result in the form that its name asks for."""
+    from service.core.volume import Volume  # noqa: PLC0415
+    from service.formats import array_writer, tiff_writer  # noqa: PLC0415
+
+    if _is_tiff(path):
+        tiff_writer.write(segmentation, path, origin)
+        return
+    write = array_writer.write_npy if path.name.lower().endswith(".npy") else array_writer.write_nifti
+    volume = Volume.from_array(segmentation.pixels[None], segmentation.voxel_size)
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        write(volume, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _run_folder(options: argparse.Namespace, query: Query, settings: Settings) -> int:

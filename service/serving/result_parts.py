@@ -35,17 +35,43 @@ FORMS = {
 
 
 def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
-    """Return the first media type of an Accept header that the result can be had as, else the one that is kept."""
+    """Return the media type that a result can be had as and that an Accept header prefers, else the one that is kept.
+
+    Preferences are those of RFC 9110, section 12.5.1; among equal ones the first of the header is chosen.
+    """
+    offers = [metadata.media_type]
+    if metadata.media_type == ARCHIVE:
+        offers += [TIFF, TABLE]
     # Other forms have neither time nor channels.
-    formed = (
-        metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None and metadata.kind != "probabilities"
-    )
-    inside = (TIFF, TABLE) if metadata.media_type == ARCHIVE else ()
-    for part in accepted.split(","):
-        wanted = part.partition(";")[0].strip().lower()
-        if wanted == metadata.media_type or wanted in inside or (formed and wanted in FORMS):
-            return wanted
-    return metadata.media_type
+    if metadata.media_type in {ARCHIVE, TIFF} and metadata.time_points is None and metadata.kind != "probabilities":
+        offers += FORMS
+    ranges = _parse_accept(accepted)
+    chosen = max(offers, key=lambda offer: _rate(offer, ranges))
+    return chosen if _rate(chosen, ranges) > _UNWANTED else metadata.media_type
+
+
+_UNWANTED = (0.0, 0)
+
+
+def _parse_accept(accepted: str) -> dict[str, tuple[float, int]]:
+    """Return by media range its quality, 0 to 1, and the higher a number the earlier it is in the header."""
+    ranges: dict[str, tuple[float, int]] = {}
+    for place, part in enumerate(accepted.split(",")):
+        media_range, *parameters = (word.strip().lower() for word in part.split(";"))
+        stated = (word[2:] for word in parameters if word.startswith("q="))
+        try:
+            quality = float(next(stated, "1"))
+        except ValueError:
+            quality = 1.0
+        ranges.setdefault(media_range, (quality, -place))
+    return ranges
+
+
+def _rate(offer: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
+    """Return how much a media type is wanted, by the most specific range that it is in."""
+    kind = offer.partition("/")[0]
+    found = next((ranges[name] for name in (offer, f"{kind}/*", "*/*") if name in ranges), _UNWANTED)
+    return found if found[0] > 0 else _UNWANTED
 
 
 def extract(
@@ -67,13 +93,20 @@ def extract(
     return path, replace(metadata, media_type=media_type, file_name=stem + form.suffix)
 
 
-def read_labels(
-    reader: Reader, file: BinaryIO, metadata: AnswerMetadata, folder: Path, cancelled: Cancelling = never
+def read_labels(  # noqa: PLR0913
+    reader: Reader,
+    file: BinaryIO,
+    metadata: AnswerMetadata,
+    folder: Path,
+    *,
+    time: int | None = None,
+    cancelled: Cancelling = never,
 ) -> Volume:
-    """Read the labels of a result. Raises BadParameter for a table alone or a series, and what `Reader.read` raises."""
-    if metadata.time_points is not None:
-        raise BadParameter("The result of this job has several time points: it can be had as one TIFF alone.")
-    read = partial(reader.read, selection=Selection(), scratch=folder, cancelled=cancelled)
+    """Read the labels of a result, of a series those of one of its time points.
+
+    Raises BadParameter for a table alone, and what `Reader.read` raises.
+    """
+    read = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
     if metadata.media_type == TIFF:
         return read(descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,22 @@ def test_bad_options_are_refused_by_name(
 ) -> None:
     assert main(["train", *annotated(stack), "--out", str(tmp_path / "mine"), *arguments]) == status
     assert word in capsys.readouterr().err
+
+
+def test_labels_are_written_in_the_form_that_a_name_asks_for(
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["--model", base.name, *configured(base.folder.parent, tmp_path)]
+    for name in ("labels.tif", "labels.npy", "labels.nii.gz"):
+        assert main(["segment", str(stack / "image.tif"), str(tmp_path / name), *config]) == 0
+    labels = tiff_reader.read(tmp_path / "labels.tif", Selection(), 2**30).array()[0]
+    assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
+    stored = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
+    assert np.array_equal(np.frombuffer(stored, labels.dtype).reshape(labels.shape), labels)
+    capsys.readouterr()
+    refused = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
+    assert main(refused) == 1
+    assert "only a TIFF holds probabilities" in capsys.readouterr().err
 
 
 def test_a_model_folder_must_be_named(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 from service.api.admission import REQUEST, AdmittedQuery, select_model
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
-from service.api.planes import PLANES, PlaneRangeQuery, open_volume, planes_response, read_planes
+from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
 from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response
 from service.api.routes.inspect import inspect_file
@@ -121,7 +121,7 @@ async def result(
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
     if media_type != metadata.media_type:
-        return await _answer_part(request, runtime, file, metadata, media_type)
+        return await answer_part(request, runtime, file, metadata, media_type)
     # The file is open already, so that a result that has to make room meanwhile is still sent whole.
     with ExitStack() as opened:
         opened.callback(file.close)
@@ -134,18 +134,26 @@ async def result(
 
 
 @router.get("/jobs/{job}/planes", response_class=Response, responses=PLANES)
-async def planes(
-    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId, wanted: PlaneRangeQuery
+async def planes(  # noqa: PLR0913
+    request: Request,
+    runtime: RuntimeDependency,
+    async_jobs: AsyncJobsDependency,
+    *,
+    job: JobId,
+    wanted: PlaneRangeQuery,
+    time: Annotated[
+        int | None, Query(ge=0, description="Of several time points the one, counted from the first of them.")
+    ] = None,
 ) -> Response:
     """Planes of the labels of a job that is done, as raw numbers, to be drawn. Those of its input: `/stacks`."""
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
 
     def read(folder: Folder, cancelled: Cancelling) -> Volume:
-        return read_labels(runtime.reader, file, metadata, folder, cancelled)
+        return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
 
     with file:
-        volume = await open_volume(request, runtime, job, read)
-    return planes_response(volume, await run_in_thread(partial(read_planes, volume, wanted)))
+        volume = await open_volume(request, runtime, (job, time), read)
+    return await answer_planes(volume, wanted)
 
 
 @router.delete("/jobs/{job}", status_code=204)
@@ -154,7 +162,7 @@ async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) 
     await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
 
 
-async def _answer_part(
+async def answer_part(
     request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
 ) -> ResultResponse:
     """Answer with a part of a result, or with its labels in another form, from a file of its own."""

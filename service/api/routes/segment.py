@@ -19,9 +19,10 @@ from service.api.admission import PREFER, REQUEST, RESPOND_ASYNC, admit, prefers
 from service.api.cancellation import run_while_connected
 from service.api.dependencies import get_async_jobs, get_runtime
 from service.api.direct_route import DirectRoute
+from service.api.headers import get_header
 from service.api.request_body import ReceivedFile, receive_file
 from service.api.responses import ANSWER, FileSnapshot, ResultResponse, build_response
-from service.api.routes.jobs import ACCEPTED, accept_job
+from service.api.routes.jobs import ACCEPTED, accept_job, answer_part
 from service.api.threads import FILE_THREADS, HOST_FILE_THREADS, run_and_follow, run_in_thread
 from service.core.errors import Cancelled, NotReady
 from service.core.timing import Stages
@@ -31,6 +32,7 @@ from service.models.spec import ModelSpec
 from service.serving.job import Job
 from service.serving.job_record import AnswerMetadata
 from service.serving.result_cache import CachedResult
+from service.serving.result_parts import choose_media_type
 from service.serving.results import (
     Answer,
     LargePixels,
@@ -62,6 +64,7 @@ async def segment(request: Request) -> Response:
     Post the TIFF itself (`curl --data-binary @stack.tif`), or a form with the field `file`, or name a file of the
     service's host with `input`. Axes and voxel size are taken from the file; what it does not say can be stated, and
     what is ambiguous is refused rather than guessed.
+    `Accept` chooses the form of the labels as at `GET /jobs/{id}/result`.
     With `Prefer: respond-async` the answer is that of `POST /jobs`.
     """
     runtime = await get_runtime(request)
@@ -73,7 +76,7 @@ async def segment(request: Request) -> Response:
     stages = Stages()
     async with receive_file(request, runtime, query, stages) as file:
         work = _SegmentRequest(runtime, file, spec or select_model(runtime, file.received.query), stages)
-        answer = await run_while_connected(request, work.answer())
+        answer = await run_while_connected(request, work.answer(request))
         answer.resources.push_async_callback(file.resources.pop_all().aclose)
         return answer
 
@@ -109,11 +112,12 @@ class _SegmentRequest:
         # Set when nobody waits for the answer any more.
         self._cancelled = threading.Event()
 
-    async def answer(self) -> ResultResponse:
+    async def answer(self, request: Request) -> ResultResponse:
         """Return the answer, from the cache or newly computed. The job is cancelled when the caller is."""
         try:
             result = await self._find_or_compute()
-            return self._answer_cached(result) if isinstance(result, _CacheHit) else await self._answer_new(result)
+            answer = self._answer_cached(result) if isinstance(result, _CacheHit) else await self._answer_new(result)
+            return await self._convert(request, answer)
         finally:
             if self._job is not None:
                 self._job.cancel()
@@ -206,6 +210,19 @@ class _SegmentRequest:
             # Nothing needs the input's pixels any more.
             del self._pixels
         return _NewResult(result, answer)
+
+    async def _convert(self, request: Request, answer: ResultResponse) -> ResultResponse:
+        """Return the answer in the form that the request prefers: its labels, or a part of it."""
+        metadata = answer.metadata
+        media_type = choose_media_type(get_header(request.scope, b"accept"), metadata)
+        if media_type == metadata.media_type:
+            return answer
+        async with answer.resources:
+            file = await run_in_thread(answer.open)
+            converted = await answer_part(request, self._runtime, file, metadata, media_type)
+        if (cache := answer.headers.get("x-cache")) is not None:
+            converted.headers["X-Cache"] = cache
+        return converted
 
     def _answer_cached(self, cached: _CacheHit) -> ResultResponse:
         metadata, suffix = cached.result.metadata

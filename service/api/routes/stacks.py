@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from service.api.admission import REQUEST
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
-from service.api.planes import PLANES, PlaneRangeQuery, open_volume, planes_response, read_planes
+from service.api.planes import PLANES, PlaneRangeQuery, answer_planes, open_volume
 from service.api.request_body import incoming_folder, receive_file
 from service.api.schemas import StackReport
 from service.api.threads import run_in_thread
@@ -80,7 +80,7 @@ async def planes(  # noqa: PLR0913
         return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
 
     volume = await open_volume(request, runtime, (stack, selection), read)
-    return planes_response(volume, await run_in_thread(partial(read_planes, volume, wanted)))
+    return await answer_planes(volume, wanted)
 
 
 def _check_bare(bare: bool) -> None:  # noqa: FBT001

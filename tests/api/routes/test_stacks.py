@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ from fakes import until
 from job_service import TIFF, Service, start
 from live import as_tiff
 
+from service.api.planes import PlaneRange, answer_planes
+from service.api.uploads import MemoryBudget
+from service.core.errors import BadParameter, RateLimited
+from service.core.volume import Volume
 from service.serving.job_record import AnswerMetadata
 from service.serving.result_parts import choose_media_type
 
@@ -96,6 +101,44 @@ def test_planes_are_the_pixels_in_steps(service: Service, stack: str) -> None:
         assert problem(get(**query)) == (422, "bad-parameter"), query
 
 
+def test_planes_across_rows_and_columns_are_the_pixels_too(service: Service, stack: str) -> None:
+    def get(**query: Any) -> Any:
+        return service.client.get(f"/stacks/{stack}/planes", params=query)
+
+    assert np.array_equal(planes(get(axis="y", **{"from": 3, "to": 4})), PIXELS[:, 3:4])
+    assert np.array_equal(planes(get(axis="x", step="2,3,4", **{"from": 1, "to": 10})), PIXELS[::2, ::3, 1:10:4])
+    for query in ({"axis": "t"}, {"axis": "y", "to": 9}, {"axis": "x", "from": 10}):
+        assert problem(get(**query)) == (422, "bad-parameter"), query
+
+
+def test_planes_on_their_way_have_one_budget_of_memory() -> None:
+    volume = Volume.from_array(PIXELS[np.newaxis])
+    memory = MemoryBudget(PIXELS.nbytes + 1)
+
+    async def send_two() -> Any:
+        first = await answer_planes(volume, PlaneRange(0, None, (1, 1, 1)), memory)
+        with pytest.raises(RateLimited):
+            await answer_planes(volume, PlaneRange(0, 1, (1, 1, 1)), memory)
+        for refused in (PlaneRange(0, 99, (1, 1, 1)), PlaneRange(9, None, (1, 1, 1))):
+            with pytest.raises(BadParameter):
+                await answer_planes(volume, refused, memory)
+
+        async def hang_up(message: Any) -> None:
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            await first({}, no_messages, hang_up)
+        return await answer_planes(volume, PlaneRange(0, None, (1, 1, 1)), memory)
+
+    assert asyncio.run(send_two()).headers["content-length"] == str(PIXELS.nbytes)
+    assert not memory.reserve(2)
+    assert memory.reserve(1)
+
+
+async def no_messages() -> Any:
+    raise AssertionError
+
+
 def test_planes_of_a_large_volume_do_not_travel_whole(service: Service) -> None:
     large = as_tiff(np.zeros((5, 2048, 2048), np.uint16), compression="zlib")
     stack = service.client.post("/stacks", content=large, headers=TIFF).json()["id"]
@@ -148,6 +191,41 @@ def test_labels_of_a_job_in_other_forms(service: Service) -> None:
 def test_planes_that_no_file_has_are_refused(service: Service, stack: str) -> None:
     for query in ({"time": "9" * 40}, {"channel": "9" * 300}, {"from": "9" * 40}, {"axes": "QQQ"}):
         assert problem(service.client.get(f"/stacks/{stack}/planes", params=query)) == (422, "bad-parameter"), query
+
+
+def test_labels_are_answered_in_other_forms_at_once(service: Service) -> None:
+    def segment(accept: str) -> Any:
+        return service.client.post("/segment", content=STACK, headers=TIFF | {"Accept": accept})
+
+    plain = segment("*/*")
+    assert plain.headers["content-type"] == "image/tiff"
+    labels = tifffile.imread(io.BytesIO(plain.content))
+    for form in FORMS:
+        answer = segment(form)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, form)
+        assert answer.headers["x-stackseg-model"] == "bands/1"
+    assert np.array_equal(np.load(io.BytesIO(segment(FORMS[0]).content)), labels)
+    assert segment(f"image/tiff;q=0.5, {FORMS[0]};q=0.4").headers["content-type"] == "image/tiff"
+    assert list(service.runtime.scratch.requests.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("accepted", "chosen"),
+    [
+        ("", "application/zip"),
+        ("*/*", "application/zip"),
+        ("text/html", "application/zip"),
+        ("text/csv, image/tiff", "text/csv"),
+        ("text/csv;q=0.3, image/tiff;q=0.8", "image/tiff"),
+        ("text/csv;q=0, */*", "application/zip"),
+        ("application/zip;q=0.1, */*;q=0.2", "image/tiff"),
+        ("text/*;q=0.9, application/x-npy;q=0.8", "text/csv"),
+        ("application/x-npy;q=oddly", "application/x-npy"),
+        ("application/x-npy;q=nan, text/csv;q=0.1", "text/csv"),
+    ],
+)
+def test_the_form_that_is_preferred_most_is_chosen(accepted: str, chosen: str) -> None:
+    assert choose_media_type(accepted, AnswerMetadata("bands/1", "application/zip", "a.zip", "labels", {})) == chosen
 
 
 def test_probabilities_have_no_form_that_would_drop_some() -> None:
