@@ -96,6 +96,10 @@ PARAMETERS = {
         "window in voxels, for models that take others than their own, as 96,96,96 (default: what the model's file"
         " says, 64,64,64 for nuclei)",
     ),
+    "quality": (
+        "fast|best",
+        "best scores every window in three views that overlap by half, for some ten times the time (default: fast)",
+    ),
     "overlap": (
         "SHARE",
         "share of a window that it has in common with the next (default: 0.25, or windows.overlap of the"

@@ -19,6 +19,8 @@ Size = tuple[int, int, int]
 StackShape = tuple[int, int, int, int]
 """Channels, and voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
+Quality = Literal["fast", "best"]
+"""Whether windows are scored once, or overlap more and are scored in several views that are averaged."""
 Linking = Literal["overlap"]
 """How objects get one number through time: by the overlap of their labels at neighbouring time points."""
 
@@ -408,6 +410,7 @@ class Options:
     steering    how scores become objects
     roi_size    window (z, y, x) in voxels of the network's grid, where the model takes others than its own
     strict      whether a doubtful result is an error
+    quality     None: fast
     """
 
     output: OutputKind | None = None
@@ -418,3 +421,4 @@ class Options:
     steering: Steering = field(default_factory=Steering)
     roi_size: Size | None = None
     strict: bool = False
+    quality: Quality | None = None

@@ -32,12 +32,16 @@ from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.inference.windows.views import View, choose_views, views_bytes
 from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
 # Share of a device's memory that one request may take before its scores are decoded on the host; models, other requests
 # and the allocator take the rest.
 DECODING_SHARE = 0.5
+
+# Overlap of windows with quality=best, where neither the request nor the operator's limit says otherwise.
+BEST_OVERLAP = 0.5
 
 # Windows per call where the operator leaves that open and nothing was tuned.
 UNTUNED_BATCH = 2
@@ -51,6 +55,7 @@ class Plan(NamedTuple):
     skip_below  grey value of windows that are not computed; None: all are
     steering    how scores become objects
     decode_on_host  whether scores are decoded on the host, as the device's memory may not hold what that takes
+    views       in which windows are scored; none: as they are
     """
 
     output: OutputKind
@@ -61,6 +66,7 @@ class Plan(NamedTuple):
     skip_below: float | Literal["auto"] | None = None
     steering: Steering = Steering()
     decode_on_host: bool = False
+    views: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,9 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
     windows, limits = settings.windows, settings.limits
     configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
     batch_size = configured if options.sw_batch_size is None else options.sw_batch_size
-    overlap = windows.overlap if options.overlap is None else options.overlap
+    best = options.quality == "best"
+    usual = max(windows.overlap, min(BEST_OVERLAP, limits.overlap)) if best else windows.overlap
+    overlap = usual if options.overlap is None else options.overlap
     if not 1 <= batch_size <= limits.sw_batch_size:
         raise BadParameter(f"sw_batch_size must be between 1 and {limits.sw_batch_size}, not {batch_size}.")
     if not 0 <= overlap <= limits.overlap:
@@ -112,6 +120,7 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
         steering=options.steering,
+        views=choose_views(scaled=spec.input.diameter is not None) if best else (),
     )
 
 
@@ -288,6 +297,9 @@ class Estimator:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes
+        if plan.views:
+            voxels = math.prod(self.spec.input.roi_size)
+            window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
         estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
         needed = estimate_plan(plan, window_bytes)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:

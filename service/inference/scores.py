@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
+from service.inference.windows.views import AveragedViews, View
 
 
 class ScoreConsumer(Protocol):
@@ -89,6 +90,7 @@ class ScoreComputer:
         # Then computing again in eager float32 would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        self._viewed_windows: WeakKeyDictionary[SlidingWindow, SlidingWindow] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @cached_property
@@ -110,7 +112,8 @@ class ScoreComputer:
             consumer = make_consumer()
             window = self._window(batch_size, reference=recomputed)
             try:
-                feed(consumer, run(window, image, plan.overlap), stages)
+                used = self._with_views(window, plan.views) if plan.views else window
+                feed(consumer, run(used, image, plan.overlap), stages)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
@@ -132,9 +135,9 @@ class ScoreComputer:
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
         """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which run as a stack without overlap.
 
-        Raises what `compute` raises.
+        They are scored once whatever the plan says of views. Raises what `compute` raises.
         """
-        apart = plan._replace(overlap=0.0)
+        apart = plan._replace(overlap=0.0, views=())
         return score_stack(
             windows, lambda stack: self.compute(stack, apart, _ScoreCollector, Stages(), run).consumer.slabs
         )
@@ -151,6 +154,16 @@ class ScoreComputer:
             if window is None:
                 window = self._smaller_windows[batch_size] = self._make_window(batch_size)
             return window
+
+    def _with_views(self, window: SlidingWindow, views: tuple[View, ...]) -> SlidingWindow:
+        """Return windows that are scored in several views, the same object for the same: requests share batches."""
+        with self._lock:
+            viewed = self._viewed_windows.get(window)
+            if viewed is None:
+                network = AveragedViews(window.network, views)
+                viewed = window.with_network(network, any_batch_size=window.any_batch_size, owns_scores=True)
+                self._viewed_windows[window] = viewed
+            return viewed
 
     def _make_window(self, batch_size: int) -> SlidingWindow:
         if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":

@@ -14,6 +14,7 @@ from service.core.volume import (
     ObjectVolume,
     Options,
     OutputKind,
+    Quality,
     Selection,
     Steering,
     TimeRange,
@@ -90,6 +91,13 @@ class Query(BaseModel):
             description="Window Z,Y,X in voxels, where the model takes others than its own (`input.roi_multiple`): a "
             "larger one sees more around an object and takes more memory.",
             examples=["64,64,64"],
+        ),
+    ] = None
+    quality: Annotated[
+        Quality | None,
+        Field(
+            description="best: every window is scored three times, also mirrored and smaller, and overlaps the next by "
+            "half of its edge unless overlap says otherwise, for some ten times the time. fast if not given."
         ),
     ] = None
     skip_below: Annotated[
@@ -243,7 +251,7 @@ class Query(BaseModel):
         steering = Steering(self.threshold, least, self.border, self.fill_holes, self.min_confidence)
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
         windows = self.sw_batch_size, self.overlap
-        return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict))
+        return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict), self.quality)
 
 
 def explain(faults: Sequence[Mapping[str, Any]]) -> str:

@@ -168,6 +168,24 @@ def test_overlap_and_blending_are_used(eager, volume):
     assert eager.estimator.estimate(volume, Options(overlap=0.5)).windows > 18
 
 
+def test_best_quality_scores_every_window_three_times_whatever_the_engine(eager, compiled, volume):
+    best, probabilities = Options(quality="best", overlap=0.0), Options("probabilities", quality="best")
+    seen = []
+    network = compiled._ready.window.network
+    compiled.instrument(lambda call: lambda x: seen.append(x.stride()) or call(x))
+    try:
+        windows = compiled.estimator.estimate(volume, best).windows
+        result = compiled.segment(volume, best)
+    finally:
+        compiled.instrument(lambda _: network)
+    assert len(seen) == 3 * -(-windows // 2)
+    assert len(set(seen)) == 1
+    assert result.notes == ()
+    one, other = (s.segment(volume, probabilities).segmentation.pixels for s in (eager, compiled))
+    np.testing.assert_allclose(one, other, atol=1e-5)
+    assert np.mean(eager.segment(volume, best).segmentation.pixels != result.segmentation.pixels) < 1e-5
+
+
 def test_instances_of_the_other_kind_of_model(random_nuclei, phantom):
     segmenter = started(random_nuclei, settings_of())
     volume = Volume.from_array(phantom.image[None, :20, :30, :40])

@@ -42,6 +42,14 @@ const OPTIONAL = [
       ["false", "leave"],
     ],
   },
+  {
+    name: "quality",
+    title: "Quality",
+    choices: [
+      ["", "fast"],
+      ["best", "best, ten times slower"],
+    ],
+  },
   { name: "overlap", title: "Overlap of windows", placeholder: "0.25" },
   { name: "skip_below", title: "Skip windows darker than", placeholder: "auto, none or a grey value" },
 ];

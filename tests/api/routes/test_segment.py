@@ -309,9 +309,10 @@ def test_whatever_decides_about_labels_is_in_the_validator(bands: ModelSpec) -> 
     keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
     keys |= {key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
     keys |= {key(None, bands, Query(skip_below=text)) for text in ("auto", "none", "15")}
+    keys.add(key(None, bands, Query(quality="best")))
     steered = {"threshold": 0.4, "minimum_size": "9", "border": "drop", "fill_holes": True, "min_confidence": 0.4}
     keys |= {key(None, bands, Query.model_validate({name: value})) for name, value in steered.items()}
-    assert len(keys) == 16
+    assert len(keys) == 17
 
 
 def test_validator_changes_with_what_the_operator_chose_and_with_how_the_model_runs(
