@@ -72,6 +72,10 @@ format: $(STAMP)dev ## let ruff rewrite what it can
 	$(BIN)/ruff format
 	@if command -v npm >/dev/null; then $(MAKE) $(PAGE_TOOLS) && node_modules/.bin/biome check --write; fi
 
+.PHONY: train-bundled
+train-bundled: $(STAMP)dev ## train the bundled models from nothing into build/models, on from where it was interrupted
+	scripts/train_bundled.sh
+
 .PHONY: container
 container: ## build the CPU image, run it locked down, segment a stack through it, stop it
 	scripts/container.sh

@@ -46,6 +46,8 @@ class Scene:
     dividing        share of nuclei in division, as bright plates
     bleed           light of another channel, a grained body around each nucleus
     walls           number of thin bright shells, as of autofluorescent cell walls
+    shell           thickness of a stained nuclear envelope over the radius (a standard deviation); 0: filled nuclei
+    tissue          brightness of the tissue around, which varies over the stack and is grained
     """
 
     diameter: float
@@ -73,6 +75,8 @@ class Scene:
     dividing: float = 0.0
     bleed: float = 0.0
     walls: int = 0
+    shell: float = 0.0
+    tissue: float = 0.0
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
@@ -108,6 +112,67 @@ class Scene:
             walls=int(rng.integers(1, 4) if rng.random() < 0.2 else 0),
         )
 
+    @classmethod
+    def draw_hard(cls, rng: Generator) -> Self:
+        """Draw a scene of one of the kinds that a model of usual nuclei misses, each as often as the others.
+
+        These are spots 3 to 8 voxels wide, stained envelopes, uneven tissue, and faint nuclei in noise.
+        """
+        scene = cls.draw(rng)
+        match int(rng.integers(4)):
+            case 0:
+                return scene._as_spots(rng)
+            case 1:
+                return scene._as_shells(rng)
+            case 2:
+                return replace(scene, tissue=log_uniform(rng, 0.05, 0.8), shading=float(rng.uniform(0.2, 0.6)))
+            case _:
+                return scene._in_noise(rng)
+
+    def _as_spots(self, rng: Generator) -> Self:
+        """Return the scene with nuclei that are as small as those of a light sheet's whole brain."""
+        anisotropy = float(rng.uniform(1, 1.5))
+        return replace(
+            self,
+            diameter=log_uniform(rng, 3.0 * anisotropy, 8.0),
+            anisotropy=anisotropy,
+            fill=log_uniform(rng, 0.005, 0.12),
+            clustering=0.3,
+            texture=0.0,
+            blur=log_uniform(rng, 0.4, 1.0),
+            elongation=float(rng.uniform(1, 2)) / anisotropy,
+            haze=0.0,
+            glow=0.0,
+            ghosts=0,
+            spread=float(rng.uniform(0.2, 0.8)),
+            photons=log_uniform(rng, 8, 200),
+            tissue=float(rng.choice([0.0, log_uniform(rng, 0.03, 0.4)])),
+            debris=0,
+            overreach=1.0,
+            walls=0,
+        )
+
+    def _as_shells(self, rng: Generator) -> Self:
+        """Return the scene with nuclei whose envelope is stained, and little inside."""
+        anisotropy = min(self.anisotropy, 3.0)
+        return replace(
+            self,
+            diameter=log_uniform(rng, max(14.0, 6.0 * anisotropy), 44.0),
+            anisotropy=anisotropy,
+            fill=float(rng.uniform(0.1, 0.5)),
+            shell=log_uniform(rng, 0.06, 0.16),
+            margin=1.0,
+            overreach=1.0,
+            blur=log_uniform(rng, 0.4, 1.2),
+            photons=log_uniform(rng, 5, 200),
+            dividing=0.0,
+        )
+
+    def _in_noise(self, rng: Generator) -> Self:
+        """Return the scene so dim that its noise is a third to all of what a nucleus stands out by."""
+        photons = log_uniform(rng, 4.0, 20.0)
+        return replace(self, photons=photons, floor=float(rng.uniform(0.1, 0.6)), read_noise=float(rng.uniform(0.5, 2)))
+
 
 class _Canvas:
     """Volumes that are drawn into: labels, gauge of the owner of each voxel (0 centre, 1 outline), emitted light.
@@ -136,6 +201,11 @@ def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
             break
         _place(rng, scene, canvas)
     return _record(rng, scene, canvas), canvas.labels
+
+
+def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+    """Make a stack of usual nuclei or, as often, of a hard kind; returns what `synthesise` returns."""
+    return synthesise(rng, shape, Scene.draw_hard(rng) if rng.random() < 0.5 else Scene.draw(rng))
 
 
 def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
@@ -242,6 +312,10 @@ class _Surface:
 def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
     """Return the light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin, dark nucleoli."""
     brightness = rng.lognormal(0, scene.spread)
+    if scene.shell:
+        profile = np.exp(-0.5 * ((gauge - np.float32(0.92)) / np.float32(scene.shell)) ** 2)
+        grain = np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 6), 0.1, 3)
+        return np.asarray(np.where(gauge <= 1, brightness * (profile + rng.uniform(0, 0.25)) * grain, 0), np.float32)
     rim = rng.uniform(-0.45, 0.35)
     light = np.float32(brightness) * (1 + np.float32(rim) * gauge**2)
     light *= np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 9), 0.1, 3)
@@ -267,6 +341,10 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
         light += np.float32(scene.haze) * blur_widely(
             light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
         )
+    if scene.tissue:
+        gradient = smooth_noise(rng, shape, max(shape) / 2)
+        grain = smooth_noise(rng, shape, max(2.0, scene.diameter / 5))
+        light += np.float32(scene.tissue) * np.clip(1 + gradient + np.float32(0.3) * grain, 0, None)
     light += np.float32(scene.floor) * (1 + np.float32(0.3) * smooth_noise(rng, shape, max(shape) / 2))
     light *= np.clip(1 + scene.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
     light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]

@@ -7,7 +7,7 @@ They fill the stack, or a body in it with background around. All randomness come
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import edt
@@ -45,6 +45,7 @@ class Tissue:
     shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
     photons, read_noise, bits, saturation   documented at `scripts.recipes.synthetic_nuclei.Scene`
     subtracted      part of the background that is exactly 0, as after a subtraction; 0: none was subtracted
+    patchiness      standard deviation of the logarithm of the membranes' brightness between cells
     """
 
     diameter: float
@@ -73,6 +74,7 @@ class Tissue:
     bits: int
     saturation: float
     subtracted: float
+    patchiness: float = 0.0
 
     @classmethod
     def draw(cls, rng: Generator, smallest: float = 14.0, largest: float = 48.0) -> Self:
@@ -110,6 +112,29 @@ class Tissue:
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
             subtracted=float(rng.choice([0.0, rng.uniform(0.5, 1.0)], p=[0.6, 0.4])),
         )
+
+    @classmethod
+    def draw_walls(cls, rng: Generator) -> Self:
+        """Draw a thick tissue of cells with stained walls, stained unevenly and dimmer with depth."""
+        return replace(
+            cls.draw(rng),
+            body=float(rng.uniform(0.8, 1.0) if rng.random() < 0.4 else 2.0),
+            thickness=log_uniform(rng, 0.7, 2.5),
+            unevenness=float(rng.uniform(0.2, 0.9)),
+            patchiness=float(rng.uniform(0.1, 0.7)),
+            inside=float(rng.choice([0.0, rng.uniform(0.01, 0.15)])),
+            nucleus=0.0,
+            holes=0.0,
+            rim=float(rng.uniform(0.7, 1.5)),
+            haze=float(rng.uniform(0.1, 0.8)),
+            attenuation=float(rng.uniform(0.2, 0.85)),
+            photons=log_uniform(rng, 5, 100),
+        )
+
+
+def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+    """Make a stack of a usual tissue or, in two of five, of one with walls; returns what `synthesise_tissue` does."""
+    return synthesise_tissue(rng, shape, Tissue.draw_walls(rng) if rng.random() < 0.4 else Tissue.draw(rng))
 
 
 def synthesise_tissue(rng: Generator, shape: Size, tissue: Tissue | None = None) -> tuple[NDArray[Any], Labels]:
@@ -204,6 +229,8 @@ def _stain(rng: Generator, tissue: Tissue, labels: Labels, shape: Size) -> Float
     apart = edt.edt(labels.astype(np.uint32) + 1, anisotropy=(tissue.flatness, 1.0, 1.0), black_border=False) - 0.5
     light = np.exp(-0.5 * (np.minimum(apart, 1e3) / np.float32(tissue.thickness)) ** 2).astype(np.float32)
     light *= np.clip(1 + tissue.unevenness * smooth_noise(rng, shape, 0.6 * tissue.diameter), 0.15, 3)
+    if tissue.patchiness:
+        light *= rng.lognormal(0, tissue.patchiness, int(np.max(labels)) + 1).astype(np.float32)[labels]
     if tissue.gaps:
         field = smooth_noise(rng, shape, 0.3 * tissue.diameter)
         light[field > np.quantile(field[::2, ::3, ::3], 1 - tissue.gaps)] *= np.float32(0.1)

@@ -1,6 +1,7 @@
 """Train a bundled model: `python -m scripts.recipes.train --kind nuclei --out FOLDER --minutes 30`.
 
-Writes `weights.safetensors` into the folder every minute, so that the training may be stopped at any time.
+Writes `weights.safetensors` and a checkpoint into the folder every minute. The same command goes on from the
+checkpoint, and does nothing once the budget is spent. The last line has the minutes and the steps.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
 from scripts.recipes.sources import Percentiles, TurnedStacks, mix, random_size, resample_to_diameter
-from scripts.recipes.synthetic_nuclei import synthesise
-from scripts.recipes.synthetic_tissue import synthesise_tissue
 from service.models.architectures import ShuffleUNet
 from service.training.averaging import measure_statistics, update_average
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
 from service.training.model_folder import save_weights
+from service.training.safe_convolution import make_convolutions_safe
 
 log = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint.pt"
+STATEFUL = ("network", "average", "optimiser")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Loss of scores [B, K, z, y, x] against targets [B, T, z, y, x], a scalar."""
@@ -45,6 +49,7 @@ class Schedule:
     batch_size      crops per step, cubes of `edge` voxels
     averaging       decay per step of the moving average of the weights, which is what is saved
     steps_per_volume   steps after which another volume replaces one of the pool
+    bf16            whether convolutions are computed in BF16, which processors with units for it do in half the time
     statistics      batches over which the statistics of batch normalisation are measured at the end; 0: the initial
                     statistics stay, and the weights are trained with them
     """
@@ -57,6 +62,7 @@ class Schedule:
     averaging: float = 0.998
     steps_per_volume: int = 2
     statistics: int = 80
+    bf16: bool = False
 
     def rate(self, progress: float) -> float:
         """Return the learning rate at `progress` (0 to 1) through the budget."""
@@ -83,47 +89,88 @@ class Recipe(NamedTuple):
     loss: Loss = instance_loss
 
 
-MEMBRANES = Recipe(random_size(synthesise_tissue), 32.0, (16, 32, 64, 64), 4)
+MEMBRANES = Recipe(random_size(synthetic_tissue.synthesise_varied), 32.0, (16, 32, 64, 64), 4)
 RECIPES = {
-    "nuclei": Recipe(random_size(synthesise), 20.0, (32, 48, 96, 96), 2),
+    "nuclei": Recipe(random_size(synthetic_nuclei.synthesise_varied), 20.0, (32, 48, 96, 96), 2),
     "membranes": MEMBRANES,
     "tissue": MEMBRANES._replace(outputs=len(CLASSES), targets=class_targets, loss=class_loss),
 }
 
 
-def train(  # noqa: PLR0913, PLR0917
-    network: nn.Module, pool: ExamplePool, schedule: Schedule, seed: int, folder: Path, loss: Loss = instance_loss
-) -> nn.Module:
-    """Train until the budget is spent; return the averaged network in evaluation mode, which is saved in `folder`."""
-    rng = np.random.default_rng([seed, 2])
-    average = copy.deepcopy(network).eval()
-    optimiser = torch.optim.AdamW(network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
-    network.train()
-    if not schedule.statistics:
-        freeze_statistics(network)
-    began = saved = time.monotonic()
-    step, recent = 0, float("nan")
-    while (progress := (time.monotonic() - began) / (60 * schedule.minutes)) < 1:
-        for group in optimiser.param_groups:
-            group["lr"] = schedule.rate(progress)
-        images, targets = draw_batch(pool, rng, schedule.batch_size, schedule.edge)
-        scores = network(images.to(memory_format=torch.channels_last_3d))
-        value = _update_weights(network, optimiser, loss(scores, targets))
-        recent = value if math.isnan(recent) else 0.98 * recent + 0.02 * value
-        step += 1
-        update_average(average, network, min(schedule.averaging, step / (step + 20)))
-        if step % schedule.steps_per_volume == 0:
+class Run:
+    """Training of a network, which goes on from the checkpoint in `folder` if there is one.
+
+    network, average   what is trained, and the moving average of its weights
+    step, seconds      done so far; seconds are of wall-clock time
+    """
+
+    def __init__(self, network: nn.Module, schedule: Schedule, folder: Path) -> None:
+        if schedule.bf16:
+            make_convolutions_safe(network)
+        self.network, self.average = network.train(), copy.deepcopy(network).eval()
+        if not schedule.statistics:
+            freeze_statistics(network)
+        self.schedule, self.folder = schedule, folder
+        self.step, self.seconds, self.loss = 0, 0.0, float("nan")
+        self.optimiser = torch.optim.AdamW(
+            network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay
+        )
+        if (folder / CHECKPOINT).exists():
+            self._load()
+
+    @property
+    def progress(self) -> float:
+        """Part of the budget that is spent; 1 and more: all of it."""
+        return self.seconds / (60 * self.schedule.minutes)
+
+    def learn(self, images: Tensor, targets: Tensor, loss: Loss) -> None:
+        """Take one step on images [B, 1, z, y, x] and targets [B, T, z, y, x]."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.schedule.rate(self.progress)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.bf16):
+            scores = self.network(images.to(memory_format=torch.channels_last_3d))
+        value = _update_weights(self.network, self.optimiser, loss(scores.float(), targets))
+        self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
+        self.step += 1
+        update_average(self.average, self.network, min(self.schedule.averaging, self.step / (self.step + 20)))
+
+    def save(self) -> None:
+        """Write the weights and the checkpoint."""
+        save_weights(self.average, self.folder)
+        partial = self.folder / f"{CHECKPOINT}.part"
+        parts = {name: getattr(self, name).state_dict() for name in STATEFUL}
+        torch.save({**parts, "step": self.step, "seconds": self.seconds, "loss": self.loss}, partial)
+        partial.replace(self.folder / CHECKPOINT)
+        log.info("%5.1f %%  %.1f minutes  step %d  loss %.4f", *self._figures())
+
+    def _figures(self) -> tuple[float, float, int, float]:
+        return 100 * min(self.progress, 1), self.seconds / 60, self.step, self.loss
+
+    def _load(self) -> None:
+        content = torch.load(self.folder / CHECKPOINT, weights_only=True)
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(content[name])
+        self.step, self.seconds, self.loss = content["step"], content["seconds"], content["loss"]
+
+
+def train(run: Run, pool: ExamplePool, seed: int, loss: Loss = instance_loss) -> nn.Module:
+    """Train until the budget is spent; return the averaged network in evaluation mode, which is saved in its folder."""
+    schedule, saved, began = run.schedule, run.seconds, time.monotonic() - run.seconds
+    while run.progress < 1:
+        rng = np.random.default_rng([seed, 2, run.step])
+        run.learn(*draw_batch(pool, rng, schedule.batch_size, schedule.edge), loss)
+        if run.step % schedule.steps_per_volume == 0:
             pool.refresh()
-        if time.monotonic() - saved > 60:
-            saved = time.monotonic()
-            save_weights(average, folder)
-            log.info("%5.1f %%  step %d  loss %.4f", 100 * progress, step, recent)
+        run.seconds = time.monotonic() - began
+        if run.seconds - saved > 60:
+            saved = run.seconds
+            run.save()
     if schedule.statistics:
+        rng = np.random.default_rng([seed, 3])
         batches = range(schedule.statistics)
-        measure_statistics(average, (draw_batch(pool, rng, schedule.batch_size, schedule.edge)[0] for _ in batches))
-    save_weights(average, folder)
-    log.info("done  step %d  loss %.4f", step, recent)
-    return average
+        measure_statistics(run.average, (draw_batch(pool, rng, schedule.batch_size, schedule.edge)[0] for _ in batches))
+    run.save()
+    return run.average
 
 
 def _update_weights(network: nn.Module, optimiser: torch.optim.Optimizer, value: Tensor) -> float:
@@ -174,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="crops per step")
     parser.add_argument("--keep-statistics", action="store_true", help="of batch normalisation, as --init has them")
     parser.add_argument("--pool", type=int, default=64, help="volumes held in memory")
+    parser.add_argument("--bf16", action="store_true", help="for processors with units for BF16")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -185,17 +233,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     network = ShuffleUNet(1, recipe.outputs, recipe.widths).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     if options.init:
         load_matching(network, load_file(options.init))
-    dataset = ExampleDataset(_make_source(recipe, options), Percentiles(), options.seed, recipe.targets)
-    pool = ExamplePool(dataset, options.pool)
     schedule = Schedule(
         options.minutes,
         options.learning_rate,
         batch_size=options.batch_size,
         steps_per_volume=recipe.steps_per_volume * 4 // options.batch_size,
         statistics=0 if options.keep_statistics else Schedule.statistics,
+        bf16=options.bf16,
     )
+    run = Run(network, schedule, options.out)
+    if run.progress >= 1:
+        log.info("%s: done, %.1f minutes, step %d", options.out, run.seconds / 60, run.step)
+        return
+    dataset = ExampleDataset(_make_source(recipe, options), Percentiles(), options.seed, recipe.targets)
+    pool = ExamplePool(dataset, options.pool, first=run.step // schedule.steps_per_volume)
     try:
-        train(network, pool, schedule, options.seed, options.out, recipe.loss)
+        train(run, pool, options.seed, recipe.loss)
     finally:
         pool.close()
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import edt
 import numpy as np
 import pytest
 
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
+from scripts.recipes.synthetic_nuclei import Scene, synthesise, synthesise_varied
 
 SHAPE = (20, 40, 44)
 
@@ -82,6 +83,28 @@ def test_bits_bound_the_camera() -> None:
     assert image.dtype == np.uint8
     assert image.max() == 255
     assert np.count_nonzero(image == 255) > 0.01 * image.size
+
+
+def test_an_envelope_is_brighter_than_what_it_encloses() -> None:
+    image, labels = synthesise(np.random.default_rng(0), (32, 48, 48), scene(shell=0.08, diameter=24, fill=0.1))
+    inside = edt.edt(labels > 0)
+    assert image[(inside > 0) & (inside < 4)].mean() > 1.5 * image[inside > 7].mean()
+
+
+def test_tissue_brightens_the_background_unevenly() -> None:
+    shade = [
+        synthesise(np.random.default_rng(1), SHAPE, scene(tissue=tissue, fill=0.02))[0].astype(float)
+        for tissue in (0.0, 0.8)
+    ]
+    assert shade[1].std() / shade[1].max() > shade[0].std() / shade[0].max()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hard_scenes_are_stacks_with_labels_too(seed: int) -> None:
+    image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
+    assert image.shape == labels.shape == SHAPE
+    hard = Scene.draw_hard(np.random.default_rng(seed))
+    assert 3 <= hard.diameter <= 44
 
 
 def _touches_border(inside: np.ndarray) -> bool:

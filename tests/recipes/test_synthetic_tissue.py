@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import maximum_filter, minimum_filter
 
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue, synthesise_varied
 
 SHAPE = (24, 40, 44)
 
@@ -139,3 +139,19 @@ def test_background_may_be_subtracted() -> None:
 def test_cavities_are_background() -> None:
     _, labels = synthesise_tissue(np.random.default_rng(4), SHAPE, tissue(holes=0.3))
     assert 0.1 < (labels == 0).mean() < 0.6
+
+
+def test_patchy_membranes_differ_more_between_cells() -> None:
+    bright = []
+    for patchiness in (0.0, 0.8):
+        image, labels = synthesise_tissue(np.random.default_rng(3), SHAPE, tissue(patchiness=patchiness))
+        means = [image[labels == n].mean() for n in np.unique(labels)[1:]]
+        bright.append(np.std(means) / np.mean(means))
+    assert bright[1] > 1.5 * bright[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_walls_are_tissues_too(seed: int) -> None:
+    image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
+    assert image.shape == labels.shape == SHAPE
+    assert Tissue.draw_walls(np.random.default_rng(seed)).patchiness > 0

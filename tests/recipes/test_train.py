@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from scripts.recipes.sources import Percentiles
 from scripts.recipes.synthetic_nuclei import synthesise
-from scripts.recipes.train import RECIPES, Schedule, load_matching, main, train
+from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, load_matching, main, train
 from service.core.volume import Segmentation
 from service.formats import tiff_writer
 from service.models.architectures import ShuffleUNet
@@ -56,13 +56,49 @@ def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     pool = small_pool(2)
     start = network()
     before = {name: value.clone() for name, value in start.state_dict().items()}
-    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=2), 0, tmp_path)
+    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=2), tmp_path), pool, 0)
     pool.close()
     assert not trained.training
     stored = load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(stored[name], value) for name, value in trained.state_dict().items())
     assert not torch.equal(stored["head.weight"], before["head.weight"])
-    assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
+    assert {file.name for file in tmp_path.iterdir()} == {"weights.safetensors", CHECKPOINT}
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    schedule, loss = Schedule(batch_size=1, edge=16), instance_loss
+    pool = small_pool(1)
+    batches = [draw_batch(pool, np.random.default_rng(seed), 1, 16) for seed in range(4)]
+    pool.close()
+    whole, parts = Run(network(), schedule, tmp_path / "whole"), tmp_path / "parts"
+    parts.mkdir()
+    for number, batch in enumerate(batches):
+        whole.learn(*batch, loss)
+        run = Run(network(), schedule, parts)
+        assert run.step == number
+        run.learn(*batch, loss)
+        run.save()
+    assert whole.step == run.step == 4
+    assert all(torch.equal(run.average.state_dict()[name], value) for name, value in whole.average.state_dict().items())
+
+
+def test_a_training_whose_budget_is_spent_is_left_alone(tmp_path: Path) -> None:
+    command = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--out", str(tmp_path)]
+    main(command)
+    before = (tmp_path / "weights.safetensors").stat().st_mtime_ns
+    main(command)
+    assert (tmp_path / "weights.safetensors").stat().st_mtime_ns == before
+
+
+def test_training_in_bf16_is_near_that_in_float32(tmp_path: Path) -> None:
+    pool = small_pool(1)
+    batch = draw_batch(pool, np.random.default_rng(0), 2, 16)
+    pool.close()
+    runs = [Run(network(), Schedule(bf16=narrow), tmp_path) for narrow in (False, True)]
+    for run in runs:
+        run.learn(*batch, instance_loss)
+    assert runs[1].loss == pytest.approx(runs[0].loss, rel=0.05)
+    assert runs[1].loss != runs[0].loss
 
 
 def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None:
@@ -71,7 +107,7 @@ def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None
     for norm in (module for module in start.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.running_mean.fill_(0.25)
     before = start.head.weight.detach().clone()
-    trained = train(start, pool, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=0), 0, tmp_path)
+    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=0), tmp_path), pool, 0)
     pool.close()
     stored = load_file(tmp_path / "weights.safetensors")
     means = [value for name, value in stored.items() if name.endswith("running_mean")]

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train the bundled models from nothing, on synthetic stacks alone: scripts/train_bundled.sh [FOLDER] [STAGE ...]
+#
+# Each stage is one command. A stage that was interrupted goes on from its checkpoint, one that is done is left alone,
+# and the log of each says the minutes that it took so far. The weights of a stage are in FOLDER/STAGE.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folder=${1:-build/models}
+shift || true
+python=${PYTHON:-.venv/bin/python}
+threads=${OMP_NUM_THREADS:-1}
+# Processors with units for BF16 take little more than half of the time.
+precision=()
+if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then precision=(--bf16); fi
+
+train() {
+    local stage=$1
+    shift
+    mkdir -p "$folder/$stage"
+    "$python" -m scripts.recipes.train --out "$folder/$stage" --threads "$threads" "${precision[@]}" "$@" \
+        2>&1 | tee -a "$folder/$stage/training.log"
+}
+
+run_stage() {
+    case $1 in
+    nuclei-1) train "$1" --kind nuclei --minutes 32 --learning-rate 3e-3 --seed 1 ;;
+    nuclei-2) train "$1" --kind nuclei --minutes 48 --learning-rate 2e-3 --seed 50 --keep-statistics --stated 0.7 \
+        --pool 48 --init "$folder/nuclei-1/weights.safetensors" ;;
+    membranes-1) train "$1" --kind membranes --minutes 40 --learning-rate 4e-3 --seed 2 --pool 32 --stated 0.85 ;;
+    membranes-2) train "$1" --kind membranes --minutes 44 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
+        --stated 0.85 --pool 32 --init "$folder/membranes-1/weights.safetensors" ;;
+    *)
+        echo "There is no stage $1; there are nuclei-1, nuclei-2, membranes-1 and membranes-2." >&2
+        exit 2
+        ;;
+    esac
+}
+
+stages=("$@")
+if ((!${#stages[@]})); then stages=(nuclei-1 nuclei-2 membranes-1 membranes-2); fi
+for stage in "${stages[@]}"; do run_stage "$stage"; done
