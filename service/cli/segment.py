@@ -191,9 +191,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
             kind = segmenter.estimator.output(query.options)
-            _check_output(kind, query, measured=measured)
+            check_output(kind, query, measured=measured)
             _check_form(kind, query, options.result)
             device.call(segmenter.warm_up)
+        bar.begin("windows")
         result = segment_series.segment(volume, query.options, segmenter, device, Path(scratch), bar)
         stages.update(result.seconds)
         bar.begin("writing")
@@ -223,7 +224,7 @@ def _warn(result: Result) -> int:
     return 1
 
 
-def _check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
+def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
     """Raise BadParameter where the objects of a result would be asked for that has none."""
     if kind != "labels" and measured:
         raise BadParameter(f"--measurements: only labels can be measured, and the result would be {kind}.")
@@ -265,12 +266,9 @@ def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) ->
 
 def _run_folder(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     from service.cli import segment_folder  # noqa: PLC0415
-    from service.core.volume import TimeRange  # noqa: PLC0415
 
     if options.measurements is not None:
         raise BadParameter("--measurements: the table of a folder is objects.csv among its results.")
-    if isinstance(query.selection.time, TimeRange):
-        raise BadParameter(f"--time {query.time}: of the stacks of a folder one time point each is segmented.")
     return segment_folder.run(options, query, settings)
 
 

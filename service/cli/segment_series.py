@@ -14,6 +14,7 @@ from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.series import PointSegmenter, Progress, Series, segment_series
 from service.serving.parameters import Query
+from service.serving.results import Pixels
 
 
 def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:
@@ -35,6 +36,16 @@ def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured:
     return Series.of(description, read_point, query.link)
 
 
+def read_pixels(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Pixels:
+    """Read what is segmented, and where objects are `measured` what they are measured in. Raises as `read` does."""
+    segmented = read(path, query, limit_bytes, scratch, measured=measured)
+    if not measured or isinstance(segmented, Series):
+        return Pixels(segmented, None)
+    if query.selection.channel is None:
+        return Pixels(segmented, segmented)
+    return Pixels(segmented, tiff_reader.read(path, replace(query.selection, channel=None), limit_bytes, scratch))
+
+
 def segment(  # noqa: PLR0913, PLR0917
     series: Volume | Series,
     options: Options,
@@ -44,7 +55,6 @@ def segment(  # noqa: PLR0913, PLR0917
     bar: ProgressBar,
 ) -> Result:
     """Segment a volume or a series, and show how far that is. Raises what `segment_series` raises."""
-    bar.begin("windows")
     if isinstance(series, Volume):
         return segmenter.segment(series, options, run=device.run, progress=bar.show)
 

@@ -23,7 +23,7 @@ def choose_diameter(estimates: Sequence[tuple[Sizing, VoxelSize | None]], of: st
 
     Args:
         estimates: for sampled volumes, with their voxel sizes
-        of: what was sampled, such as "5 stacks"
+        of: what was sampled, such as "5 stacks of the folder"
     Returns the parameter `diameter`, "none" where the volumes are best used as they are sampled, and a note.
     """
     found = [
@@ -34,7 +34,7 @@ def choose_diameter(estimates: Sequence[tuple[Sizing, VoxelSize | None]], of: st
     if not found:
         return "none", "How wide objects are could not be told: used as sampled; state diameter=."
     diameter = _median([(width, voxel_size) for width, voxel_size, _ in found])
-    seen = f"Objects of the series seem to be {diameter} wide ({len(found)} of {of} looked at)"
+    seen = f"Objects seem to be {diameter} wide ({len(found)} of {of} looked at)"
     if 2 * sum(fits for *_, fits in found) > len(found):
         return "none", f"{seen}, which suits the model as it is sampled; state diameter= where that is wrong."
     return str(diameter), f"{seen}; state diameter= where that is wrong."

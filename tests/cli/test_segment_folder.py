@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -22,15 +21,7 @@ from paths import ROOT
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
-from service.cli.folder_records import Records
-from service.cli.progress import show_progress
-from service.cli.segment_folder import FolderWork
-from service.core.config import Settings
-from service.core.errors import BadParameter, DeviceLost
-from service.inference.batcher import open_batcher
-from service.inference.segmenter import Segmenter
 from service.models.spec import ModelSpec
-from service.serving.parameters import Query
 
 STACKS = [f"stack {number:02}" for number in range(19)]
 
@@ -127,7 +118,8 @@ def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
 
     def before(*arguments: object) -> str:
         assert segment(chosen, out, "--config", config, *arguments) == 0
-        return capsys.readouterr().out.partition(" stacks, ")[2].partition(" of them")[0]
+        told = capsys.readouterr().out.partition(" stacks, ")[2]
+        return told.partition(" of them")[0] if "before" in told else "0"
 
     assert before() == "0"
     assert before() == "3"
@@ -137,28 +129,6 @@ def test_what_is_done_is_skipped_unless_parameters_or_the_file_differ(
     assert before("--overlap", "0.5") == "2"
     (out / f"{STACKS[0]}_labels.ome.tif").unlink()
     assert before("--overlap", "0.5") == "2"
-
-
-def test_one_width_holds_for_the_series(folder: Path, config: Path, tmp_path: Path) -> None:
-    chosen, out = few(folder, tmp_path), tmp_path / "out"
-    assert segment(chosen, out, "--config", config, "--diameter", "auto") == 0
-    widths = {record.notes[0] for record in Records(out).values()}
-    assert len(widths) == 1
-    assert "wide" in widths.pop()
-
-
-def test_no_width_is_recorded_where_the_device_was_lost(folder: Path, random_nuclei: ModelSpec, tmp_path: Path) -> None:
-    class LostSegmenter:
-        def estimate_diameter(self, *_: object, **__: object) -> None:
-            raise DeviceLost("The device is gone.")
-
-    settings = Settings()
-    with open_batcher(settings) as device, show_progress() as bar:
-        segmenter = cast(Segmenter, LostSegmenter())
-        work = FolderWork(folder, tmp_path, random_nuclei, segmenter, device, settings, tmp_path, bar)
-        with pytest.raises(DeviceLost):
-            work.segment([f"{name}.tif" for name in STACKS], Query())
-    assert not (tmp_path / "stacks.jsonl").exists()
 
 
 def test_stacks_of_subfolders_are_found_and_keep_their_places(folder: Path, config: Path, tmp_path: Path) -> None:
@@ -194,6 +164,7 @@ def test_a_stack_that_goes_during_the_run_fails_alone(
         (["{few}", "{few}"], "is the folder of the stacks"),
         (["{few}", "{full}"], "holds something else already; name another folder, or use it with --force"),
         (["{few}", "{few}/stack 00.tif"], "is a file; name a folder"),
+        (["{few}", "out", "--diameter", "auto"], "does not say how wide it wants objects to be"),
         (["{few}", "out", "--glob", "*.lsm"], "holds no stack that matches *.lsm"),
         (["{full}", "out"], "holds no stack that matches *.tif"),
         (["{zarr}", "out"], "this folder is OME-Zarr"),
@@ -222,19 +193,32 @@ def test_what_cannot_be_done_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["no JSON", '{"stack": "a.tif", "later": 1}', '{"later": 1}', "[]", "3"])
-def test_damaged_records_are_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / "stacks.jsonl").write_text(f"{line}\n")
-    with pytest.raises(BadParameter, match=r"stacks\.jsonl is damaged, or of another version; delete it"):
-        Records(tmp_path)
+def test_time_series_of_a_folder_have_linked_objects(
+    folder: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    movies, out = tmp_path / "movies", tmp_path / "out"
+    movies.mkdir()
+    points = np.stack([tifffile.imread(folder / f"{name}.tif")[:8] for name in STACKS[:3]])
+    axes = {"axes": "TZYX", "spacing": 0.5, "unit": "um"}
+    for name in ("one", "two"):
+        (movies / f"{name}.tif").write_bytes(as_tiff(points, metadata=axes))
+    content = as_tiff(points, metadata=axes, compression="zlib")
+    with tifffile.TiffFile(movies / "one.tif") as plain:
+        assert plain.series[0].axes == "TZYX"
+    (movies / "cut.tif").write_bytes(content[: len(content) // 2])
+    arguments = ["--config", config, "--diameter", "none", "--time", "all", "--link", "overlap"]
 
+    assert segment(movies, out, *arguments) == 1
 
-def test_records_survive_an_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    records = Records(tmp_path)
-    records.set_series("key", ("15px", "seen"))
-    with (tmp_path / "stacks.jsonl").open("a") as file:
-        file.write('{"stack": "a.tif", "ke')
-    again = Records(tmp_path)
-    assert (again.series("key"), len(again)) == (("15px", "seen"), 0)
-    again.set_series("other", ("", ""))
-    assert Records(tmp_path).series("other") == ("", "")
+    table = rows(out / "objects.csv")
+    for name in ("one", "two"):
+        labels = tifffile.imread(out / f"{name}_labels.ome.tif")
+        assert labels.shape == points.shape
+        tracks = {int(row["track_id"]) for row in table if row["stack"] == f"{name}.tif"}
+        assert tracks == set(np.unique(labels[labels > 0]).tolist())
+        assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
+    assert "stackseg: cut.tif: " in capsys.readouterr().err
+    # The same as of the file alone.
+    assert segment(movies / "one.tif", tmp_path / "one.tif", *arguments) == 0
+    alone = tifffile.imread(tmp_path / "one.tif")
+    np.testing.assert_array_equal(alone, tifffile.imread(out / "one_labels.ome.tif"))

@@ -1,17 +1,17 @@
-"""What `stackseg segment FOLDER` keeps in its output folder: records by which it resumes, the table, the report."""
+"""What is kept among the results of a folder of stacks: records by which it resumes, one table, one report."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from service.core.errors import BadParameter
+from service.serving.open_folder import ResultFolder
 
 RECORDS, TABLE, REPORT = "stacks.jsonl", "objects.csv", "report.html"
 
@@ -29,8 +29,8 @@ class StackRecord(NamedTuple):
 
     key          of the parameters, the model and the software
     size, mtime  of the file in bytes and nanoseconds
-    result       label file, relative to the output folder
-    problem      why there is no result, "" where there is one
+    result       label file, relative to the folder of the results; "" where there is none
+    problem      why there is no result, or one of a series that ends early; "" where nothing failed
     doubtful     whether the model is not sure of the result; the first of the notes then says why
     """
 
@@ -51,20 +51,24 @@ class Records(dict[str, StackRecord]):
     A last line that an end of the process has cut short counts as absent. Raises BadParameter for other damage.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: ResultFolder) -> None:
         super().__init__()
-        self._out, self._path = out, out / RECORDS
+        self._out = out
         self._series: dict[str, tuple[str, str]] = {}
-        lines = self._path.read_text(encoding="utf-8").split("\n") if self._path.exists() else [""]
+        try:
+            with out.open(RECORDS) as file:
+                lines = file.read().split("\n")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise _damaged() from error
         try:
             for line in lines[:-1]:
                 self._read(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
-            raise BadParameter(
-                f"{self._path} is damaged, or of another version; delete it to segment all stacks anew."
-            ) from error
+            raise _damaged() from error
         if lines[-1]:
-            self._path.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+            _write(out, RECORDS, "".join(f"{line}\n" for line in lines[:-1]))
 
     def _read(self, content: dict[str, Any]) -> None:
         if "series" in content:
@@ -73,25 +77,17 @@ class Records(dict[str, StackRecord]):
             name = content.pop("stack")
             self[name] = StackRecord(**content)
 
-    @staticmethod
-    def belongs(out: Path) -> bool:
-        """Return whether a folder has records."""
-        return (out / RECORDS).is_file()
-
     def add(self, name: str, record: StackRecord) -> None:
         """Record how a stack went."""
         self[name] = record
         self._append({"stack": name, **record._asdict()})
 
-    def is_done(self, name: str, key: str, stack: Path) -> bool:
-        """Return whether there is a result of this very file with these parameters; False for one that has gone."""
+    def is_done(self, name: str, key: str, status: os.stat_result) -> bool:
+        """Return whether there is a result of this very file with these parameters."""
         record = self.get(name)
-        if record is None or record.problem or not (self._out / record.result).is_file():
+        if record is None or record.problem or not self._out.has(record.result):
             return False
-        with suppress(OSError):
-            status = stack.stat()
-            return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
-        return False
+        return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
 
     def series(self, parameters: str) -> tuple[str, str] | None:
         """Return the width that holds for all stacks with these parameters, and the note about it, if on record."""
@@ -103,50 +99,66 @@ class Records(dict[str, StackRecord]):
         self._append({"series": parameters, "diameter": width[0], "note": width[1]})
 
     def _append(self, content: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+        self._out.append(RECORDS, json.dumps(content))
 
 
-def write_table(out: Path, stacks: Iterable[tuple[str, str]]) -> None:
+def printable(name: str) -> str:
+    """Return the name of a file as text that every encoding of Unicode takes."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
     """Write one table of the objects of all stacks (name, place), with a first column that names the stack.
 
     Stacks of other channels have other columns; a cell that a stack does not have is empty.
     """
-    tables = [(name, path) for name, place in stacks if (path := out / f"{place}_objects.csv").is_file()]
+    tables = [(name, path) for name, place in stacks if out.has(path := f"{place}_objects.csv")]
     columns = {"stack": None}
     for _, path in tables:
-        with path.open(encoding="utf-8", newline="") as file:
-            columns |= dict.fromkeys(next(csv.reader(file)))
-    with (out / TABLE).open("w", encoding="utf-8", newline="") as file:
+        with out.open(path) as table:
+            columns |= dict.fromkeys(next(csv.reader(table), []))
+    with (out.staging / TABLE).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for name, path in tables:
-            with path.open(encoding="utf-8", newline="") as table:
-                writer.writerows({"stack": name, **row} for row in csv.DictReader(table))
+            with out.open(path) as table:
+                writer.writerows({"stack": printable(name), **row} for row in csv.DictReader(table))
+    out.put(TABLE, TABLE)
 
 
-def write_report(out: Path, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
+def write_report(out: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
     """Write a page with a row for each stack (name, place, record): picture, objects, seconds, and what to know."""
-    rows = "\n".join(_row(name, place, record) for name, place, record in stacks)
+    rows = "\n".join(_row(printable(name), place, record) for name, place, record in stacks)
     heads = "".join(f"<th>{head}</th>" for head in ("", "stack", "objects", "seconds", "notes"))
     done = sum(record is not None and not record.problem for _, _, record in stacks)
     page = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>StackSeg</title><style>{_STYLE}</style>\n'
         f"<h1>{done} of {len(stacks)} stacks, {escape(model)}</h1>\n<table><tr>{heads}</tr>\n{rows}\n</table></html>\n"
     )
-    (out / REPORT).write_text(page, encoding="utf-8")
+    _write(out, REPORT, page)
+
+
+def _write(out: ResultFolder, name: str, text: str) -> None:
+    (out.staging / name).write_text(text, encoding="utf-8")
+    out.put(name, name)
+
+
+def _damaged() -> BadParameter:
+    return BadParameter(
+        f"{RECORDS} among the results is damaged, or of another version; delete it to segment all stacks anew."
+    )
 
 
 def _row(name: str, place: str, record: StackRecord | None) -> str:
     if record is None:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>not begun</td></tr>"
-    if record.problem:
-        problem = f'<td class="failed">{escape(record.problem)}</td>'
-        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td>{problem}</tr>"
-    picture = f'<img src="{quote(place)}.png" alt="">'
-    link = f'<a href="{quote(record.result)}">{escape(name)}</a>'
+    notes = f'<span class="failed">{escape(record.problem)}</span>' if record.problem else ""
+    if not record.result:
+        return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>{notes}</td></tr>"
+    picture = f'<img src="{quote(os.fsencode(place))}.png" alt="">'
+    link = f'<a href="{quote(os.fsencode(record.result))}">{escape(name)}</a>'
     classes = [' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))]
-    notes = "".join(
+    notes += "".join(
         f"<small{class_}>{escape(note)}</small>" for class_, note in zip(classes, record.notes, strict=True)
     )
     objects = "" if record.objects is None else record.objects

@@ -1,0 +1,54 @@
+"""Records of a folder of stacks: whatever happens to the file, it is read, or named as damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.core.errors import BadParameter
+from service.serving.folder_records import RECORDS, Records, StackRecord, write_report, write_table
+from service.serving.open_folder import ResultFolder, open_results
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[ResultFolder]:
+    with open_results(tmp_path) as results:
+        yield results
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"stack": "a.tif", "later": 1}', '{"later": 1}', "[]", "3"])
+def test_damaged_records_are_named(results: ResultFolder, tmp_path: Path, line: str) -> None:
+    (tmp_path / RECORDS).write_text(f"{line}\n")
+    with pytest.raises(BadParameter, match=r"stacks\.jsonl .* is damaged, or of another version; delete it"):
+        Records(results)
+
+
+def test_records_survive_an_end_in_the_middle_of_a_line(results: ResultFolder, tmp_path: Path) -> None:
+    records = Records(results)
+    records.set_series("key", ("15px", "seen"))
+    with (tmp_path / RECORDS).open("a") as file:
+        file.write('{"stack": "a.tif", "ke')
+    again = Records(results)
+    assert (again.series("key"), len(again)) == (("15px", "seen"), 0)
+    again.set_series("other", ("", ""))
+    assert Records(results).series("other") == ("", "")
+
+
+def test_records_that_are_a_link_are_not_followed(results: ResultFolder, tmp_path: Path) -> None:
+    secret = tmp_path.parent / "secret"
+    secret.write_text("nobody's business")
+    (tmp_path / RECORDS).symlink_to(secret)
+    with pytest.raises(BadParameter, match="damaged"):
+        Records(results)
+    assert secret.read_text() == "nobody's business"
+
+
+def test_names_that_are_no_text_can_be_reported(results: ResultFolder, tmp_path: Path) -> None:
+    name = "a\udcff<b>.tif"
+    write_report(results, "nuclei/1", [(name, "a\udcff<b>", StackRecord("key", 1, 1, "a\udcff.tif", 2))])
+    (tmp_path / "a_objects.csv").write_text("label\n1\n")
+    write_table(results, [(name, "a")])
+    assert "&lt;b&gt;" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "objects.csv").read_text() == "stack,label\na\\udcff<b>.tif,1\n"
