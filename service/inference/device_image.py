@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.volume import Array, Size
+from service.core.volume import Array, Size, Volume
 from service.inference.normalize import NormalisedImage
 from service.inference.windows.grid import Box, as_size
 
@@ -64,6 +65,47 @@ class Upload:
         for z in range(0, depth, planes):
             for y in range(0, height, rows):
                 yield slice(z, z + planes), slice(y, y + rows)
+
+
+class SentVolume:
+    """The pixels of a volume on a device, as they are stored, with a histogram of each channel made there.
+
+    They are copied while this is made, and counted as they arrive; the host waits for the device when it is asked for
+    a histogram.
+
+    volume  of 8-bit or 16-bit integers
+    """
+
+    def __init__(self, volume: Volume, device: torch.device) -> None:
+        channels, depth, height, width = volume.shape
+        bits, step = 8 * volume.dtype.itemsize, planes_sent((depth, height, width))
+        least = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
+        dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
+        self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
+        self._counts = torch.zeros((channels, 1 << bits), dtype=torch.int32, device=device)
+        one = torch.ones((), dtype=torch.int32, device=device)
+        upload = Upload(device, buffer_bytes((depth, height, width)))
+        for z in range(0, depth, step):
+            for index, planes in enumerate(volume.read(z, min(z + step, depth))):
+                sent = upload(planes)
+                self._pixels[index, z : z + step] = sent
+                keys = sent.flatten().long() - least
+                self._counts[index].scatter_add_(0, keys, one.expand(len(keys)))
+
+    @staticmethod
+    def takes(volume: Volume) -> bool:
+        """Return whether pixels are integers of up to 16 bits, and few enough to be on a device as a whole."""
+        counted = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
+        return counted and count_planes(volume.shape[0], as_size(volume.shape[1:]), 1) == volume.shape[1]
+
+    def count_keys(self, index: int) -> NDArray[np.int64]:
+        """Return the histogram of one channel, as `percentiles.CountedChannel` says."""
+        counts: NDArray[np.int64] = self._counts[index].cpu().numpy().astype(np.int64)
+        return counts
+
+    def planes(self, index: int, first: int, end: int) -> Tensor:
+        """Return planes [z, Y, X] of one channel."""
+        return self._pixels[index, first:end]
 
 
 class DeviceImage:

@@ -169,11 +169,13 @@ def estimate(  # noqa: PLR0913
     *,
     on_host: bool,
     streams: int = 1,
+    sends: bool = False,
     kernel: WindowKernels = window_kernels,
 ) -> Estimate:
     """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
 
-    `window_bytes`, `on_host` and `streams` are those of an `Estimator`.
+    `window_bytes`, `on_host` and `streams` are those of an `Estimator`; `sends`: the stack goes to the device as it is
+    stored.
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -182,6 +184,8 @@ def estimate(  # noqa: PLR0913
     image = 4 * spec.input.channels * (math.prod(size) + math.prod(volume.shape[1:])) if resampled else 0
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
+    # Pixels as they are stored, and a block of them while it is counted.
+    sent = 2 * math.prod(volume.shape) + 24 * math.prod(volume.shape[2:]) * planes_sent(size) if sends else 0
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
@@ -197,7 +201,7 @@ def estimate(  # noqa: PLR0913
         overlap=plan.overlap,
         working_size=size,
         host_bytes=decoding.host + planes + image + (running if on_host else 2 * buffer_bytes(size)),
-        device_bytes=0 if on_host else decoding.device + running + 4 * size[1] * size[2] * there,
+        device_bytes=0 if on_host else decoding.device + running + sent + 4 * size[1] * size[2] * there,
     )
 
 
@@ -300,7 +304,8 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams)
+        sends = "prepare" in self.settings.device.asynchronous
+        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams, sends=sends)
         needed = estimate_plan(plan, window_bytes)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
             plan = plan._replace(decode_on_host=True)

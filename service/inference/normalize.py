@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 import numpy as np
 import torch
@@ -64,6 +64,27 @@ class VolumeChannel:
             yield replace_nonfinite(self.volume.read(z0, min(z0 + step, depth))[self.index], self.substitute)
 
 
+class SentPixels(Protocol):
+    """All pixels of a volume on another device, as they are stored, in up to 16 bits."""
+
+    def count_keys(self, index: int) -> NDArray[np.int64]:
+        """Return the histogram of one channel, as `percentiles.CountedChannel` says."""
+
+    def planes(self, index: int, first: int, end: int) -> Tensor:
+        """Return planes [z, Y, X] of one channel."""
+
+
+@dataclass(frozen=True)
+class SentChannel(VolumeChannel):
+    """One channel of a volume whose pixels are on another device too, which counts them."""
+
+    sent: SentPixels | None = None
+
+    def count_keys(self) -> NDArray[np.int64]:
+        assert self.sent is not None  # noqa: S101 - what is made without has no use
+        return self.sent.count_keys(self.index)
+
+
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
     """Return the pixels with NaN and infinity replaced, or unchanged where `substitute` is None."""
     return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
@@ -108,7 +129,7 @@ class IntensityScaling:
         if not plain or out.dtype != torch.float32 or not _torch_reads(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
             return
-        self._scale_into(torch.from_numpy(pixels), pixels.dtype, out)
+        self.scale_into(torch.from_numpy(pixels), pixels.dtype, out)
 
     def send_into(self, pixels: Array, out: Tensor, send: Callable[[Array], Tensor]) -> None:
         """Write the scaled pixels into `out`, float32 on the device to which `send` copies an array.
@@ -116,11 +137,15 @@ class IntensityScaling:
         They are sent as they are stored, unless float32 cannot hold them, or some are replaced.
         """
         if self._is_plain and pixels.dtype in _EXACT_IN_FLOAT32:
-            self._scale_into(send(pixels), pixels.dtype, out)
+            self.scale_into(send(pixels), pixels.dtype, out)
         else:
             out.copy_(send(self.apply(pixels)))
 
-    def _scale_into(self, stored: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
+    def scale_into(self, stored: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
+        """Write scaled pixels of `dtype`, which are on the device of `out`, into `out`, float32."""
+        if self.scale == 0:
+            out.zero_()
+            return
         # In place and with all of torch's threads this takes a third of NumPy's time.
         out.copy_(stored).sub_(self.offset).div_(self.scale)
         if not self._stays_within_limits(dtype):
@@ -146,8 +171,8 @@ class NormalisedImage:
     The planes of the last box are cached, because windows come in layers of planes. Several threads may use it at once.
     """
 
-    def __init__(self, volume: Volume, scalings: Sequence[IntensityScaling]) -> None:
-        self._volume, self._scalings = volume, scalings
+    def __init__(self, volume: Volume, scalings: Sequence[IntensityScaling], sent: SentPixels | None = None) -> None:
+        self._volume, self._scalings, self._sent = volume, scalings, sent
         self.shape = (1, *volume.shape)
         # First plane, end plane, and the planes of each channel between them.
         self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
@@ -168,6 +193,10 @@ class NormalisedImage:
 
         `send` returns a copy of an array on that device.
         """
+        if self._sent is not None:
+            for index, (target, scaling) in enumerate(zip(out, self._scalings, strict=True)):
+                scaling.scale_into(self._sent.planes(index, first, end), self._volume.dtype, target)
+            return
         for target, pixels, scaling in zip(out, self._volume.read(first, end), self._scalings, strict=True):
             scaling.send_into(pixels, target, send)
 
@@ -195,20 +224,25 @@ class NormalisedImage:
         return whole
 
 
-def normalise_volume(volume: Volume, spec: ModelSpec) -> tuple[NormalisedImage, tuple[str, ...]]:
+def normalise_volume(
+    volume: Volume, spec: ModelSpec, sent: SentPixels | None = None
+) -> tuple[NormalisedImage, tuple[str, ...]]:
     """Return the volume with each channel normalised over the whole of it, and notes for the user.
 
-    NaN and infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where a
-    channel has no finite pixel.
+    `sent` has the volume's pixels on another device, where they are counted for percentiles, and scaled. NaN and
+    infinite pixels count as the lowest finite value; a constant channel becomes zeros. Raises BadFile where a channel
+    has no finite pixel.
     """
     scalings, replaced = [], 0
     for index in range(volume.shape[0]):
         substitute, nonfinite = _find_substitute(VolumeChannel(volume, index))
-        channel = VolumeChannel(volume, index, substitute)
+        channel: Channel = VolumeChannel(volume, index, substitute)
+        if sent is not None:
+            channel = SentChannel(volume, index, sent=sent)
         scalings.append(replace(fit_scaling(channel, spec.input.normalisation), substitute=substitute))
         replaced += nonfinite
     notes = [f"{replaced} NaN or infinite pixels were taken for the lowest finite intensity."] if replaced else []
-    return NormalisedImage(volume, scalings), tuple(notes)
+    return NormalisedImage(volume, scalings, sent), tuple(notes)
 
 
 def normalise(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:

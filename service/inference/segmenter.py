@@ -27,7 +27,7 @@ from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.confidence import Doubt, explain, judge
 from service.inference.decoding.decoders import HostDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
-from service.inference.device_image import DeviceImage
+from service.inference.device_image import DeviceImage, SentVolume
 from service.inference.diameter import (
     DiameterCache,
     DiameterEstimator,
@@ -192,7 +192,7 @@ class Segmenter:
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             self._check_memory(request.estimate)
             with stages.measure("prepare"):
-                source, notes = normalise_volume(volume, self.spec)
+                source, notes = normalise_volume(volume, self.spec, self._send(volume))
             sized = _Sized(request, request.plan.diameter)
             if request.plan.estimated:
                 with stages.measure("size"):
@@ -233,6 +233,12 @@ class Segmenter:
             confidence=confidence,
             doubt=doubt,
         )
+
+    def _send(self, volume: Volume) -> SentVolume | None:
+        """Send a volume to the device, which finds the percentiles there, where the settings say so and it suits."""
+        if self._on_host or "prepare" not in self._settings.device.asynchronous or not SentVolume.takes(volume):
+            return None
+        return SentVolume(volume, self._device)
 
     def _judge(
         self, segmentation: Segmentation, volume: Volume, plan: Plan, used: Diameter | None, compute: ComputeSlabs

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from service.core.volume import Array, Volume
 from service.inference import device_image
-from service.inference.device_image import DeviceImage, Upload
-from service.inference.normalize import IntensityScaling, NormalisedImage
+from service.inference.device_image import DeviceImage, SentVolume, Upload
+from service.inference.normalize import IntensityScaling, NormalisedImage, SentChannel, VolumeChannel, normalise_volume
+from service.inference.percentiles import percentiles
 from service.inference.windows.grid import Grid
+from service.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 SHAPE = (2, 11, 6, 7)
@@ -129,3 +131,58 @@ def test_buffer_is_not_filled_while_it_is_on_its_way(shapes: list[tuple[int, int
     assert len(copies.pending) <= 2
     copies.finish()
     assert all(np.array_equal(tensor.numpy(), block) for tensor, block in zip(sent, blocks, strict=True))
+
+
+@given(
+    dtype=st.sampled_from(["u1", "i1", "u2", "i2"]),
+    shape=st.tuples(st.integers(1, 2), *[st.integers(1, 6)] * 3),
+    spread=st.integers(1, 2**16),
+    low=st.floats(0, 100),
+    high=st.floats(0, 100),
+    seed=st.integers(0, 99),
+)
+def test_percentiles_counted_on_the_device_are_exact(
+    dtype: str, shape: tuple[int, int, int, int], spread: int, low: float, high: float, seed: int
+) -> None:
+    ends = np.iinfo(dtype)
+    random = np.random.default_rng(seed)
+    pixels = random.integers(ends.min, min(ends.min + spread, ends.max), shape, dtype, endpoint=True)
+    volume = Volume.from_array(pixels)
+    sent = SentVolume(volume, CPU)
+    for index, channel in enumerate(pixels):
+        found = percentiles(SentChannel(volume, index, sent=sent), low, high)
+        assert found == percentiles(VolumeChannel(volume, index), low, high)
+        np.testing.assert_allclose(found, np.percentile(channel, (low, high)))
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("level", [None, 7], ids=["varied", "constant"])
+def test_a_volume_that_was_sent_is_read_once_and_normalised_as_on_the_host(
+    bands: ModelSpec, level: int | None, layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layers:
+        monkeypatch.setattr(device_image, "PIECE_BYTES", 1)
+    pixels, read = some_pixels("uint16")[:1], list[int]()
+    if level is not None:
+        pixels[:] = level
+
+    def read_planes(z0: int, z1: int) -> Array:
+        read.extend(range(z0, z1))
+        return pixels[:, z0:z1]
+
+    volume = Volume((1, *SHAPE[1:]), pixels.dtype, read_planes)
+    assert SentVolume.takes(volume)
+    sent = SentVolume(volume, CPU)
+    if level is None:
+        source, _notes = normalise_volume(volume, bands, sent)
+        image = DeviceImage(source, 4, CPU)
+        assert read == list(range(11))
+    image = DeviceImage(normalise_volume(volume, bands, sent)[0], 4, CPU)
+    expected = DeviceImage(normalise_volume(volume, bands)[0], 4, CPU)
+    for box in boxes(0.5):
+        assert torch.equal(image[box], expected[box])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("f4", (4, 4, 4)), ("u4", (4, 4, 4)), ("u1", (1024, 1024, 1025))])
+def test_volumes_that_are_not_counted_on_a_device(dtype: str, size: tuple[int, int, int]) -> None:
+    assert not SentVolume.takes(Volume((1, *size), np.dtype(dtype), lambda _z0, _z1: np.zeros(0)))
