@@ -1,100 +1,23 @@
-"""The page in a real browser: Debian's chromium, driven by playwright."""
+"""The page in a real browser."""
 
 from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import tifffile
+from browsing import SECONDS, Open, check_accessibility, put, segment
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, eager, serve
 from paths import ROOT
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from runtimes import loaded_segmenter
 
 from service.api.api_keys import generate_key, hash_key
 from service.core.host import usable_cores
-
-CHROMIUM = shutil.which("chromium")
-ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync")  # fmt: skip
-AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-SECONDS = 60
-
-expect.set_options(timeout=1000 * SECONDS)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def nuclei() -> Iterator[Live]:
-    with serve(eager(ROOT / "models", models={"serve": ("nuclei", "membranes"), "load": ("nuclei",)})) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def fake(bands_repository: Path) -> Iterator[Live]:
-    with serve(eager(bands_repository, models={"load": "all"}), load=FakeSegmenter) as live:  # type: ignore[arg-type]
-        yield live
-
-
-Open = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
-    """Open the page of a service; at the end, no request has left it, and nothing was against the policy."""
-    faults: list[str] = []
-    contexts = []
-
-    def open_at(live: Live, **options: Any) -> Page:
-        origin = f"http://{live.host}:{live.port}"
-        context = browser.new_context(base_url=origin, **{"viewport": {"width": 1280, "height": 720}, **options})
-        own = (origin, "blob:", "data:")
-        context.set_default_timeout(1000 * SECONDS)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
-        page.on("request", lambda sent: None if sent.url.startswith(own) else faults.append(sent.url))
-        page.goto("/")
-        return page
-
-    yield open_at
-    for context in contexts:
-        context.close()
-    assert faults == []
-
-
-def put(page: Page, content: bytes, name: str = "cells.tif") -> None:
-    page.set_input_files("#file", {"name": name, "mimeType": "image/tiff", "buffer": content})
-
-
-def segment(page: Page) -> None:
-    page.get_by_role("button", name="Segment", exact=True).click()
-
-
-def check_accessibility(page: Page) -> None:
-    """Let axe-core look for what keeps people out, in both themes."""
-    if not AXE.exists():
-        return
-    page.evaluate(AXE.read_text(encoding="utf-8"))
-    for scheme in ("dark", "light"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        found = page.evaluate("axe.run().then(found => found.violations.map(v => v.id + ' ' + v.nodes[0].html))")
-        assert found == [], scheme
 
 
 def fake_segmenter(live: Live) -> FakeSegmenter:

@@ -1,0 +1,36 @@
+"""What tests of the page do in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from paths import ROOT
+from playwright.sync_api import Page
+
+CHROMIUM = shutil.which("chromium")
+ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync")  # fmt: skip
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+SECONDS = 60
+
+Open = Callable[..., Page]
+
+
+def put(page: Page, content: bytes, name: str = "cells.tif") -> None:
+    page.set_input_files("#file", {"name": name, "mimeType": "image/tiff", "buffer": content})
+
+
+def segment(page: Page) -> None:
+    page.get_by_role("button", name="Segment", exact=True).click()
+
+
+def check_accessibility(page: Page) -> None:
+    """Let axe-core look for what keeps people out, in both themes."""
+    if not AXE.exists():
+        return
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        found = page.evaluate("axe.run().then(found => found.violations.map(v => v.id + ' ' + v.nodes[0].html))")
+        assert found == [], scheme
