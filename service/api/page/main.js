@@ -1,5 +1,6 @@
 /** The page: which view is shown, and what happens between them. The address after # names the stack or the job. */
 
+import { annotationsList } from "./annotations.js";
 import { button, byId, element } from "./elements.js";
 import { forget, remember } from "./history.js";
 import { fetchPlane, fetchVolume } from "./planes.js";
@@ -11,6 +12,7 @@ import { showStart } from "./start_view.js";
 import { watchStatus } from "./status.js";
 import { parseTable } from "./table.js";
 import { startTheme } from "./theme.js";
+import { trainingDialog, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
 
 /** @typedef {import("./server.js").Job} Job */
@@ -100,6 +102,7 @@ class Session {
       image: await fetchPlane(address, shown, whole, z, signal),
       labels: this.job ? await fetchPlane(`jobs/${this.job}/planes`, {}, whole, z, signal) : null,
     });
+    this.viewer.fetchWhole = (signal, onblock) => fetchVolume(address, shown, whole, signal, onblock, [1, 1, 1]);
     this.viewer.waiting.textContent = "Reading the stack";
     try {
       await fetchVolume(address, shown, whole, this.loading.signal, (volume, share) => {
@@ -180,7 +183,8 @@ class Session {
       await this.inspect();
       await this.run();
     };
-    showResult(byId("side"), job, { table, name: this.name, stack: this.stack, viewer, signal, segmentWith });
+    const { name, stack } = this;
+    showResult(byId("side"), job, { table, name, stack, viewer, abilities, signal, segmentWith });
     viewer.drawNow();
     remember({ job: job.id, thumbnail: viewer.thumbnail() });
   }
@@ -245,14 +249,14 @@ let models = [];
 let defaultModel = null;
 /** Names of the service's parameters. @type {Set<string>} */
 let known = new Set();
+/** What the service does beside segmenting. */
+let abilities = { corrections: false, training: false };
 /** @type {Session | null} */
 let session = null;
 
-/** @param {"start" | "work" | "status"} which */
+/** @param {"start" | "work" | "status" | "learn"} which */
 function show(which) {
-  byId("start").hidden = which !== "start";
-  byId("work").hidden = which !== "work";
-  byId("status").hidden = which !== "status";
+  for (const view of ["start", "work", "status", "learn"]) byId(view).hidden = view !== which;
   byId("home").hidden = which === "start";
   byId("problem").hidden = true;
 }
@@ -300,12 +304,20 @@ function showHome() {
   show("start");
   byId("title").textContent = "Objects in 3D microscopy stacks";
   showStart(byId("start"), { open: openFile, sample: openSample, job: (id) => (location.hash = `job=${id}`) });
+  if (abilities.corrections) showAnnotations().catch(report);
 }
 
-/** @param {string} id */
-async function openStack(id) {
+/** List the annotated stacks of the service on the first screen. */
+async function showAnnotations() {
+  const list = await annotationsList({ improve: abilities.training ? () => trainingDialog().catch(report) : null });
+  if (list && !byId("start").hidden) byId("start").append(list);
+}
+
+/** @param {string} id @param {string | null} model that is chosen, instead of the default one */
+async function openStack(id, model) {
   const stack = await json(`stacks/${id}`);
   session = new Session(id, stack.name || "stack.tif", stack.bytes);
+  if (model) session.settings.restore({ model });
   byId("side").replaceChildren(before());
   await session.inspect();
 }
@@ -328,6 +340,24 @@ async function openJob(id) {
   await Promise.all([looking, opened.follow(id)]);
 }
 
+/** @param {string} id @param {AbortSignal} signal */
+async function openTraining(id, signal) {
+  show("learn");
+  byId("title").textContent = "Training of a model";
+  await watchTraining(byId("learn"), id, signal, {
+    segment: (annotation, model) => segmentAnnotation(annotation, model).catch(report),
+  });
+}
+
+/** Open the stack of an annotation with a model; one that is kept no more is sent again. @param {string} id @param {string} model */
+async function segmentAnnotation(id, model) {
+  const { stack: former, name } = await json(`annotations/${id}`);
+  await readModels();
+  const kept = former ? await json(`stacks/${former}`).catch(() => null) : null;
+  const stack = kept ?? (await upload(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
+  location.hash = `stack=${stack.id}&model=${encodeURIComponent(model)}`;
+}
+
 /** @param {AbortSignal} signal */
 async function openStatus(signal) {
   show("status");
@@ -344,8 +374,18 @@ async function readModels() {
 /** What refreshes the status until another view is shown. */
 let watching = new AbortController();
 
+/** @param {string} kind @param {string} id @param {string | null} model @param {AbortSignal} signal */
+async function openView(kind, id, model, signal) {
+  if (kind === "status") return openStatus(signal);
+  if (kind === "job" && id) return openJob(id);
+  if (kind === "stack" && id) return openStack(id, model);
+  if (kind === "training" && id) return openTraining(id, signal);
+  return showHome();
+}
+
 async function route() {
-  const [kind, id] = location.hash.slice(1).split("=");
+  const address = new URLSearchParams(location.hash.slice(1));
+  const [kind, id] = address.entries().next().value ?? ["", ""];
   watching.abort();
   watching = new AbortController();
   if (kind !== "job") {
@@ -353,10 +393,7 @@ async function route() {
     session = null;
   }
   try {
-    if (kind === "job" && id) await openJob(id);
-    else if (kind === "stack" && id) await openStack(id);
-    else if (kind === "status") await openStatus(watching.signal);
-    else showHome();
+    await openView(kind, id, address.get("model"), watching.signal);
   } catch (error) {
     if (error instanceof Problem && error.status === 404) {
       if (kind === "job") forget(id);
@@ -401,6 +438,7 @@ async function start() {
   /** @type {{name: string}[]} */
   const parameters = document.paths["/jobs"].post.parameters;
   known = new Set(parameters.map(({ name }) => name));
+  if (document.paths["/limits"]) abilities = { ...abilities, ...(await json("limits")) };
   byId("key").hidden = !sessionStorage.getItem("stackseg-key");
   await route();
 }

@@ -23,7 +23,7 @@ const TYPES = {
   float32: Float32Array,
 };
 const MOST_VOXELS = 24_000_000;
-const MOST_PLANE_VOXELS = 8_000_000;
+export const MOST_PLANE_VOXELS = 8_000_000;
 const BLOCK_VOXELS = 2_000_000;
 const AT_ONCE = 3;
 
@@ -48,7 +48,7 @@ function sampled(whole, step) {
 }
 
 /** @param {Triple} shape */
-function count(shape) {
+export function count(shape) {
   return shape[0] * shape[1] * shape[2];
 }
 
@@ -74,10 +74,10 @@ export async function fetchPlane(address, parameters, whole, z, signal) {
  * @param {Triple} whole
  * @param {AbortSignal} signal
  * @param {(volume: Volume, share: number) => void} onblock
+ * @param {Triple} [step] every how many voxels are fetched
  * @returns {Promise<Volume>}
  */
-export async function fetchVolume(address, parameters, whole, signal, onblock) {
-  const step = chooseStep(whole);
+export async function fetchVolume(address, parameters, whole, signal, onblock, step = chooseStep(whole)) {
   const shape = sampled(whole, step);
   const thick = Math.max(1, Math.floor(BLOCK_VOXELS / (shape[1] * shape[2])));
   const starts = Array.from({ length: Math.ceil(shape[0] / thick) }, (_, block) => block * thick);

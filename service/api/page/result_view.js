@@ -1,5 +1,6 @@
 /** The result of a job: its words, notes, objects and what can be taken; linked with the views of the stack. */
 
+import { CorrectView } from "./correct_view.js";
 import { element } from "./elements.js";
 import { entries } from "./history.js";
 import { ObjectsView } from "./objects_view.js";
@@ -14,15 +15,38 @@ import { counted, number } from "./words.js";
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
- * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer, signal: AbortSignal,
- *   segmentWith: (changed: Record<string, string>) => void}} shown
+ * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
+ *   abilities: {corrections: boolean, training: boolean}, signal: AbortSignal, segmentWith: (changed: Record<string, string>) => void}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed
  */
-export function showResult(root, job, { table, name, stack, viewer, signal, segmentWith }) {
+export function showResult(root, job, { table, name, stack, viewer, abilities, signal, segmentWith }) {
   const objects = table && new ObjectsView(table);
   const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
   const take = takeView(job, name, objects !== null, () => viewer.picture());
+  const correct = job.objects === null ? null : new CorrectView(job, stack, name, viewer, abilities, signal);
+  const pages = tabs([
+    {
+      text: "Objects",
+      page: objects?.root ?? element("p", { class: "muted" }, "There is no table of objects for this result."),
+    },
+    { text: "Take", page: take },
+    ...(correct
+      ? [{ text: "Correct", page: correct.root, onshow: (/** @type {boolean} */ shown) => switchMode(shown) }]
+      : []),
+  ]);
+  /** @param {boolean} shown */
+  async function switchMode(shown) {
+    if (shown) await correct?.enter();
+    else {
+      correct?.leave();
+      viewer.hide(objects?.hidden ?? null);
+    }
+  }
+  correct?.root.addEventListener("kept", (event) => {
+    const edits = /** @type {CustomEvent<number>} */ (event).detail;
+    pages[0].lastElementChild?.append(element("span", { class: "badge" }, `${edits} kept`));
+  });
   root.replaceChildren(
     element(
       "div",
@@ -31,10 +55,7 @@ export function showResult(root, job, { table, name, stack, viewer, signal, segm
       element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered),
       element("p", { class: "muted small" }, facts(job).join(" · ")),
       notes(job, stack ? segmentWith : null),
-      ...tabs([
-        ["Objects", objects?.root ?? element("p", { class: "muted" }, "There is no table of objects for this result.")],
-        ["Take", take],
-      ]),
+      ...pages,
     ),
   );
   if (objects) connect(viewer, objects, signal);
@@ -106,9 +127,13 @@ function versions(job, stack) {
   return element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" }, ...tags);
 }
 
-/** @param {[string, HTMLElement][]} pages @returns {[HTMLElement, HTMLElement]} the list of tabs, and the pages */
+/**
+ * @param {{text: string, page: HTMLElement, onshow?: (shown: boolean) => void}[]} pages
+ * @returns {[HTMLElement, HTMLElement]} the list of tabs, and the pages
+ */
 function tabs(pages) {
-  const made = pages.map(([text, page], place) => {
+  let current = 0;
+  const made = pages.map(({ text, page }, place) => {
     const onkeydown = (/** @type {KeyboardEvent} */ event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (step) choose((place + step + pages.length) % pages.length).focus();
@@ -131,6 +156,11 @@ function tabs(pages) {
       tab.tabIndex = place === chosen ? 0 : -1;
       panel.hidden = place !== chosen;
     });
+    if (chosen !== current) {
+      pages[current].onshow?.(false);
+      pages[chosen].onshow?.(true);
+    }
+    current = chosen;
     return made[chosen].tab;
   }
   choose(0);

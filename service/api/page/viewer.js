@@ -40,6 +40,8 @@ export class Viewer extends EventTarget {
     };
     /** Fetches the plane z of the whole stack as it is. @type {((z: number, signal: AbortSignal) => Promise<Sharp>) | null} */
     this.fetchSharp = null;
+    /** Fetches the whole stack in full resolution. @type {((signal: AbortSignal, onblock: (volume: Volume, share: number) => void) => Promise<Volume>) | null} */
+    this.fetchWhole = null;
     this.sharpening = new AbortController();
     this.timer = 0;
     this.zoom = 1;
@@ -271,6 +273,7 @@ export class Viewer extends EventTarget {
     axes.clear();
     this.#describe();
     this.#sharpen();
+    this.dispatchEvent(new Event("draw"));
     if (!this.solidCanvas.hidden) this.solid?.draw();
     performance.measure("draw", { start: began });
   }

@@ -1,0 +1,269 @@
+"""Correcting labels in a real browser, from the first click to the file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tifffile
+from browsing import SECONDS, Open, check_accessibility
+from fakes import until
+from live import Answer, Live, as_tiff
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from paths import ROOT
+from playwright.sync_api import Page, expect
+
+PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
+SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
+MILLISECONDS = 100
+
+
+class Result(NamedTuple):
+    """A job that is done with a part of the sample, and its labels, [24, 80, 80]."""
+
+    live: Live
+    job: str
+    labels: NDArray[np.uint16]
+
+
+@pytest.fixture(scope="module")
+def result(nuclei: Live) -> Result:
+    sample = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120])
+    stack = nuclei.client.post("/stacks", content=sample, headers={"Content-Type": "image/tiff"}).json()["id"]
+    job = nuclei.client.post("/jobs", params={"stack": stack, "measurements": "zip"}).json()["id"]
+    until(lambda: nuclei.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
+    answer = nuclei.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"})
+    return Result(nuclei, job, np.load(io.BytesIO(answer.content)))
+
+
+def look_at(result: Result, open_page: Open) -> Page:
+    page = open_page(result.live, accept_downloads=True)
+    page.goto(f"/#job={result.job}")
+    expect(page.locator("#words")).to_contain_text("objects, median diameter")
+    return page
+
+
+def enter(page: Page) -> None:
+    page.get_by_role("tab", name="Correct").click()
+    expect(page.get_by_role("button", name="Merge")).to_be_visible()
+
+
+def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
+    for axis, place in zip("zyx", voxel, strict=True):
+        page.get_by_label(f"Plane along {axis}").fill(str(place))
+
+
+def point_at(page: Page) -> tuple[float, float]:
+    """Where the crosshair of the XY view is on the screen."""
+    view = page.locator(".view[data-axis=z]")
+    vertical, horizontal = view.locator(".cross.vertical"), view.locator(".cross.horizontal")
+    # The crosshair follows with the next frame.
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    across, down = vertical.bounding_box(), horizontal.bounding_box()
+    assert across is not None
+    assert down is not None
+    return across["x"] + across["width"] / 2, down["y"] + down["height"] / 2
+
+
+def click_voxel(page: Page, voxel: tuple[int, int, int]) -> None:
+    go_to(page, voxel)
+    page.mouse.click(*point_at(page))
+
+
+def drag(page: Page, way: list[tuple[float, float]]) -> None:
+    page.mouse.move(*way[0])
+    page.mouse.down()
+    for place in way[1:]:
+        page.mouse.move(*place)
+    page.mouse.up()
+
+
+def middle(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
+    """A voxel of an object, near its middle."""
+    voxels = np.argwhere(labels == label)
+    z, y, x = voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))]
+    return int(z), int(y), int(x)
+
+
+def largest(labels: NDArray[Any]) -> list[int]:
+    """All ids, those of large objects first."""
+    return [int(label) for label in np.argsort(np.bincount(labels.ravel())[1:])[::-1] + 1]
+
+
+def download(page: Page, button: str) -> bytes:
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name=button, exact=True).click()
+    return Path(downloading.value.path()).read_bytes()
+
+
+def corrected(page: Page) -> NDArray[Any]:
+    loaded: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
+    return loaded
+
+
+def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    enter(page)
+    check_accessibility(page)
+    kept, merged, deleted, cut, *_ = largest(labels)
+    hint = page.locator(".hint")
+    page.get_by_role("button", name="Merge").click()
+    click_voxel(page, middle(labels, kept))
+    click_voxel(page, middle(labels, merged))
+    expect(hint).to_contain_text(f"Objects {kept} and {merged} are one")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    click_voxel(page, middle(labels, deleted))
+    expect(page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
+    expected = np.where(labels == merged, kept, np.where(labels == deleted, 0, labels))
+    assert np.array_equal(corrected(page), expected)
+
+    page.get_by_role("button", name="Undo").click()
+    expect(hint).to_contain_text("Taken back: deleted")
+    assert np.array_equal(corrected(page), np.where(labels == merged, kept, labels))
+    page.keyboard.press("Control+Shift+Z")
+    assert np.array_equal(corrected(page), expected)
+
+    page.get_by_role("button", name="Cut").click()
+    z, y, x = middle(labels, cut)
+    go_to(page, (z, y, x))
+    across, down = point_at(page)
+    drag(page, [(across - 40, down + 1), (across + 40, down + 1)])
+    expect(hint).to_contain_text(f"Object {cut} is cut")
+    parts = corrected(page)
+    new = int(labels.max()) + 1
+    assert np.array_equal(parts == new, (labels == cut) & (parts == new))
+    assert np.array_equal(np.where(parts == new, cut, parts), expected)
+    assert {bool(np.ptp(np.sign(np.argwhere(parts == part)[:, 1] - y - 0.1))) for part in (cut, new)} == {False}
+
+    page.reload()
+    expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 kept")
+    enter(page)
+    expect(hint).to_contain_text("3 corrections of earlier are back")
+    assert np.array_equal(corrected(page), parts)
+    file = Answer(download(page, "OME-TIFF"))
+    assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
+    assert np.array_equal(file.pixels, parts)
+
+    page.get_by_role("button", name="Discard all corrections").click()
+    assert np.array_equal(corrected(page), labels)
+    page.get_by_role("tab", name="Objects").click()
+    page.locator("tr[data-label]").first.click()
+    expect(page.locator(".readout")).to_contain_text("object")
+
+
+def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    enter(page)
+    hint = page.locator(".hint")
+    new = int(labels.max()) + 1
+    page.get_by_role("button", name="Outline").click()
+    free = middle(labels == 0, 1)
+    for plane in (8, 14):
+        go_to(page, (plane, free[1], free[2]))
+        across, down = point_at(page)
+        angles = np.linspace(0, 6.2, 40)
+        drag(page, [(across + 60 * np.cos(angle), down + 60 * np.sin(angle)) for angle in angles])
+        expect(hint).to_contain_text("Go to another plane")
+    drawn = corrected(page)
+    assert np.array_equal(np.where(drawn == new, 0, drawn), labels)
+    assert [bool((plane == new).any()) for plane in drawn[7:16]] == [False, *[True] * 7, False]
+    within = np.zeros_like(labels[0], bool)
+    within[free[1] - 4 : free[1] + 4, free[2] - 4 : free[2] + 4] = True
+    assert ((drawn[8:15] == new) | (labels[8:15] > 0))[:, within].all()
+
+    page.get_by_role("button", name="Split").click()
+    object_to_split = largest(labels)[0]
+    voxels = np.argwhere(drawn == object_to_split)
+    plane = voxels[voxels[:, 0] == middle(drawn, object_to_split)[0]]
+    for place in (plane[np.argmin(plane[:, 2])], plane[np.argmax(plane[:, 2])]):
+        click_voxel(page, (int(place[0]), int(place[1]), int(place[2])))
+    expect(hint).to_contain_text("Split.")
+    split = corrected(page)
+    assert np.array_equal(np.where(split == new + 1, object_to_split, split), drawn)
+    assert (split == new + 1).any()
+
+    page.get_by_role("button", name="Brush").click()
+    expect(page.get_by_label("Size of the brush")).to_be_visible()
+    z, y, x = middle(split, new)
+    go_to(page, (z, y, x))
+    across, down = point_at(page)
+    drag(page, [(across, down), (across + 60, down), (across + 120, down)])
+    expect(page.locator(".correct")).to_contain_text("1 painted")
+    painted = corrected(page)
+    assert set(np.unique(painted[painted != split])) == {new}
+    assert not (split[painted != split]).any()
+    check_accessibility(page)
+
+
+def test_everything_is_done_by_keys(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    page.get_by_role("tab", name="Objects").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("button", name="Merge")).to_be_visible()
+    stage = page.locator(".view[data-axis=z] .stage")
+    one, other, *_ = largest(labels)
+
+    def press_at(voxel: tuple[int, int, int], *keys: str) -> None:
+        go_to(page, voxel)
+        stage.focus()
+        for key in keys:
+            page.keyboard.press(key)
+
+    hint = page.locator(".hint")
+    press_at(middle(labels, one), "m", "Enter")
+    press_at(middle(labels, other), "Enter")
+    expect(hint).to_contain_text("are one")
+    page.keyboard.press("Control+z")
+    press_at(middle(labels, one), "v", "Enter", "Delete")
+    expect(hint).to_contain_text(f"Object {one} is deleted")
+    assert np.array_equal(corrected(page), np.where(labels == one, 0, labels))
+    page.keyboard.press("Control+z")
+    z, y, x = middle(labels, one)
+    press_at((z, y, x), "x", "Shift+ArrowLeft", "Enter", "Shift+ArrowRight", "Shift+ArrowRight", "Enter")
+    expect(hint).to_contain_text(f"Object {one} is cut")
+    page.keyboard.press("Control+z")
+    empty = sliding_window_view(labels == 0, (10, 10), (1, 2)).all((3, 4))  # type: ignore[call-overload]
+    corner = tuple(int(place) for place in np.argwhere(empty)[0])
+    press_at(corner, "n", "a", "Enter", *["Shift+ArrowRight"] * 9, "Enter", *["Shift+ArrowDown"] * 9, "Enter", "c")
+    expect(page.locator(".correct")).to_contain_text("1 outlined")
+    press_at((z, y, x), "e", "[", "[", "Enter")
+    expect(page.locator(".correct")).to_contain_text("1 erased")
+    erased = corrected(page)
+    assert erased[z, y, x] == 0
+    assert np.array_equal(
+        erased[labels != one][labels[labels != one] > 0], labels[labels != one][labels[labels != one] > 0]
+    )
+
+
+def test_corrections_can_be_undone_and_repeated_and_lose_no_voxel(nuclei: Live, open_page: Open) -> None:
+    page = open_page(nuclei)
+    for seed in range(5):
+        found = page.evaluate(PROPERTIES, [seed, 60])
+        assert found["wrong"] == [], seed
+        assert found["kinds"] == ["add", "delete", "erase", "merge", "paint", "split"], seed
+
+
+def test_a_correction_of_a_large_stack_is_immediate(nuclei: Live, open_page: Open) -> None:
+    times = open_page(nuclei).evaluate(SPEED)
+    print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
+    assert max(times.values()) < MILLISECONDS
+
+
+def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, open_page: Open) -> None:
+    text = open_page(nuclei).evaluate(
+        """async () => {
+          const { CorrectView } = await import("/page/correct_view.js");
+          const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
+          const viewer = { scene: { image: small, labels: small } };
+          const view = new CorrectView({ id: "0" }, "", "", viewer, {}, new AbortController().signal);
+          await view.enter();
+          return view.root.textContent;
+        }"""
+    )
+    assert "3.19 GB" in text
+    assert "Segment a smaller part" in text
