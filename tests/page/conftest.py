@@ -27,8 +27,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def nuclei() -> Iterator[Live]:
-    with serve(eager(ROOT / "models", models={"serve": ("nuclei", "membranes"), "load": ("nuclei",)})) as live:
+def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    models = {"serve": ("nuclei", "membranes"), "load": ("nuclei",)}
+    annotations = {"folder": tmp_path_factory.mktemp("annotations")}
+    with serve(eager(ROOT / "models", models=models, annotations=annotations)) as live:
         yield live
 
 

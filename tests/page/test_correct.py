@@ -199,6 +199,36 @@ def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) ->
     check_accessibility(page)
 
 
+def test_corrected_labels_are_kept_as_an_annotated_stack(result: Result, open_page: Open) -> None:
+    page, labels = look_at(result, open_page), result.labels
+    enter(page)
+    deleted = largest(labels)[0]
+    page.get_by_role("button", name="Delete", exact=True).click()
+    click_voxel(page, middle(labels, deleted))
+    page.get_by_role("button", name="Keep as annotated stack").click()
+    dialog = page.get_by_role("dialog")
+    check_accessibility(page)
+    dialog.get_by_label("Name").fill("Zellkörper 1")
+    dialog.get_by_label("Only a part was checked").check()
+    dialog.get_by_label("Planes, last").fill("20")
+    dialog.get_by_label("Rows, first").fill("11")
+    dialog.get_by_role("button", name="Keep").click()
+    expect(page.locator(".hint")).to_contain_text("Kept as Zellkörper 1")
+    (kept,) = result.live.client.get("/annotations").json()["annotations"]
+    assert (kept["name"], kept["changes"], kept["job"]) == ("Zellkörper 1", 1, result.job)
+    assert kept["region"] == "0:20,10:80,0:80"
+    file = Answer(result.live.client.get(f"/annotations/{kept['id']}/labels").content)
+    assert np.array_equal(file.pixels, np.where(labels == deleted, 0, labels))
+    page.get_by_role("button", name="New stack").click()
+    annotated = page.get_by_role("region", name="Annotated stacks")
+    expect(annotated).to_contain_text("1 correction")
+    check_accessibility(page)
+    page.on("dialog", lambda asked: asked.accept())
+    annotated.get_by_role("button", name="Delete Zellkörper 1").click()
+    expect(annotated).to_be_hidden()
+    assert result.live.client.get("/annotations").json()["annotations"] == []
+
+
 def test_everything_is_done_by_keys(result: Result, open_page: Open) -> None:
     page, labels = look_at(result, open_page), result.labels
     page.get_by_role("tab", name="Objects").focus()

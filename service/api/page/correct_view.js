@@ -219,7 +219,7 @@ export class CorrectView {
       element(
         "div",
         { class: "row" },
-        abilities.corrections && this.stack !== "" && button("Keep as annotated stack", () => this.#keep(), "primary"),
+        abilities.corrections && button("Keep as annotated stack", () => this.#keep(), "primary"),
         button("OME-TIFF", () => this.#save("tif"), "secondary"),
         button("NumPy", () => this.#save("npy"), "secondary"),
         abilities.training && button("Improve the model with these", () => trainingDialog(this.job.model), "secondary"),
