@@ -14,7 +14,7 @@ from torch import Tensor
 
 from service.core.volume import Objects
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.instances import StreamingWatershed, TorchWatershed
+from service.inference.decoding.instances import StreamingWatershed, TorchWatershed, WholeWatershed
 from service.inference.decoding.watershed import Basins, Watershed, foreground_codes
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
 
@@ -57,8 +57,11 @@ def decode_objects(
     along_y: bool = False,
     logits: bool = False,
     drop_border: bool = False,
+    whole: bool = False,
 ) -> tuple[Array, Objects]:
     """Labels of heights [Z, Y, X] with -inf as background, and the objects; by torch, unless a kernel is given.
+
+    `whole`: once all parts are there.
 
     Heights are the logits of the foreground, too.
     """
@@ -66,7 +69,8 @@ def decode_objects(
     size, threshold = size_of(heights), -np.inf
     made: StreamingWatershed
     if kernel is None:
-        made = TorchWatershed(size, threshold, persistence, CPU, block, along_y=along_y)
+        torch_watershed = WholeWatershed if whole else TorchWatershed
+        made = torch_watershed(size, threshold, persistence, CPU, block, along_y=along_y)
     else:
         made = kernel.start(
             size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block

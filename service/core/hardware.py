@@ -237,6 +237,15 @@ def find_loss(device: torch.device, error: BaseException, driver: Driver) -> Dev
     return DeviceLost(f"{device} has failed and must be started anew with the service.")
 
 
+def mark_end(device: torch.device) -> Callable[[], object]:
+    """Mark the end of the work on the device's current stream; what is returned sleeps until that is done."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 def use_threads(count: int) -> None:
     """Set how many CPU threads torch uses for the calling thread; 0: one for each usable core."""
     torch.set_num_threads(count or host.usable_cores())

@@ -24,7 +24,7 @@ from torch import Tensor
 from service.core import hardware, host
 from service.core.config import MAX_STREAMS, Settings
 from service.core.errors import Cancelled
-from service.inference.launch import Launch, Mark, mark_end
+from service.inference.launch import Launch, Mark
 from service.inference.window_request import BatchSlice, Share, WindowRequest, blend, copy_scores, fill_batch, report
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -411,5 +411,5 @@ def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> 
         "device",
         most if on_host else 1,
         lambda streams: hardware.use_threads(max(cores // streams, 1)),
-        partial(mark_end, device) if launches else None,
+        partial(hardware.mark_end, device) if launches else None,
     )

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.hardware import mark_end
 from service.core.volume import Array, Size, Volume
 from service.inference.normalize import NormalisedImage
 from service.inference.windows.grid import Box, as_size
@@ -24,11 +25,7 @@ StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     """Start to copy to a device, and return a function that waits until `source` may be overwritten."""
     target.copy_(source, non_blocking=True)
-    if not target.is_cuda:
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(target.device))
-    return event.synchronize
+    return mark_end(target.device)
 
 
 class Upload:

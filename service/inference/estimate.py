@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from service.core.config import Settings
+from service.core.config import AsynchronousStage, Settings
 from service.core.errors import BadParameter, TooLarge
 from service.core.volume import (
     Description,
@@ -169,13 +170,13 @@ def estimate(  # noqa: PLR0913
     *,
     on_host: bool,
     streams: int = 1,
-    sends: bool = False,
+    asynchronous: Collection[AsynchronousStage] = (),
     kernel: WindowKernels = window_kernels,
 ) -> Estimate:
     """Estimate windows and memory for a volume of this shape and voxel size; `kernel` blends windows, where it suits.
 
-    `window_bytes`, `on_host` and `streams` are those of an `Estimator`; `sends`: the stack goes to the device as it is
-    stored.
+    `window_bytes`, `on_host` and `streams` are those of an `Estimator`; `asynchronous` is that of the
+    settings of the device.
     """
     size = working_size(volume, spec, plan.diameter)
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
@@ -185,13 +186,19 @@ def estimate(  # noqa: PLR0913
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
     # Pixels as they are stored, and a block of them while it is counted.
-    sent = 2 * math.prod(volume.shape) + 24 * math.prod(volume.shape[2:]) * planes_sent(size) if sends else 0
+    sent = (
+        2 * math.prod(volume.shape) + 24 * math.prod(volume.shape[2:]) * planes_sent(size)
+        if "prepare" in asynchronous
+        else 0
+    )
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.
     waiting = at_once if on_host else min(3 * at_once, grid.count)
     running = 4 * (kept + _slab_floats(spec, grid, plan, waiting)) + at_once * window_bytes
-    decoding = estimate_decoding(spec, plan.output, size, on_host=on_host or plan.decode_on_host)
+    decoding = estimate_decoding(
+        spec, plan.output, size, on_host=on_host or plan.decode_on_host, whole="decode" in asynchronous
+    )
     # Where the result lies on disk, the planes that a layer of windows is cut from are in memory.
     depth = min(grid.roi[0], volume.shape[1])
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0
@@ -304,8 +311,10 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        sends = "prepare" in self.settings.device.asynchronous
-        estimate_plan = partial(estimate, self.spec, volume, on_host=self.on_host, streams=streams, sends=sends)
+        asynchronous = self.settings.device.asynchronous
+        estimate_plan = partial(
+            estimate, self.spec, volume, on_host=self.on_host, streams=streams, asynchronous=asynchronous
+        )
         needed = estimate_plan(plan, window_bytes)
         if self.device_memory is not None and needed.device_bytes > DECODING_SHARE * self.device_memory:
             plan = plan._replace(decode_on_host=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from service.inference.window_request import BatchSlice, blend
 from service.inference.windows.blending import Slab
 
@@ -15,15 +13,6 @@ Mark = Callable[[], Callable[[], object]]
 
 Outcomes = Sequence[tuple[BatchSlice, list[Slab] | Exception]]
 """Slices of a batch, each with the slabs that became final with it, or with its error."""
-
-
-def mark_end(device: torch.device) -> Callable[[], object]:
-    """Mark the end of the work on the device's current stream; what is returned sleeps until that is done."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
 
 
 class Launch:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from service.core import hardware, host
 from service.core.buffers import make_allocator
-from service.core.config import Settings
+from service.core.config import AsynchronousStage, Settings
 from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, TooLarge
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
@@ -25,7 +25,7 @@ from service.core.volume import Diameter, Options, Segmentation, Size, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
 from service.inference.confidence import Doubt, explain, judge
-from service.inference.decoding.decoders import HostDecoder, make_decoder
+from service.inference.decoding.decoders import Decoder, HostDecoder, StreamDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.device_image import DeviceImage, SentVolume
 from service.inference.diameter import (
@@ -206,7 +206,7 @@ class Segmenter:
             image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
             progress(0, estimate.windows)
             make = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)
-            decoder = partial(HostDecoder, make) if plan.decode_on_host else make
+            decoder = self._choose_decoder(make, plan)
             compute = partial(infer, cancelled=cancelled, progress=progress)
             scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
@@ -234,11 +234,21 @@ class Segmenter:
             doubt=doubt,
         )
 
+    def _choose_decoder(self, make: Callable[..., Decoder], plan: Plan) -> Callable[[], Decoder]:
+        """Return what makes the decoder: `make`, which takes `whole`, or one that decodes elsewhere with one of it."""
+        decoder: Callable[[], Decoder] = partial(HostDecoder, make) if plan.decode_on_host else make
+        if not self._is_asynchronous("decode"):
+            return decoder
+        return partial(StreamDecoder, decoder if plan.decode_on_host else partial(make, whole=True), self._device)
+
+    def _is_asynchronous(self, stage: AsynchronousStage) -> bool:
+        return not self._on_host and stage in self._settings.device.asynchronous
+
     def _send(self, volume: Volume) -> SentVolume | None:
         """Send a volume to the device, which finds the percentiles there, where the settings say so and it suits."""
-        if self._on_host or "prepare" not in self._settings.device.asynchronous or not SentVolume.takes(volume):
-            return None
-        return SentVolume(volume, self._device)
+        if self._is_asynchronous("prepare") and SentVolume.takes(volume):
+            return SentVolume(volume, self._device)
+        return None
 
     def _judge(
         self, segmentation: Segmentation, volume: Volume, plan: Plan, used: Diameter | None, compute: ComputeSlabs

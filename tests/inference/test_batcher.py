@@ -16,8 +16,9 @@ from fakes import until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
+from service.core.hardware import mark_end
 from service.inference.batcher import WindowBatcher
-from service.inference.launch import Mark, mark_end
+from service.inference.launch import Mark
 from service.inference.window_request import Share
 from service.inference.windows.blending import Blending, Slab
 from service.inference.windows.sliding_window import Network, SlidingWindow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from service.core.buffers import LARGE_BYTES, Allocate, release_pages
 from service.core.volume import OutputKind, Segmentation, Size, VoxelSize
-from service.inference.decoding.instances import InstanceDecoder, logit, threshold_mask
+from service.inference.decoding.instances import (
+    WHOLE_NEIGHBOURS,
+    WHOLE_VOXELS,
+    InstanceDecoder,
+    logit,
+    threshold_mask,
+)
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, CPU, WatershedKernel, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -38,16 +45,25 @@ class Decoder(Protocol):
         """Return the segmentation [Z, Y, X] or [K, Z, Y, X], once every plane was added."""
 
 
-def make_decoder(
-    spec: ModelSpec, size: Size, output: OutputKind, voxel_size: VoxelSize | None, allocate: Allocate = np.zeros
+def make_decoder(  # noqa: PLR0913
+    spec: ModelSpec,
+    size: Size,
+    output: OutputKind,
+    voxel_size: VoxelSize | None,
+    allocate: Allocate = np.zeros,
+    *,
+    whole: bool = False,
 ) -> Decoder:
-    """Return the decoder for an output of this model; `size` is (Z, Y, X), `allocate` makes the result array."""
+    """Return the decoder for an output of this model; `size` is (Z, Y, X), `allocate` makes the result array.
+
+    whole  as of an `InstanceDecoder`
+    """
     if output == "probabilities":
         return ProbabilityDecoder(spec, size, voxel_size, allocate)
     if isinstance(spec.decoding, Instances):
         if output == "classes":
             return ForegroundDecoder(spec, spec.decoding, size, voxel_size, allocate)
-        return InstanceDecoder(spec, spec.decoding, size, voxel_size)
+        return InstanceDecoder(spec, spec.decoding, size, voxel_size, whole=whole)
     return ClassDecoder(spec, size, voxel_size, allocate)
 
 
@@ -64,6 +80,32 @@ class HostDecoder:
         return self._decoder.finish()
 
 
+class StreamDecoder:
+    """Decoder in a stream of its own of a CUDA device, so that it waits for nothing but its own work.
+
+    make  makes the decoder; the device must be done with the scores that are added
+    """
+
+    def __init__(self, make: Callable[[], Decoder], device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with self._current():
+            self._decoder = make()
+
+    def _current(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        if self._stream is not None:
+            # Their memory belongs to the stream of the windows, which may use it again once they are dropped.
+            scores.record_stream(self._stream)
+        with self._current():
+            self._decoder.add(z0, y0, scores)
+
+    def finish(self) -> Segmentation:
+        with self._current():
+            return self._decoder.finish()
+
+
 class DecodingMemory(NamedTuple):
     """Peak bytes of decoding and its result: in the host's memory, in a separate device's memory, and on disk."""
 
@@ -72,10 +114,19 @@ class DecodingMemory(NamedTuple):
     disk: int = 0
 
 
-def estimate_decoding(
-    spec: ModelSpec, output: OutputKind, size: Size, *, on_host: bool, kernel: WatershedKernel = watershed_kernel
+def estimate_decoding(  # noqa: PLR0913
+    spec: ModelSpec,
+    output: OutputKind,
+    size: Size,
+    *,
+    on_host: bool,
+    whole: bool = False,
+    kernel: WatershedKernel = watershed_kernel,
 ) -> DecodingMemory:
-    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device."""
+    """Estimate the memory for decoding a volume of `size` (Z, Y, X) with scores on the host or on a device.
+
+    whole  as of an `InstanceDecoder`
+    """
     voxels = math.prod(size)
     if output != "labels":
         # The result is gathered on the host, wherever the scores are.
@@ -91,6 +142,10 @@ def estimate_decoding(
     # passes between crowded objects.
     if on_host:
         return DecodingMemory(36 * block + 8 * voxels)
+    if whole:
+        block = min(voxels, WHOLE_VOXELS + 2 * size[1] * size[2])
+        # Besides: heights, foreground and its code of every voxel, and the neighbours of some.
+        return DecodingMemory(8 * voxels, 36 * block + (8 + 6) * voxels + 600 * WHOLE_NEIGHBOURS)
     # The host receives the labels and the numbers of pieces that they are looked up by.
     return DecodingMemory(8 * voxels, 36 * block + 8 * voxels)
 

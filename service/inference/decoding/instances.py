@@ -7,7 +7,8 @@ rows are computed; ties are broken by the same places as along z, so the basins 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.hardware import mark_end
 from service.core.volume import Objects, Segmentation, Size, VoxelSize, label_dtype
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.fill_holes import fill_holes
@@ -31,21 +33,30 @@ from service.models.spec import Instances, ModelSpec
 # Voxels that get their labels at once: few calls for a small volume, little memory for a large one.
 LOOKUP_VOXELS = 2**20
 
+# Voxels that a device with memory of its own works on at once, 36 bytes each, and those whose neighbours it looks at.
+WHOLE_VOXELS = 2**26
+WHOLE_NEIGHBOURS = 2**18
+
 
 class InstanceDecoder:
     """Decoder of objects, numbered from 1 in the order of the places of their peaks.
 
     It keeps one int32 per voxel, and the distances of planes that are not complete.
+
+    whole  decodes once all scores are there, by torch on the device of these, without waiting for it before
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         spec: ModelSpec,
         decoding: Instances,
         size: Size,
         voxel_size: VoxelSize | None,
         kernel: WatershedKernel = watershed_kernel,
+        *,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
         self._foreground = spec.outputs.index(decoding.foreground)
         self._distance = spec.outputs.index(decoding.distance)
@@ -89,7 +100,11 @@ class InstanceDecoder:
 
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
-            if self._kernel.supports(device, self._size):
+            if self._whole:
+                self._watershed = WholeWatershed(
+                    self._size, self._threshold, self._persistence, device, along_y=along_y
+                )
+            elif self._kernel.supports(device, self._size):
                 parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
             else:
@@ -158,6 +173,51 @@ class TorchWatershed:
 
     def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
         return label_basins(self._watershed.finish(), self._persistence, minimum_size, drop_border=drop_border)
+
+
+class WholeWatershed:
+    """A `StreamingWatershed` that gathers all planes on their device, and then works on up to `WHOLE_VOXELS` at once.
+
+    The host waits for the device a few times for each block, however many parts the planes came in.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        size: Size,
+        threshold: float,
+        persistence: Persistence,
+        device: torch.device,
+        block: int = WHOLE_VOXELS,
+        *,
+        along_y: bool = False,
+    ) -> None:
+        self._threshold, self._persistence, self._device = threshold, persistence, device
+        self._block, self._axis, self._end = block, int(along_y), 0
+        self._size = size
+        self._heights = torch.empty(size, device=device)
+        self._inside = torch.empty(size, dtype=torch.bool, device=device)
+        self._codes = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def add(self, heights: Tensor, inside: Tensor) -> None:
+        planes = heights.shape[self._axis]
+        parts = (
+            (self._heights, heights),
+            (self._inside, threshold_mask(inside, self._threshold)),
+            (self._codes, foreground_codes(inside)),
+        )
+        for whole, part in parts:
+            whole.narrow(self._axis, self._end, planes).copy_(part)
+        self._end += planes
+
+    def labels(self, minimum_size: int, *, drop_border: bool) -> tuple[NDArray[np.unsignedinteger], Objects]:
+        size = self._size
+        watershed = Watershed(
+            size, self._persistence.floor, self._device, min(self._block, math.prod(size)), neighbours=WHOLE_NEIGHBOURS
+        )
+        watershed.add(self._heights, self._inside, self._codes)
+        basins = watershed.finish()
+        del watershed, self._heights, self._inside, self._codes
+        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border)
 
 
 class Smoother:
@@ -247,9 +307,31 @@ def keep_objects(segmentation: Segmentation, kept: NDArray[np.bool_]) -> Segment
 def _write_labels(pieces: Tensor, numbers: Tensor, labels: NDArray[np.unsignedinteger]) -> None:
     """Write the number of each voxel's piece into labels [Z, Y, X]."""
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
+    waiting = deque[tuple[int, Tensor, Callable[[], object]]]()
+    # While a part is written here, the next one is on its way.
     for z0 in range(0, len(labels), step):
         part = pieces[z0 : z0 + step]
-        labels[z0 : z0 + step] = numbers.index_select(0, part.flatten()).view(part.shape).cpu().numpy()
+        found = numbers.index_select(0, part.flatten()).view(part.shape)
+        waiting.append((z0, *start_download(found)))
+        if len(waiting) > 1:
+            _write_part(labels, *waiting.popleft())
+    while waiting:
+        _write_part(labels, *waiting.popleft())
+
+
+def _write_part(labels: NDArray[np.unsignedinteger], z0: int, part: Tensor, wait: Callable[[], object]) -> None:
+    wait()
+    labels[z0 : z0 + len(part)] = part.numpy()
+
+
+def start_download(part: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Start to copy a tensor to the host; return where it arrives, and a function that waits until it has."""
+    if not part.is_cuda:
+        return part, lambda: None
+    # Of other memory the driver makes a copy first, for which it waits. Torch keeps pinned memory for the next part.
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    host.copy_(part, non_blocking=True)
+    return host, mark_end(part.device)
 
 
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:

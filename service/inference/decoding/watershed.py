@@ -113,9 +113,10 @@ class Watershed:
     along_y  planes come along y instead, each with all of z; basins, and what is told of them, are the same
     floor   heights of peaks, float32 [R] -> height of the lowest pass that matters to each, float32 [R]
     block   voxels that are worked on together
+    neighbours  voxels whose neighbours are looked at together
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         size: Size,
         floor: Callable[[Tensor], Tensor],
@@ -123,7 +124,9 @@ class Watershed:
         block: int = BLOCK_VOXELS,
         *,
         along_y: bool = False,
+        neighbours: int = NEIGHBOUR_BATCH,
     ) -> None:
+        self._neighbours = neighbours
         depth, height, width = (size[1], size[0], size[2]) if along_y else size
         self._along_y = along_y
         self._floor, self._device, self._depth = floor, device, depth
@@ -278,7 +281,7 @@ class Watershed:
         limit = _keys(self._floor(_heights(paths.tops))).index_select(0, paths.piece)
         near = (paths.own >= limit).nonzero().squeeze(1)
         here = paths.piece + (self._count - len(paths.targets))
-        for rows in torch.split(near, NEIGHBOUR_BATCH):
+        for rows in torch.split(near, self._neighbours):
             columns = (paths.place, paths.own, limit, here)
             self._collect_passes(keys, *(each.index_select(0, rows) for each in columns))
 

@@ -1,24 +1,28 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import basins_of, decode, hills
+from landscapes import basins_of, decode, decode_objects, hills
 from scipy.ndimage import maximum
 from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
+from service.inference.decoding.instances import WholeWatershed
 from service.inference.decoding.watershed import NEIGHBOUR_BATCH, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS
+from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_kernel
 from service.training.evaluate import score
 
 SIZE = (11, 23, 19)
+aten = torch.ops.aten
 
 
 @settings(max_examples=25, deadline=None)
@@ -160,3 +164,64 @@ def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes(
     apart, other = decode(heights, persistence=0.03, block=NEIGHBOUR_BATCH // 2)
     assert 1 < count == other
     assert np.array_equal(together, apart)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
+    levels=st.sampled_from([0, 1, 3]),
+    cuts=st.sets(st.integers(1, 22)),
+    along_y=st.booleans(),
+    logits=st.booleans(),
+    drop_border=st.booleans(),
+    block=st.sampled_from([1, 500, BLOCK_VOXELS]),
+)
+def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
+    seed: int,
+    size: tuple[int, int, int],
+    levels: int,
+    cuts: set[int],
+    along_y: bool,
+    logits: bool,
+    drop_border: bool,
+    block: int,
+) -> None:
+    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
+    if levels:
+        heights = np.round(heights * levels) / levels
+    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
+    options = {"logits": logits, "drop_border": drop_border}
+    expected, objects = decode_objects(heights, 0.1, 3, kernel=watershed_kernel, **options)
+    found, others = decode_objects(heights, 0.1, 3, inner, block, along_y=along_y, whole=True, **options)
+    assert np.array_equal(found, expected)
+    for name in ("voxels", "confidence", "peaks"):
+        np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts operations for whose result the host waits where a device computes by itself."""
+
+    WAITING = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.waits += function.overloadpacket in self.WAITING
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("parts", [1, 4, 12])
+def test_parts_of_a_whole_volume_wait_for_nothing(parts: int) -> None:
+    heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
+    made = WholeWatershed((12, 16, 16), 0.0, Persistence(0.1, logits=False), heights.device)
+    with CountWaits() as added:
+        for part in heights.chunk(parts):
+            made.add(part, part)
+    with CountWaits() as counted:
+        labels, _objects = made.labels(0, drop_border=False)
+    assert added.waits == 0
+    assert counted.waits < 30, "however many parts there are"
+    assert labels.max() > 1
