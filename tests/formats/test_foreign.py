@@ -56,7 +56,7 @@ FILES = {
     "JPEG": (jpeg_encode(PLANE), "Image Sequence"),
     "zipped Zarr": (zipped("stack.zarr/zarr.json"), "zarr.open"),
     "zip": (zipped("stack.tif"), "unzip"),
-    "gzip": (gzip.compress(b"II*\0"), "gunzip"),
+    "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
     "tar": (tarred(), "tar -xf"),
     "NumPy": (saved(np.zeros((2, 3, 4))), "numpy.load"),
     "HTML": (b"<!DOCTYPE html><html>", "in place of the stack"),
