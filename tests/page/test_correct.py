@@ -21,6 +21,33 @@ PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding=
 SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
 MILLISECONDS = 100
 
+# The result in steps of two, as large ones are shown: what the views show before, while and after it is corrected, and
+# what the panel says when another channel is chosen meanwhile.
+COARSE = """async ([job, stack]) => {
+  const { Viewer } = await import("/page/viewer.js");
+  const { CorrectView } = await import("/page/correct_view.js");
+  const { fetchVolume } = await import("/page/planes.js");
+  const { signal } = new AbortController(), whole = [24, 80, 80], step = [1, 2, 2], nothing = () => {};
+  const fetched = (address, ...steps) => fetchVolume(address, {}, whole, signal, nothing, ...steps);
+  const viewer = new Viewer(document.getElementById("viewer"));
+  const image = await fetched(`stacks/${stack}/planes`, step);
+  viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
+  viewer.setLabels(await fetched(`jobs/${job}/planes`, step));
+  viewer.fetchWhole = () => fetched(`stacks/${stack}/planes`, [1, 1, 1]);
+  viewer.scene.at = [5, 10, 12];
+  const shown = () => ({ at: viewer.scene.at, step: viewer.scene.image.step, labels: viewer.scene.labels.shape });
+  const view = new CorrectView({ id: job, model: "nuclei/1" }, stack, "", viewer, {}, signal);
+  const before = shown();
+  await view.enter();
+  const meanwhile = shown(), edges = view.mode.editor.voxel;
+  view.leave();
+  const after = shown();
+  await view.enter();
+  viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
+  viewer.drawNow();
+  return { before, meanwhile, after, edges, paused: view.root.textContent };
+}"""
+
 
 class Result(NamedTuple):
     """A job that is done with a part of the sample, and its labels, [24, 80, 80]."""
@@ -282,6 +309,15 @@ def test_a_correction_of_a_large_stack_is_immediate(nuclei: Live, open_page: Ope
     times = open_page(nuclei).evaluate(SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
     assert max(times.values()) < MILLISECONDS
+
+
+def test_what_is_shown_in_coarse_steps_is_corrected_in_full_resolution(result: Result, open_page: Open) -> None:
+    stack = result.live.client.get(f"/jobs/{result.job}").json()["parameters"]["stack"]
+    told = open_page(result.live).evaluate(COARSE, [result.job, stack])
+    assert told["before"] == told["after"] == {"at": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
+    assert told["meanwhile"] == {"at": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
+    assert told["edges"] == [0.5, 0.2, 0.2]
+    assert told["paused"] == "The stack is shown anew. Your corrections are kept.Go on correcting"
 
 
 def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, open_page: Open) -> None:

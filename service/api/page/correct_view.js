@@ -20,7 +20,7 @@ const SOLID_MILLISECONDS = 400;
 /** @type {Record<Kind, string>} */
 const DONE = { merge: "merged", split: "split", delete: "deleted", add: "outlined", paint: "painted", erase: "erased" };
 
-/** What is shown instead of the result while it is corrected. @typedef {{editor: LabelEditor, tools: EditTools, before: {image: Volume, labels: Volume}}} Mode */
+/** What is shown instead of the result while it is corrected. @typedef {{editor: LabelEditor, tools: EditTools, image: Volume, before: {image: Volume, labels: Volume}}} Mode */
 
 export class CorrectView {
   /**
@@ -146,12 +146,13 @@ export class CorrectView {
     const told = { changed: () => this.#changed(), say: (/** @type {string} */ text) => this.#say(text) };
     const tools = new EditTools(viewer, editor, told, this.ending.signal);
     tools.addEventListener("tool", () => this.#describeTool());
-    this.mode = { editor, tools, before };
+    this.mode = { editor, tools, image, before };
+    viewer.addEventListener("draw", () => this.#pauseIfCoarse(), { signal: this.ending.signal });
     this.#listenToKeys(this.ending.signal);
     this.#show();
     tools.use("look");
     if (!fitting) {
-      await kept.keep(this.job.id, 0, null);
+      await kept.forget(this.job.id);
       this.#say("The corrections that were kept do not fit this result, and are gone.");
     } else if (edits.length > 0) this.#say(`${counted(edits.length, "correction")} of earlier are back.`);
   }
@@ -188,7 +189,7 @@ export class CorrectView {
     };
   }
 
-  /** Show the result again; the corrections stay. */
+  /** Show the result again, unless something else is shown by now; the corrections stay. */
   leave() {
     const { mode, viewer } = this;
     mode?.tools.use("look");
@@ -196,9 +197,19 @@ export class CorrectView {
     this.mode = null;
     viewer.waiting.textContent = "";
     if (mode === null) return;
-    if (this.signal.aborted) return;
-    showImage(viewer, mode.before.image);
-    viewer.setLabels(mode.before.labels);
+    if (viewer.scene.image === mode.image) showImage(viewer, mode.before.image);
+    if (viewer.scene.labels === mode.editor.labels) viewer.setLabels(mode.before.labels);
+  }
+
+  /** Another channel of a large stack comes in coarse steps first, which the labels do not fit. */
+  #pauseIfCoarse() {
+    const { image } = this.viewer.scene;
+    if (image === null || image.step.every((step) => step === 1)) return;
+    this.leave();
+    this.root.replaceChildren(
+      element("p", { class: "muted" }, "The stack is shown anew. Your corrections are kept."),
+      button("Go on correcting", () => this.enter(), "primary"),
+    );
   }
 
   #show() {
@@ -313,7 +324,7 @@ export class CorrectView {
     const edits = mode.editor.done.length;
     while (mode.tools.editor.undo() !== null);
     mode.tools.cancel();
-    await kept.keep(this.job.id, 0, null);
+    await kept.forget(this.job.id);
     this.#count();
     this.#refreshSolid();
     this.#say(`${counted(edits, "correction")} discarded. Redo brings them back, one by one.`);

@@ -59,3 +59,8 @@ export function keep(job, number, edit) {
     return true;
   }, false);
 }
+
+/** @param {string} job whose result is gone */
+export function forget(job) {
+  return keep(job, 0, null);
+}

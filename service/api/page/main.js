@@ -1,6 +1,7 @@
 /** The page: which view is shown, and what happens between them. The address after # names the stack or the job. */
 
 import { annotationsList } from "./annotations.js";
+import { forget as forgetCorrections } from "./edit_store.js";
 import { button, byId, element } from "./elements.js";
 import { forget, remember } from "./history.js";
 import { fetchPlane, fetchVolume } from "./planes.js";
@@ -398,7 +399,10 @@ async function route() {
     await openView(kind, id, address.get("model"), watching.signal);
   } catch (error) {
     if (error instanceof Problem && error.status === 404) {
-      if (kind === "job") forget(id);
+      if (kind === "job") {
+        forget(id);
+        forgetCorrections(id);
+      }
       history.replaceState(null, "", "#");
       showHome();
     }
