@@ -60,6 +60,9 @@ from service.models.spec import ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"
 
+# Parts of a device's memory, and of what loaded models may take, for images whose windows run in steps.
+ARENA_SHARE, ARENA_MODEL_SHARE = 16, 4
+
 log = logging.getLogger(__name__)
 
 
@@ -111,7 +114,12 @@ class Segmenter:
 
         With `tune`, and where the operator wants it (`engine.tune`), ways to run it race first, which takes minutes.
         """
-        self._use(self._selector.run(tune=tune))
+        ready = self._selector.run(tune=tune)
+        if self._is_asynchronous("windows") and self._settings.windows.inferer == "own":
+            memory = self._driver.total_bytes(self._device) or 0
+            share = min(memory // ARENA_SHARE, self._settings.models.memory_bytes // ARENA_MODEL_SHARE)
+            ready = self._selector.add_steps(ready, share)
+        self._use(ready)
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
