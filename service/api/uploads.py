@@ -31,6 +31,8 @@ RAW_TYPES = frozenset(
         "image/x-tiff",
         "image/ome-tiff",
         "application/octet-stream",
+        "application/zip",
+        "application/x-zip-compressed",
         # What curl sends for --data-binary when no header is given.
         "application/x-www-form-urlencoded",
     }

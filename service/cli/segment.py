@@ -115,7 +115,7 @@ _PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=:
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
-    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack, or a folder of stacks")
+    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack, OME-Zarr image, or a folder of TIFFs")
     segment.add_argument(
         "result",
         type=Path,
@@ -157,6 +157,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import tiff_reader  # noqa: PLC0415
+    from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
@@ -166,16 +167,11 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if (options.result is None) == (options.out is None):
         raise BadParameter("Say once where the result goes: stackseg segment IN OUT.")
     options.result = options.result or options.out
-    if options.input.is_dir():
+    if options.input.is_dir() and not is_zarr_folder(options.input):
         return _run_folder(options, query, settings)
     if options.glob is not None:
         raise BadParameter(f"--glob: {options.input} is not a folder.")
-    results: dict[Path, tuple[str, ...]] = {options.result: _LABEL_SUFFIXES}
-    if options.measurements is not None:
-        if options.measurements.resolve() == options.result.resolve():
-            raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")
-        results[options.measurements] = _TABLE_SUFFIXES
-    check_results(options.input, results, force=options.force)
+    _check_names(options)
     spec = choose_model(query.model, settings)
     stages, limit = Stages(), settings.limits.decoded_bytes
     with (
@@ -212,6 +208,16 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
                 write_csv(table, options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
     return _warn(result)
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Raise BadParameter where a result cannot be written under its name."""
+    results: dict[Path, tuple[str, ...]] = {options.result: _LABEL_SUFFIXES}
+    if options.measurements is not None:
+        if options.measurements.resolve() == options.result.resolve():
+            raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")
+        results[options.measurements] = _TABLE_SUFFIXES
+    check_results(options.input, results, force=options.force)
 
 
 def _warn(result: Result) -> int:

@@ -17,7 +17,6 @@ from service.cli.segment import check_output, name_options
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.volume import Options, Volume
-from service.formats import foreign
 from service.inference.batcher import WindowBatcher, open_batcher
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
@@ -71,8 +70,7 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     ]
     stacks = select_stacks((str(path.relative_to(folder)) for path in found), glob)
     if not stacks:
-        image = foreign.explain_folder({path.name for path in folder.iterdir()})
-        raise BadParameter(image or f"{folder} holds no stack that matches {glob or '*.tif'}; say which with --glob.")
+        raise BadParameter(f"{folder} holds no stack that matches {glob or '*.tif'}; say which with --glob.")
     return stacks
 
 

@@ -1,14 +1,13 @@
-"""What a file is that is no TIFF, by its first bytes, and what makes a TIFF of it."""
+"""What a file is that is not read, by its first bytes, and what makes a TIFF of it."""
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import NamedTuple
 
 # As many of a file's first bytes as `explain` looks at.
 HEAD_BYTES = 4096
 
-ACCEPTED = "Send a TIFF: ImageJ, OME-TIFF, BigTIFF or plain pages"
+ACCEPTED = "Send a TIFF: ImageJ, OME-TIFF, BigTIFF or plain pages; or OME-Zarr in a zip archive"
 
 
 class _Format(NamedTuple):
@@ -50,13 +49,6 @@ _PLANES = (
     " TIFF, with the voxel size under Image > Properties."
 )
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-_ZIP = b"PK\x03\x04"
-_ZARR_FILES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
-_ZARR = (
-    "Unpack it, if it is an archive, and convert one resolution in Python: import zarr, tifffile;"
-    " tifffile.imwrite('stack.ome.tif', zarr.open('stack.zarr')['0'][:], metadata={'axes': 'TCZYX'}), with one letter"
-    " per dimension; and state voxel_size=Z,Y,X in micrometres."
-)
 
 _FORMATS = (
     _Format("Zeiss CZI", ((b"ZISRAWFILE", 0),), _microscope("czi", "bioio-czi")),
@@ -81,13 +73,12 @@ _FORMATS = (
     _Format("bzip2", ((b"BZh", 0),), _unpack("bunzip2 stack.bz2")),
     _Format("xz", ((b"\xfd7zXZ\0", 0),), _unpack("unxz stack.xz")),
     _Format("Zstandard", ((b"\x28\xb5\x2f\xfd", 0),), _unpack("unzstd stack.zst")),
+    _Format("zip", ((b"PK\x03\x04", 0),), _unpack("unzip stacks.zip")),
     _Format("tar", ((b"ustar", 257),), _unpack("tar -xf stacks.tar")),
     _Format("HTML", ((b"<!DOCTYPE", 0), (b"<!doctype", 0), (b"<html", 0)), "It is a web page in place of the stack."),
 )
 _IMARIS = _Format("Imaris IMS", (), _microscope("ims", "bioio-bioformats"))
 _OTHER_HDF5 = _Format("HDF5", (), _python("h5py", "h5py.File('stack.h5')['DATASET'][:].astype('float32')"))
-_ZIPPED_ZARR = _Format("zipped Zarr", (), _ZARR)
-_OTHER_ZIP = _Format("zip", (), _unpack("unzip stacks.zip"))
 _OME_XML = _Format("OME-XML", (), "It describes files that lie beside it: export the image as one OME-TIFF.")
 
 
@@ -101,17 +92,9 @@ def explain(head: bytes) -> str:
     return f"Send a TIFF; this file is {found.name}. {found.advice}"
 
 
-def explain_folder(names: Set[str]) -> str | None:
-    """Return what a folder is that holds an image as files of these names, and what to do; None for any other."""
-    return f"Send a TIFF; this folder is OME-Zarr. {_ZARR}" if names & _ZARR_FILES else None
-
-
 def _identify(head: bytes) -> _Format | None:
     if head.startswith(_HDF5):
         return _IMARIS if b"ImarisDataSet" in head else _OTHER_HDF5
-    if head.startswith(_ZIP):
-        is_zarr = any(name.encode() in head for name in _ZARR_FILES)
-        return _ZIPPED_ZARR if is_zarr else _OTHER_ZIP
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
         return _OME_XML
     for known in _FORMATS:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from tifffile import TiffFile, TiffPage
@@ -29,13 +29,18 @@ from service.formats.axes import Layout, Part
 from service.formats.ifd import Structure
 from service.formats.series import Page, StoredImage, translate_errors
 
+T = TypeVar("T")
+
 # Volumes up to this size are decoded by one thread.
 _SINGLE_THREAD_BYTES = 2**20
 # Asked before any file is parsed: a process that is confined then cannot ask any more.
 _WORKERS = host.usable_cores()
 
-Store = Callable[[int, int, Array], None]
-"""store(channel, z0, block): take over a block [z, Y, X] of the channel with this number among the selected ones."""
+Store = Callable[[int, int, int, Array], None]
+"""store(channel, z0, y0, block): take over a block [z, y, X] of the channel with this number among the selected ones.
+
+Several threads call it.
+"""
 
 _STRIP_BYTE_COUNTS, _TILE_BYTE_COUNTS = 279, 325
 
@@ -143,9 +148,9 @@ def _read_all(file: int, into: Array, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-def native_dtype(image: StoredImage) -> np.dtype[Any]:
+def native_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a volume: as stored, in native byte order, uint8 (0 and 1) for 1-bit pixels."""
-    native = np.dtype(image.page.dtype).newbyteorder("=")
+    native = stored.newbyteorder("=")
     return np.dtype(np.uint8) if native.kind == "b" else native
 
 
@@ -160,13 +165,8 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
     Raises TooLarge where the selection, or one page on the way to it, decodes to more than `limit_bytes`, and BadFile
     where a plane lies outside the file or has no pixels in it, and BadParameter where Y and X are not within a page.
     """
-    needed = math.prod(part_shape(layout, part)) * native_dtype(image).itemsize
-    page = 0 if image.whole else image.page.nbytes
-    if max(needed, page) > limit_bytes:
-        raise TooLarge(
-            f"The selected volume decodes to {_format_bytes(max(needed, page))}; this service reads up to"
-            f" {_format_bytes(limit_bytes)}. Select a channel or a time point, crop it, or reduce it."
-        )
+    needed = math.prod(part_shape(layout, part)) * native_dtype(image.dtype).itemsize
+    check_size(max(needed, 0 if image.whole else image.page.nbytes), limit_bytes)
     if image.whole:
         _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
         return
@@ -177,6 +177,15 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: Part, 
     # What holds for one time point holds for all.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
+
+
+def check_size(nbytes: int, limit_bytes: int, what: str = "The selected volume") -> None:
+    """Raise TooLarge where `what` decodes to more than the limit."""
+    if nbytes > limit_bytes:
+        raise TooLarge(
+            f"{what} decodes to {_format_bytes(nbytes)}; this service reads up to {_format_bytes(limit_bytes)}. Select"
+            " a channel or a time point, crop it, or reduce it."
+        )
 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
@@ -295,10 +304,10 @@ def _count_outer(image: StoredImage, layout: Layout) -> int:
 def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store: Store) -> None:
     """Decode the selected part, each voxel once, and pass it to `store` in blocks [z, Y, X] of `native_dtype`.
 
-    `store` is called from several threads. Raises BadFile, BadParameter, TooLarge.
+    Raises BadFile, BadParameter, TooLarge.
     """
     lock = threading.RLock()
-    dtype = native_dtype(image)
+    dtype = native_dtype(image.dtype)
     _check_axes(image, layout)
     outer = _count_outer(image, layout)
     frames = list(_frames(layout, part, outer))
@@ -312,15 +321,20 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
                 pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=_WORKERS if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
-            store(channel, frame.z, block)
+            store(channel, frame.z, 0, block)
 
-    if is_single or math.prod(part_shape(layout, part)) * dtype.itemsize <= _SINGLE_THREAD_BYTES:
+    run_in_threads(decode_frame, frames, math.prod(part_shape(layout, part)) * dtype.itemsize)
+
+
+def run_in_threads(decode: Callable[[T], None], parts: Sequence[T], nbytes: int) -> None:
+    """Decode the parts of a volume of this size, in as many threads as there are cores."""
+    if len(parts) == 1 or nbytes <= _SINGLE_THREAD_BYTES:
         # Handing over the GIL takes longer than decoding such small planes.
-        for frame in frames:
-            decode_frame(frame)
+        for part in parts:
+            decode(part)
         return
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for _ in pool.map(decode_frame, frames):
+        for _ in pool.map(decode, parts):
             pass
 
 

@@ -1,14 +1,15 @@
-"""Read untrusted TIFFs in child processes, which may run out of memory or time, crash, or be taken over, without harm.
+"""Read untrusted stacks in child processes, which may run out of memory or time, crash, or be taken over, without harm.
 
 A `Reader` keeps a few started children. A child parses and decodes; requests and answers are JSON on a socket, files go
-to it as open descriptors, and pixels come back as a location in one of them, which this process maps. A child that dies
-or takes too long is replaced. `confinement` has what it cannot do.
+to it as open descriptors, those of a folder when it asks for them, and pixels come back as a location in one of them,
+which this process maps. A child that dies or takes too long is replaced. `confinement` has what it cannot do.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from service.formats import sandbox_child
 from service.formats.pixels import make_file, map_file
 from service.formats.sandbox_process import NONSENSE, Cancelling, ReaderProcess, never
 from service.formats.tiff_reader import Extract
+from service.formats.zarr_store import open_below
 
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
 STARTED_EARLY = 2
@@ -37,11 +39,11 @@ _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
 T = TypeVar("T")
 
 Source = Path | bytearray
-"""A file, or its whole content."""
+"""A file, a folder of Zarr, or the whole content of a file."""
 
 
 class Reader:
-    """Reader of TIFFs in child processes; thread-safe.
+    """Reader of stacks in child processes; thread-safe.
 
     Args:
         memory_bytes: memory of a child for one file, beyond that of an idle child
@@ -83,7 +85,7 @@ class Reader:
         """
         request = self._request("inspect", selection, shared=shared)
         with _open(source) as file:
-            return self._call(request, file, cancelled, _DESCRIPTION.validate_python)
+            return self._call(request, _Files(file), cancelled, _DESCRIPTION.validate_python)
 
     def read(
         self,
@@ -170,16 +172,16 @@ class Reader:
         self, request: dict[str, Any], source: Source, scratch: Path, cancelled: Cancelling, *, shared: bool
     ) -> Volume | Description:
         limit = request["limit_bytes"]
-        with _open(source) as file, _Output(scratch, limit) as output:
+        with _open(source) as file, _Files(file, scratch, limit) as files:
 
             def parse(result: dict[str, Any]) -> Description | tuple[Extract, bytearray | int]:
                 if "description" in result:
                     return _DESCRIPTION.validate_python(result["description"])
                 located = _parse_extract(result, limit)
-                stored = source if isinstance(source, bytearray) else file.fileno()
-                return located, output.fileno() if located.decoded else stored
+                stored = source if isinstance(source, bytearray) else file
+                return located, files.output if located.decoded else stored
 
-            found = self._call(request, file, cancelled, parse, output)
+            found = self._call(request, files, cancelled, parse)
             if isinstance(found, Description):
                 return found
             located, content = found
@@ -198,10 +200,9 @@ class Reader:
     def _call(
         self,
         request: dict[str, Any],
-        file: IO[bytes],
+        files: _Files,
         cancelled: Cancelling,
         parse: Callable[[Any], T],
-        output: _Output | None = None,
     ) -> T:
         """Have a child answer a request, and return what `parse` makes of its result.
 
@@ -209,11 +210,10 @@ class Reader:
         """
         child = self._idle.get()
         try:
-            make_output = output.make if output else _refuse_output
             try:
-                reply = child.ask(request, file.fileno(), make_output, cancelled)
+                reply = child.ask(request, files, cancelled)
             except ReaderKilled:
-                reply = child.ask(request, file.fileno(), make_output, cancelled)
+                reply = child.ask(request, files, cancelled)
             try:
                 _raise_error(reply)
                 return parse(reply["result"])
@@ -230,16 +230,19 @@ def descriptor_path(descriptor: int) -> Path:
 
 
 @contextmanager
-def _open(source: Source) -> Iterator[IO[bytes]]:
-    """Open a file, or a copy in memory of its content, until the end of the block."""
+def _open(source: Source) -> Iterator[int]:
+    """Open a file, a folder, or a copy in memory of its content, until the end of the block."""
     if isinstance(source, Path):
-        with source.open("rb", buffering=0) as file:
-            yield file
+        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
         return
     with _unnamed_file() as file:
         file.write(source)
         file.flush()
-        yield file
+        yield file.fileno()
 
 
 def _unnamed_file() -> IO[bytes]:
@@ -250,23 +253,41 @@ def _unnamed_file() -> IO[bytes]:
         return tempfile.TemporaryFile()
 
 
-class _Output:
-    """The file that pixels are decoded to, made when a child asks for it."""
+class _Files:
+    """The open source of a request, and the file that its pixels are decoded to, made when a child asks for it.
 
-    def __init__(self, scratch: Path, limit_bytes: int) -> None:
+    A child gets a file, and of a folder only the regular files in it that it asks for.
+    """
+
+    def __init__(self, source: int, scratch: Path | None = None, limit_bytes: int = 0) -> None:
+        self._folder = source if stat.S_ISDIR(os.fstat(source).st_mode) else None
+        self.input = source if self._folder is None else None
         self._scratch, self._limit_bytes = scratch, limit_bytes
         self._files = ExitStack()
         self._file: IO[bytes] | None = None
 
-    def make(self, nbytes: int) -> int:
-        """Make the file and return its descriptor. Raises BadFile for more than the limit."""
-        if not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
+    def make_output(self, nbytes: int) -> int:
+        """Make the file to decode to and return its descriptor. Raises BadFile for more than the limit."""
+        if self._scratch is None or not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
             raise BadFile(NONSENSE)
         self._file = self._files.enter_context(make_file(self._scratch, nbytes))
         return self._file.fileno()
 
-    def fileno(self) -> int:
-        """Return the descriptor. Raises ValueError where no file was asked for."""
+    @contextmanager
+    def open_part(self, key: str) -> Iterator[int | None]:
+        """Open a file of the folder until the end of the block, None where there is none. Raises BadFile."""
+        if self._folder is None or not isinstance(key, str):
+            raise BadFile(NONSENSE)
+        part = open_below(self._folder, key)
+        try:
+            yield part
+        finally:
+            if part is not None:
+                os.close(part)
+
+    @property
+    def output(self) -> int:
+        """The descriptor of the file to decode to. Raises ValueError where none was asked for."""
         if self._file is None:
             raise ValueError(NONSENSE)
         return self._file.fileno()
@@ -276,10 +297,6 @@ class _Output:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
-
-
-def _refuse_output(_: int) -> int:
-    raise BadFile(NONSENSE)
 
 
 def _raise_error(reply: dict[str, Any]) -> None:

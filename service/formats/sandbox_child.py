@@ -1,4 +1,4 @@
-"""Child process that parses and decodes TIFFs: JSON and descriptors in, JSON out, with limits of memory and file size.
+"""Child process that parses and decodes stacks: JSON and descriptors in, JSON out, with limits of memory and file size.
 
 `service.formats.sandbox` starts it as `python -m`; it imports neither torch nor the rest of the service.
 """
@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from service.core.errors import RequestError, TooLarge
 from service.core.volume import Description, Selection, TimeRange, VoxelSize
 from service.formats import label_reader, tiff_reader
 from service.formats.confinement import confine
-from service.formats.tiff_reader import Extract
+from service.formats.tiff_reader import Extract, Source
+from service.formats.zarr_store import FolderStore
 
 
 def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -31,8 +33,8 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, default=vars).encode() + b"\n"
 
 
-def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]) -> dict[str, Any]:
-    """Answer one request about an open file, which is closed, as is the descriptor of `make_output`.
+def answer(request: dict[str, Any], file: Source, make_output: Callable[[int], int]) -> dict[str, Any]:
+    """Answer one request about a store, or an open file, which is closed, as is the descriptor of `make_output`.
 
     Only errors that a file or a folder may cause are caught. A reply has a `result`, or an error by its slug or errno.
     """
@@ -46,6 +48,7 @@ def answer(request: dict[str, Any], file: int, make_output: Callable[[int], int]
         extract: Extract | Description
         if request["call"] == "labels":
             z, y, x = request["shape"]
+            assert isinstance(file, int)  # noqa: S101 - labels are one file
             extract = label_reader.extract(file, (z, y, x), make_output)
         else:
             extract = tiff_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
@@ -65,21 +68,31 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
     """Answer requests that arrive on the socket at descriptor 0, one at a time, until the parent closes it.
 
     A message is a line of JSON: first the layers of confinement that do not hold, with the reasons, then requests with
-    the descriptor of a file, and replies. A reply with `output_bytes` asks for the descriptor of a file to decode to.
+    the descriptor of a file or none for a folder, and replies. A reply with `output_bytes` asks for the descriptor of a
+    file to decode to, one with `open` for that of the file with this key in the folder, or none.
     """
     with socket.socket(fileno=0) as channel:
         _limit(memory_bytes, decoded_bytes)
         missing = confine()
         messages = _receive(channel)
 
-        def make_output(nbytes: int) -> int:
-            _send(channel, {"output_bytes": nbytes})
-            return next(messages)[1]
+        turn = threading.Lock()
 
+        def ask(question: dict[str, Any]) -> int | None:
+            with turn:
+                _send(channel, question)
+                return next(messages)[1]
+
+        def make_output(nbytes: int) -> int:
+            output = ask({"output_bytes": nbytes})
+            assert output is not None  # noqa: S101 - the parent sends it, or ends this process
+            return output
+
+        folder = FolderStore(lambda key: ask({"open": key}))
         _send(channel, {"missing": missing})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-            _send(channel, answer(request, file, make_output))
+            _send(channel, answer(request, folder if file is None else file, make_output))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -87,8 +100,8 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(encode(message))
 
 
-def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each message with the descriptor that came with it, until the other side closes the socket."""
+def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Yield each message with the descriptor that came with it, or None, until the other side closes the socket."""
     line, files = b"", list[int]()
     while True:
         data, received, _, _ = socket.recv_fds(channel, 1 << 16, 1)
@@ -96,7 +109,7 @@ def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:
             return
         line, files = line + data, files + received
         if line.endswith(b"\n"):
-            yield json.loads(line), files[0]
+            yield json.loads(line), next(iter(files), None)
             line, files = b"", []
 
 

@@ -1,4 +1,4 @@
-"""A child process that parses and decodes TIFFs, as `sandbox` uses it: started, asked, and replaced when it has ended.
+"""A child process that parses and decodes stacks, as `sandbox` uses it: started, asked, and replaced when it has ended.
 
 Requests and replies are lines of JSON on a socket; files go with them as open descriptors.
 """
@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
@@ -51,6 +52,19 @@ def never() -> bool:
     return False
 
 
+class RequestFiles(Protocol):
+    """Open files that a process may ask for while it answers one request."""
+
+    input: int | None
+    """Descriptor of the file that the request is about, None for a folder."""
+
+    def make_output(self, nbytes: int) -> int:
+        """Return the descriptor of a file of this length to decode to. Raises BadFile."""
+
+    def open_part(self, key: str) -> AbstractContextManager[int | None]:
+        """Open the file of the folder with this key until the end of the block, None where there is none."""
+
+
 class ReaderProcess:
     """One child process, started when it is needed, and again when it has ended; used by one thread at a time."""
 
@@ -69,17 +83,11 @@ class ReaderProcess:
         self.end()
         self._process, self._ready = self._start(), False
 
-    def ask(
-        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
-    ) -> dict[str, Any]:
-        """Send a request with the descriptor of its file, and wait for the reply.
-
-        `make_output` takes a number of bytes and returns the descriptor of a file of that length to decode to. An error
-        ends the process.
-        """
+    def ask(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
+        """Send a request with the descriptor of its file, and wait for the reply. An error ends the process."""
         self.await_start()
         try:
-            return self._converse(request, file, make_output, cancelled)
+            return self._converse(request, files, cancelled)
         except TimeoutError:
             self.begin()
             raise TooLarge(
@@ -110,16 +118,18 @@ class ReaderProcess:
             self._channel.close()
             self._complaints.close()
 
-    def _converse(
-        self, request: dict[str, Any], file: int, make_output: Callable[[int], int], cancelled: Cancelling
-    ) -> dict[str, Any]:
+    def _converse(self, request: dict[str, Any], files: RequestFiles, cancelled: Cancelling) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
-        self._send(request, file)
-        reply = self._receive(deadline, cancelled)
-        if "output_bytes" in reply:
-            self._send({}, make_output(reply["output_bytes"]))
+        self._send(request, files.input)
+        while True:
             reply = self._receive(deadline, cancelled)
-        return reply
+            if "output_bytes" in reply:
+                self._send({}, files.make_output(reply["output_bytes"]))
+            elif "open" in reply:
+                with files.open_part(reply["open"]) as part:
+                    self._send({}, part)
+            else:
+                return reply
 
     def await_start(self) -> None:
         """Wait until the process is ready, a new one where it has ended. Raises NotReady."""
@@ -151,8 +161,8 @@ class ReaderProcess:
                 env=child_environment(),
             )
 
-    def _send(self, message: dict[str, Any], file: int) -> None:
-        socket.send_fds(self._channel, [sandbox_child.encode(message)], [file])
+    def _send(self, message: dict[str, Any], file: int | None) -> None:
+        socket.send_fds(self._channel, [sandbox_child.encode(message)], [] if file is None else [file])
 
     def _receive(self, deadline: float, cancelled: Cancelling = never) -> dict[str, Any]:
         """Receive the next line from the child.

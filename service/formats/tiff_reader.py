@@ -1,6 +1,7 @@
-"""Read TIFFs: ImageJ hyperstacks, OME-TIFF, plain pages and microscope vendors' TIFFs, with the codecs of imagecodecs.
+"""Read stacks: TIFFs, and OME-Zarr in folders and zip archives (`zarr_reader`).
 
-Classic and Big, of either byte order. No file that a file names is opened, and everything is checked before a pixel is
+TIFFs are ImageJ hyperstacks, OME-TIFF, plain pages and microscope vendors' TIFFs, with the codecs of imagecodecs;
+classic and Big, of either byte order. No file that a file names is opened. Everything is checked before a pixel is
 decoded. Files that cannot be trusted are read through `service.formats.sandbox`.
 """
 
@@ -10,24 +11,32 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tifffile import TiffFile
 
-from service.core.errors import BadParameter
-from service.core.volume import Array, Description, Selection, StackShape, TimeRange, Volume, VoxelSize
-from service.formats import axes, ifd, metadata, pixels, series
-from service.formats.axes import Layout, Part
+from service.core.volume import Array, Description, Selection, Volume, VoxelSize
+from service.formats import axes, ifd, metadata, pixels, series, zarr_reader
+from service.formats.axes import Layout
+from service.formats.open_stack import OpenStack
 from service.formats.pixels import Placement
+from service.formats.pixels import Store as StorePixels
 from service.formats.series import StoredImage
+from service.formats.zarr_store import FolderStore, Store, ZipStore, open_below
+
+_ZIP = b"PK\x03\x04"
+
+Source = Path | int | Store
+"""A file or folder by its path, an open file, or a store of Zarr."""
 
 
-def inspect(file: Path | int, selection: Selection, limit_bytes: int) -> Description:
+def inspect(file: Source, selection: Selection, limit_bytes: int) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    `file` is a path, or a descriptor, which is closed. Several time points without a choice are told as `problem`.
+    A descriptor is closed. Several time points without a choice are told as `problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     with _open(file, selection, limit_bytes) as stack:
@@ -47,12 +56,12 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
         placement = stack.placement
         if placement is not None:
             return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
-        decoded: Array = np.empty(stack.shape, pixels.native_dtype(stack.image))
+        decoded: Array = np.empty(stack.shape, stack.dtype)
 
-        def store(channel: int, z0: int, block: Array) -> None:
-            decoded[channel, z0 : z0 + len(block)] = block
+        def store(channel: int, z0: int, y0: int, block: Array) -> None:
+            decoded[channel, z0 : z0 + block.shape[0], y0 : y0 + block.shape[1]] = block
 
-        pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
+        stack.decode(store)
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
 
 
@@ -68,14 +77,13 @@ class Extract:
 
 
 def extract(
-    file: Path | int, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
+    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
 ) -> Extract | Description:
     """Locate the selected pixels in the file itself, or decode them to another one.
 
-    `file` is a path or a descriptor. `make_output` takes the bytes of the decoded pixels and returns the descriptor of
-    a file of that length; it is called only where pixels have to be decoded. Descriptors are closed. Where more than
-    `small_bytes` would have to be decoded, nothing is, and the description is returned. Raises the errors of `read`,
-    and those of `make_output`.
+    `make_output` takes the bytes of the decoded pixels and returns the descriptor of a file of that length; it is
+    called only where pixels have to be decoded. Descriptors are closed. Where more than `small_bytes` would have to be
+    decoded, nothing is, and the description is returned. Raises the errors of `read`, and those of `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > small_bytes:
@@ -83,17 +91,20 @@ def extract(
         return _extract(stack, selection, make_output)
 
 
-def _extract(stack: _Stack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
+def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
     facts, placement = stack.facts(selection), stack.placement
     if placement is not None:
         return Extract(placement, *facts, decoded=False)
-    placement = Placement.dense(pixels.native_dtype(stack.image), stack.shape)
+    placement = Placement.dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
-        def store(channel: int, z0: int, block: Array) -> None:
-            _write_all(output.fileno(), block, channel * placement.strides[0] + z0 * placement.strides[1])
+        def store(channel: int, z0: int, y0: int, block: Array) -> None:
+            whole = block.shape[1] == stack.shape[2]
+            # Of blocks with a part of Y, planes lie apart.
+            for z, part in [(z0, block)] if whole else enumerate(block, z0):
+                _write_all(output.fileno(), part, np.dot((channel, z, y0), placement.strides[:3]))
 
-        pixels.decode(stack.tiff, stack.image, stack.layout, stack.part, store)
+        stack.decode(store)
     return Extract(placement, *facts, decoded=True)
 
 
@@ -119,91 +130,78 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """An open file with its image, axes and selected part."""
+class _TiffStack(OpenStack):
+    """An open TIFF with its image, axes and selected part."""
 
-    tiff: TiffFile
     image: StoredImage
-    layout: Layout
-    part: Part
-    names: tuple[str, ...]
+    tiff: TiffFile
 
     @property
-    def shape(self) -> StackShape:
-        """(C, Z, Y, X) of the selected part."""
-        return pixels.part_shape(self.layout, self.part)
-
-    @property
-    def channels(self) -> tuple[str, ...]:
-        """Names of the selected channels."""
-        return tuple(self.names[number] for number in self.part.channels)
-
-    def voxel_size(self, selection: Selection) -> VoxelSize | None:
-        """Return the caller's voxel size, else the file's."""
-        return selection.voxel_size or self.image.calibration.voxel_size()
-
-    def notes(self, selection: Selection) -> tuple[str, ...]:
-        """Return what a user should know of how the file was understood."""
-        notes = [*self.image.notes, *self.layout.notes]
-        if selection.voxel_size is None:
-            notes += self.image.calibration.remarks()
-        if self.layout.length("Z") == 1:
-            notes.append("The selection is a single plane; it is treated as a stack of one.")
-        return tuple(notes)
-
-    def facts(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
-        """Return what a volume knows beside its pixels: voxel size, names of its channels, and notes."""
-        return self.voxel_size(selection), self.channels, self.notes(selection)
-
-    def describe(self, selection: Selection) -> Description:
-        """Describe the file and the selected part."""
-        times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
-        is_unclear = self.part.time is None and times is None
-        voxel_size = self.voxel_size(selection)
-        source = self.image.calibration.source if voxel_size else "not stated"
-        return Description(
-            container=self.image.container,
-            axes=self.layout.axes,
-            stored_shape=self.layout.shape,
-            shape=self.shape,
-            dtype=np.dtype(self.image.page.dtype).name,
-            voxel_size=voxel_size,
-            voxel_size_from="the request" if selection.voxel_size else source,
-            channels=self.names,
-            colours=_colour_channels(self.image, self.layout),
-            times=self.layout.length("T"),
-            notes=self.notes(selection),
-            time_interval=self.image.time_interval,
-            time_points=None if times is None else (times.start, times.stop),
-            problem=axes.explain_time_choice(self.layout) if is_unclear else "",
-        )
+    def colours(self) -> tuple[str, ...]:
+        """One colour per stored channel."""
+        return _colour_channels(self.image, self.layout)
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes that are decoded on the way to the selected part where it cannot be located."""
+        """Bytes of the pages or tiles that hold a part of the selection."""
         return pixels.count_decoded_bytes(self.image, self.layout, self.part)
 
-    @cached_property
-    def placement(self) -> Placement | None:
-        """Location of uncompressed pixels at regular distances, None where there are none such. Raises BadParameter."""
-        if self.part.time is None:
-            raise BadParameter(axes.explain_time_choice(self.layout))
+    def locate(self) -> Placement | None:
+        """Locate uncompressed pixels at regular distances."""
         return pixels.locate(self.image, self.layout, self.part)
+
+    def decode(self, store: StorePixels) -> None:
+        """Decode page by page."""
+        pixels.decode(self.tiff, self.image, self.layout, self.part, store)
 
 
 @contextmanager
-def _open(file: Path | int, selection: Selection, limit_bytes: int) -> Iterator[_Stack]:
-    with os.fdopen(file, "rb") if isinstance(file, int) else file.open("rb") as stream:
-        structure = ifd.scan(stream)
-        stream.seek(0)
-        with series.translate_errors("reading its tags"):
-            tiff = series.open_pages(stream)
-            image = series.find_image(tiff, structure, trust=selection.axes is None)
-            layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.doubt)
-            names = _name_channels(image, layout)
-            part = axes.select(layout, names, selection)
-            pixels.check(image, structure, layout, part, limit_bytes)
-        yield _Stack(tiff, image, layout, part, names)
+def _open(file: Source, selection: Selection, limit_bytes: int) -> Iterator[OpenStack]:
+    """Open a file or a folder as what its content says that it is."""
+    with ExitStack() as files:
+        store = _open_folder(file, files)
+        if store is None:
+            assert isinstance(file, Path | int)  # noqa: S101 - it is neither a store nor a folder
+            stream = files.enter_context(os.fdopen(file, "rb") if isinstance(file, int) else file.open("rb"))
+            store = _open_archive(stream)
+            if store is None:
+                yield _open_tiff(stream, selection, limit_bytes)
+                return
+        yield zarr_reader.open_stack(store, selection, limit_bytes)
+
+
+def _open_folder(file: Source, files: ExitStack) -> Store | None:
+    """Return the store in a folder, None for a file."""
+    if not isinstance(file, Path):
+        return None if isinstance(file, int) else file
+    if not file.is_dir():
+        return None
+    folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    files.callback(os.close, folder)
+    return FolderStore(partial(open_below, folder))
+
+
+def _open_archive(stream: BinaryIO) -> Store | None:
+    """Return the store in a zip archive, None for any other file, which is as it was."""
+    # Whoever sent the descriptor may have read or written before.
+    stream.seek(0)
+    is_zip = stream.read(len(_ZIP)) == _ZIP
+    stream.seek(0)
+    archive = ZipStore(stream) if is_zip else None
+    return archive if archive is not None and archive.holds_zarr else None
+
+
+def _open_tiff(stream: BinaryIO, selection: Selection, limit_bytes: int) -> OpenStack:
+    structure = ifd.scan(stream)
+    stream.seek(0)
+    with series.translate_errors("reading its tags"):
+        tiff = series.open_pages(stream)
+        image = series.find_image(tiff, structure, trust=selection.axes is None)
+        layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.doubt)
+        names = _name_channels(image, layout)
+        part = axes.select(layout, names, selection)
+        pixels.check(image, structure, layout, part, limit_bytes)
+    return _TiffStack(image, layout, part, names, tiff)
 
 
 def _colour_channels(image: StoredImage, layout: Layout) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from service.core import config
 from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.formats.sandbox import descriptor_path
+from service.formats.zarr_store import is_zarr_folder
 
 COPY_BYTES = 2**26
 # Opens a folder to look names up in it.
@@ -27,7 +28,7 @@ _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class Source(NamedTuple):
-    """An open file and its name. `path` is valid in this process and its children, also if the file is renamed."""
+    """An open file or folder and its name. `path` is valid in this process and its children, also if it is renamed."""
 
     path: Path
     name: str
@@ -63,15 +64,19 @@ class HostFiles:
 
     @contextmanager
     def open_input(self, place: str, caller: str | None) -> Iterator[Source]:
-        """Open the regular file at `place` for reading until the end of the block."""
+        """Open the regular file, or the folder of OME-Zarr, at `place` for reading until the end of the block."""
         root, parts = _parse_place("input", place, self._inputs, caller)
         with _open_parent("input", root, parts, place) as folder:
             # O_PATH first: opening a pipe or a device for reading has side effects.
             with _os_errors_as_bad_parameter("input", place):
                 handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
-                if not stat.S_ISREG(os.fstat(handle).st_mode):
-                    raise BadParameter(f"input: {place} is a folder, a link or a device, not a file.")
+                mode = os.fstat(handle).st_mode
+                if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
+                    raise BadParameter(
+                        f"input: {place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
+                        " are read."
+                    )
                 with _os_errors_as_bad_parameter("input", place):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
             finally:

@@ -38,9 +38,9 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def hash_file(path: Path) -> str:
-    """Return BLAKE3 of a file in hexadecimal, as `b3sum` prints it."""
-    return blake3().update_mmap(path).hexdigest()
+def hash_file(path: Path) -> str | None:
+    """Return BLAKE3 of a file in hexadecimal, as `b3sum` prints it; None for a folder."""
+    return None if path.is_dir() else blake3().update_mmap(path).hexdigest()
 
 
 @cache

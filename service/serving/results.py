@@ -37,8 +37,9 @@ RECEIPT = "saved.json"
 # Of one voxel of a series, as far as objects are numbered by 16 bits.
 _LABEL_BYTES = 2
 
-# What is cut off the name of a posted file.
 TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
+# What is cut off the name of a posted file.
+_STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNORECASE)
 
 # By the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
@@ -261,7 +262,7 @@ def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execut
 
 def answer_name(name: str, suffix: str) -> str:
     """Name an answer after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
-    return (TIFF_SUFFIX.sub("", name) or "stack") + suffix
+    return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 
 def _origin(received: ReceivedRequest, result: Result) -> dict[str, str]:

@@ -54,7 +54,6 @@ FILES = {
     "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
     "PNG": (png_encode(PLANE), "Image Sequence"),
     "JPEG": (jpeg_encode(PLANE), "Image Sequence"),
-    "zipped Zarr": (zipped("stack.zarr/zarr.json"), "zarr.open"),
     "zip": (zipped("stack.tif"), "unzip"),
     "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
     "tar": (tarred(), "tar -xf"),

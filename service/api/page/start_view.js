@@ -12,7 +12,7 @@ export function showStart(root, actions) {
   const chooser = element("input", {
     type: "file",
     id: "file",
-    accept: ".tif,.tiff,image/tiff",
+    accept: ".tif,.tiff,.ozx,.zip,image/tiff",
     class: "visually-hidden",
     "aria-label": "A TIFF stack",
     onchange: () => {

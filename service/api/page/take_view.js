@@ -10,7 +10,7 @@ import { queryOf, request } from "./server.js";
  * @param {() => Promise<Blob>} picture
  */
 export function takeView(job, name, hasTable, picture) {
-  const stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
+  const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const status = element("p", { class: "muted small", role: "status" });
   /** @param {string} text @param {string} accept @param {string} suffix */
   const take = (text, accept, suffix) =>
@@ -67,7 +67,7 @@ function snippet(language, text) {
 /** @param {Job} job @param {string} file @returns {Record<string, string>} */
 export function lines(job, file) {
   const { stack: _stack, measurements, ...parameters } = job.parameters;
-  const stem = file.replace(/(\.ome)?\.tiff?$/i, "");
+  const stem = file.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const query = queryOf({ ...parameters, measurements });
   const address = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
   const labels = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;

@@ -19,6 +19,7 @@ from fakes import FakeSegmenter, until
 from live import as_tiff
 from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
+from zarr_files import pack, write_zarr
 
 from service.api.app import create_app
 from service.api.responses import MAX_NOTE_LETTERS, build_headers
@@ -396,6 +397,29 @@ def test_file_of_the_host_is_segmented_without_being_sent(host: tuple[TestClient
     assert "x-cache" not in response.headers
     assert client.post("/inspect?input=scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
     assert list(runtime_of(client).scratch.requests.iterdir()) == []
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_ome_zarr_is_segmented_from_a_folder_of_the_host_and_from_an_archive(
+    host: tuple[TestClient, Path], client: TestClient, version: str
+) -> None:
+    service, folder = host
+    store = folder / "scans" / f"{version}.ome.zarr"
+    write_zarr(store, tifffile.imread(io.BytesIO(STACK)), version=version, chunks=(2, 5, 5))
+    packed = pack(store).read_bytes()
+    for response in (
+        service.post(f"/segment?input=scans/{store.name}"),
+        client.post("/segment", content=packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}),
+    ):
+        assert response.status_code == 200, response.text
+        assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
+        assert response.headers["x-stackseg-voxel-size"].startswith("0.5,")
+    assert 'filename="a_classes.ome.tif"' in response.headers["content-disposition"]
+    facts = service.post(f"/inspect?input=scans/{store.name}").json()["file"]
+    assert (facts["container"], facts["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
+    (store / "zarr.json").unlink(missing_ok=True)
+    (store / ".zattrs").unlink(missing_ok=True)
+    assert service.post(f"/segment?input=scans/{store.name}").status_code in (400, 422)
 
 
 def test_form_without_a_file_may_name_one(host: tuple[TestClient, Path]) -> None:

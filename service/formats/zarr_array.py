@@ -1,0 +1,311 @@
+"""One array of a Zarr store, format 2 or 3: its metadata, and its chunks, each decoded into no more than it states.
+
+Specifications: https://zarr-specs.readthedocs.io, with the codecs of numcodecs that microscopy uses. Zarr-python itself
+runs an event loop and threads of its own, and its codecs allocate what a chunk claims to decode to, so that it suits no
+confined process with little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
+from operator import floordiv, mod
+from typing import Any
+
+import imagecodecs
+import numpy as np
+
+from service.core.errors import BadFile, TooLarge
+from service.core.volume import Array
+from service.formats.zarr_store import Store
+
+# Of one file of metadata; consolidated metadata of a large plate have a few MB.
+MAX_JSON_BYTES = 2**24
+_MAX_DIMENSIONS = 16
+# Of the parts of one shard, whose index has 16 bytes for each.
+_MAX_SHARD_PARTS = 2**20
+_KINDS = "buif"
+_MISSING = 2**64 - 1
+_CHECKSUM_BYTES = 4
+
+# Decoders of bytes, which fill `out` and fail where there is more.
+_DECODERS: Mapping[str, Callable[..., Any]] = {
+    "blosc": imagecodecs.blosc_decode,
+    "bz2": imagecodecs.bz2_decode,
+    "gzip": imagecodecs.gzip_decode,
+    "lz4": partial(imagecodecs.lz4_decode, header=True),
+    "zlib": imagecodecs.zlib_decode,
+    "zstd": imagecodecs.zstd_decode,
+}
+_UNUSUAL = "Write the image again with a common codec: none, blosc, gzip, zlib, lz4, bz2 or zstd."
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How pixels become the bytes of a chunk.
+
+    dtype        in the byte order of the file
+    order        of the dimensions, slowest first
+    compressor   name in `_DECODERS`, None for raw bytes
+    checksum     whether a CRC-32C follows; it is not checked
+    """
+
+    dtype: np.dtype[Any]
+    order: tuple[int, ...]
+    compressor: str | None = None
+    checksum: bool = False
+
+    def decode(self, data: bytes, shape: Sequence[int]) -> Array:
+        """Decode the bytes of a chunk. Raises BadFile where they are not those of the shape."""
+        data = data[:-_CHECKSUM_BYTES] if self.checksum else data
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        content: Any = data
+        if self.compressor is not None:
+            content = bytearray(nbytes)
+            try:
+                content = _DECODERS[self.compressor](data, out=content)
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise BadFile(f"A chunk of the Zarr array cannot be decoded: {str(error)[:160]}") from error
+        if len(content) != nbytes:
+            raise BadFile(f"A chunk of the Zarr array decodes to {len(content)} bytes in place of {nbytes}.")
+        stored = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
+        return stored.transpose(np.argsort(self.order))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Several chunks in one file with an index: `parts` chunks along each dimension, index at one end."""
+
+    parts: tuple[int, ...]
+    at_start: bool
+    checksum: bool
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index."""
+        return 16 * math.prod(self.parts) + _CHECKSUM_BYTES * self.checksum
+
+
+@dataclass(frozen=True)
+class ZarrArray:
+    """An array whose chunks can be read one by one.
+
+    shape, chunks  voxels of the whole, and of a chunk, or of a part of a shard
+    key            returns the key of a chunk, or of a shard, by its place
+    """
+
+    store: Store
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    coding: Coding
+    fill: Any
+    key: Callable[[Sequence[int]], str]
+    sharding: Sharding | None = None
+    names: tuple[str, ...] = ()
+    _indices: dict[str, Array | None] = field(default_factory=dict)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk once it is decoded."""
+        return math.prod(self.chunks) * self.coding.dtype.itemsize
+
+    def read_chunk(self, place: Sequence[int]) -> Array | None:
+        """Decode the chunk at a place of the grid, None where there is none. Raises BadFile."""
+        with self._open(place) as located:
+            if located is None:
+                return None
+            file, start, length = located
+            # Codecs expand what they cannot compress by little.
+            if length > self.chunk_bytes + self.chunk_bytes // 8 + 2**16:
+                raise BadFile(f"A chunk of the Zarr array takes {length} bytes and decodes to {self.chunk_bytes}.")
+            data = file.read(start, length)
+        return self.coding.decode(data, self.chunks)
+
+    @contextmanager
+    def _open(self, place: Sequence[int]) -> Iterator[tuple[Any, int, int] | None]:
+        parts = self.sharding.parts if self.sharding else (1,) * len(place)
+        key = self.key(tuple(map(floordiv, place, parts)))
+        with self.store.open(key) as file:
+            if file is None or self.sharding is None:
+                yield None if file is None else (file, 0, file.size)
+                return
+            if key not in self._indices:
+                self._indices[key] = _read_index(file, self.sharding)
+            start, length = (int(number) for number in self._indices[key][tuple(map(mod, place, parts))])  # type: ignore[index]
+            yield None if start == length == _MISSING else (file, start, length)
+
+
+def _read_index(file: Any, sharding: Sharding) -> Array:
+    start = 0 if sharding.at_start else file.size - sharding.index_bytes
+    data = file.read(start, sharding.index_bytes)[: 16 * math.prod(sharding.parts)]
+    return np.frombuffer(data, "<u8").reshape(*sharding.parts, 2)
+
+
+@contextmanager
+def translate_errors(what: str) -> Iterator[None]:
+    """Raise BadFile for metadata that are not what the specification says."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise BadFile(f"The Zarr store is damaged: {what} makes no sense ({repr(error)[:120]}).") from error
+
+
+def read_json(store: Store, key: str) -> dict[str, Any] | None:
+    """Read a file of metadata, None where there is none. Raises BadFile."""
+    with store.open(key) as file:
+        if file is None:
+            return None
+        if file.size > MAX_JSON_BYTES:
+            raise BadFile(f"{key} of the Zarr store has {file.size} bytes, more than metadata take.")
+        with translate_errors(key):
+            content = json.loads(file.read(0, file.size))
+    if not isinstance(content, dict):
+        raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
+    return content
+
+
+def open_array(store: Store, path: str) -> ZarrArray:
+    """Open an array by its path in the store. Raises BadFile, TooLarge."""
+    prefix = f"{path}/" if path else ""
+    for name, parse in (("zarr.json", _parse_v3), (".zarray", _parse_v2)):
+        content = read_json(store, prefix + name)
+        if content is not None:
+            with translate_errors(prefix + name):
+                array = parse(store, prefix, content)
+            _check(array)
+            return array
+    raise BadFile(f"The Zarr store has no array {path!r}, which its metadata name. Copy or export it again.")
+
+
+def _check(array: ZarrArray) -> None:
+    """Raise BadFile for arrays that cannot be read, TooLarge for chunks of no end."""
+    if len(array.chunks) != len(array.shape) or not 2 <= len(array.shape) <= _MAX_DIMENSIONS:
+        raise BadFile(f"The Zarr array has {len(array.shape)} dimensions and chunks of {len(array.chunks)}.")
+    if min(array.chunks) < 1 or min(array.shape) < 1:
+        raise BadFile(f"The Zarr array {array.shape} with chunks {array.chunks} holds no pixels.")
+    if sorted(array.coding.order) != list(range(len(array.shape))):
+        raise BadFile(f"The Zarr array orders its dimensions as {array.coding.order}.")
+    if array.sharding is not None and math.prod(array.sharding.parts) > _MAX_SHARD_PARTS:
+        raise TooLarge(f"A shard of the Zarr array has {math.prod(array.sharding.parts)} parts; write larger chunks.")
+
+
+def _parse_v2(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
+    shape = _lengths(content["shape"])
+    if content.get("filters"):
+        raise BadFile(f"The Zarr array has filters ({_names(content['filters'], 'id')}). {_UNUSUAL}")
+    compressor = None if content["compressor"] is None else _compressor(content["compressor"]["id"])
+    dtype = _dtype(content["dtype"])
+    order = range(len(shape)) if content.get("order", "C") == "C" else reversed(range(len(shape)))
+    coding = Coding(dtype, tuple(order), compressor)
+    separator = _separator(content.get("dimension_separator", "."))
+    return ZarrArray(
+        store,
+        shape,
+        _lengths(content["chunks"]),
+        coding,
+        _fill(content.get("fill_value"), dtype),
+        lambda place: prefix + separator.join(map(str, place)),
+    )
+
+
+def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
+    shape = _lengths(content["shape"])
+    if content["chunk_grid"]["name"] != "regular" or content.get("storage_transformers"):
+        raise BadFile(f"The Zarr array is not of regular chunks. {_UNUSUAL}")
+    chunks = _lengths(content["chunk_grid"]["configuration"]["chunk_shape"])
+    codecs, sharding = content["codecs"], None
+    if codecs[0]["name"] == "sharding_indexed":
+        sharding, chunks, codecs = _parse_sharding(codecs, chunks)
+    coding = _parse_codecs(codecs, content["data_type"], len(shape))
+    encoding = content["chunk_key_encoding"]
+    is_default = {"default": True, "v2": False}[encoding["name"]]
+    separator = _separator(encoding.get("configuration", {}).get("separator", "/" if is_default else "."))
+    return ZarrArray(
+        store,
+        shape,
+        chunks,
+        coding,
+        _fill(content["fill_value"], coding.dtype),
+        lambda place: prefix + separator.join(["c"] * is_default + [str(index) for index in place]),
+        sharding,
+        tuple(str(name or "") for name in content.get("dimension_names") or ()),
+    )
+
+
+def _parse_sharding(codecs: Any, shard: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], Any]:
+    """Return how a file holds several chunks, their shape and their codecs."""
+    if len(codecs) > 1:
+        raise BadFile(f"The Zarr array compresses whole shards ({_names(codecs, 'name')}). {_UNUSUAL}")
+    inner = codecs[0]["configuration"]
+    chunks = _lengths(inner["chunk_shape"])
+    index_codecs = [codec["name"] for codec in inner["index_codecs"]]
+    if len(chunks) != len(shard) or min(chunks) < 1 or any(starmap(mod, zip(shard, chunks, strict=True))):
+        raise BadFile(f"The Zarr array has shards of {shard}, which chunks of {chunks} do not fill.")
+    if index_codecs not in (["bytes"], ["bytes", "crc32c"]):
+        raise BadFile(f"The Zarr array has an index of shards with codecs {index_codecs}. {_UNUSUAL}")
+    parts = tuple(map(floordiv, shard, chunks))
+    is_at_start = inner.get("index_location", "end") == "start"
+    return Sharding(parts, is_at_start, "crc32c" in index_codecs), chunks, inner["codecs"]
+
+
+def _parse_codecs(codecs: Any, data_type: Any, dimensions: int) -> Coding:
+    """Return what a chain of codecs does: a transposition or none, bytes, a compressor or none, a checksum or none."""
+    names = [codec["name"] for codec in codecs]
+    order, rest = tuple(range(dimensions)), list(codecs)
+    if names[0] == "transpose":
+        order = tuple(int(axis) for axis in rest.pop(0)["configuration"]["order"])
+    is_little = rest[0].get("configuration", {}).get("endian", "little") == "little"
+    left = [codec["name"] for codec in rest[1:]]
+    checksum = left[-1:] == ["crc32c"]
+    compressors = left[:-1] if checksum else left
+    if rest[0]["name"] != "bytes" or len(compressors) > 1:
+        raise BadFile(f"The Zarr array has the codecs {_names(codecs, 'name')}, which are not read. {_UNUSUAL}")
+    dtype = _dtype(data_type).newbyteorder("<" if is_little else ">")
+    return Coding(dtype, order, _compressor(compressors[0]) if compressors else None, checksum)
+
+
+def _lengths(numbers: Any) -> tuple[int, ...]:
+    lengths = tuple(numbers)
+    if not all(type(length) is int for length in lengths):
+        raise ValueError(numbers)
+    return lengths
+
+
+def _names(codecs: Any, key: str) -> str:
+    return ", ".join(str(codec[key])[:40] for codec in codecs)
+
+
+def _compressor(name: str) -> str:
+    if name not in _DECODERS:
+        raise BadFile(f"The Zarr array has the codec {str(name)[:40]!r}, which is not read. {_UNUSUAL}")
+    return name
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(name) if isinstance(name, str) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.kind not in _KINDS or dtype.itemsize > 8:
+        raise BadFile(
+            f"The pixels are {str(name)[:40]}, which is not supported. Save them as 8, 16 or 32-bit integers or floats."
+        )
+    return dtype
+
+
+def _separator(text: str) -> str:
+    if text not in {"/", "."}:
+        raise ValueError(text)
+    return text
+
+
+def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the value of voxels whose chunks are missing."""
+    if isinstance(value, str) and value.startswith("0x"):
+        return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
+    return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]
