@@ -216,7 +216,11 @@ class ArenaWindow(SlidingWindow):
 
 
 class ArenaScan(WindowScan):
-    """Progress of one image in an arena: what is blended was added to its sums, by batches in any order."""
+    """Progress of one image in an arena: what is blended was added to its sums before.
+
+    Work on an arena runs in one stream of its device, so that a range that is given back while a step still writes
+    there is cleared for the next image after that.
+    """
 
     def place(self, planes: Tensor, arena: Arena, pixel: int, total: int, outputs: int) -> None:
         """Copy the planes [C, Z, Y, X] of the image into the arena, and clear its sums, [outputs, Z, Y, X]."""

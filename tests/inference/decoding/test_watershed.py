@@ -166,7 +166,7 @@ def test_more_voxels_near_tops_than_are_looked_at_together_find_the_same_passes(
     assert np.array_equal(together, apart)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),

@@ -13,8 +13,17 @@ from torch import Tensor, nn
 
 from service.core.errors import NonFiniteScores
 from service.core.volume import Size
+from service.engine.cuda_graph import GraphedNetwork
 from service.inference.batcher import WindowBatcher
-from service.inference.windows.arena import ArenaScan, ArenaWindow, Ranges, WindowStep, make_arena, unused_table
+from service.inference.windows.arena import (
+    ArenaScan,
+    ArenaWindow,
+    Ranges,
+    WindowStep,
+    add_steps,
+    make_arena,
+    unused_table,
+)
 from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
 
@@ -47,7 +56,7 @@ def whole(window: SlidingWindow, image: Tensor, overlap: float) -> Tensor:
     return scores
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     size=st.tuples(edges, edges, edges),
     roi=rois,
@@ -170,3 +179,16 @@ def test_a_table_without_windows_changes_no_sums_that_are_read() -> None:
     with torch.inference_mode():
         steps._step(unused_table(steps))
     assert not scan._sums.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_recorded_step_is_replayed_for_any_windows() -> None:
+    device, blending = torch.device("cuda", 0), Blending()
+    network = nn.Conv3d(1, 2, 3, padding=1).to(device).requires_grad_(requires_grad=False)
+    plain = SlidingWindow(network, 1, (16, 32, 32), 4, blending=blending, device=device)
+    steps, _nbytes = add_steps(plain, network, 2, 2**26, GraphedNetwork)
+    for size in ((40, 50, 60), (7, 90, 33)):
+        image = torch.rand(1, 1, *size, device=device)
+        for one, other in zip(steps.run(image, 0.25), plain.run(image, 0.25), strict=True):
+            torch.testing.assert_close(one.scores, other.scores, atol=1e-3, rtol=1e-3)
