@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from service.core import hardware, host
+from service.core import errors, hardware, host
 from service.core.buffers import make_allocator
 from service.core.config import AsynchronousStage, Settings
-from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, TooLarge
+from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, StackSegError, TooLarge
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
 from service.core.timing import Stages
@@ -149,12 +149,12 @@ class Segmenter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's memory for weights in every form, and for what is kept for batches of windows."""
-        ready = self._ready
-        if ready is None:
-            return 0
-        batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
-        return self._loaded_bytes + weight_bytes(ready.module) + ready.nbytes + batches
+        """Bytes of the device's memory for weights in every form, and for what is kept for batches of windows.
+
+        Those of the window of the latest request that asked for another one count, which come and go.
+        """
+        built = [each._ready for each in (self, *self._other_windows.values())]
+        return self._loaded_bytes * (self._ready is not None) + sum(ready_bytes(ready) for ready in built if ready)
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
         """Let every later forward of the warm network pass through what `wrap` makes of it; for measurements."""
@@ -272,12 +272,27 @@ class Segmenter:
             calibration = calibration.model_copy(update={"sheets": None})
         # Only now, as it takes longer than all else that is known of a result.
         image, _notes = normalise_volume(volume, self.spec)
-        guess = self._measure_diameter(image, volume, plan, compute).guess
-        windows = strongest_windows(image, self.spec.input.roi_size)
+        guess, windows = self._look_again(image, volume, plan, compute)
         taken = used and used.in_voxels(volume.voxel_size)
         return confidence, explain(
             confidence, windows, guess, taken or [wanted / factor for factor in self._base(volume)], calibration
         )
+
+    def _look_again(
+        self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs
+    ) -> tuple[Diameter | None, Sequence[Tensor]]:
+        """Return how wide objects seem to be, and windows where most is to be seen; neither where that fails.
+
+        Labels that are there already are worth more than advice. Raises Cancelled and DeviceLost.
+        """
+        try:
+            guess = self._measure_diameter(image, volume, plan, compute).guess
+            return guess, strongest_windows(image, self.spec.input.roi_size)
+        except (RuntimeError, MemoryError, OSError, StackSegError) as error:
+            if isinstance(error, errors.Cancelled) or hardware.find_loss(self._device, error, self._driver) is not None:
+                raise
+            log.warning("%s: why a result is doubtful cannot be told: %s", self.spec.identifier, error)
+            return None, ()
 
     def _with_window(self, options: Options, needed: Estimate) -> Segmenter:
         """Return a segmenter with the window that a request asks for, which is built unless the latest had the same.
@@ -439,3 +454,9 @@ class Segmenter:
         if plan is None:
             return "fixed"
         return "tuned" if plan.tuned else "known-order"
+
+
+def ready_bytes(ready: ReadyEngine) -> int:
+    """Return the bytes that a network takes with its weights and batches, whatever was loaded before it."""
+    batches = sum(batch.untyped_storage().nbytes() for batch in ready.window.batches)
+    return weight_bytes(ready.module) + ready.nbytes + batches

@@ -42,11 +42,15 @@ class LoadedModel(NamedTuple):
 @dataclass
 class _Entry(Generic[T]):
     model: T
-    nbytes: int
     used: float
     users: int = 0
     # Has to make room, and gets no more users: they would keep it loaded for ever.
     leaving: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the model takes by now: some keep what latest requests have asked for."""
+        return self.model.nbytes
 
 
 class Lease(Generic[T]):
@@ -306,7 +310,7 @@ class ModelCache(Generic[T]):
             if nbytes + self._used_bytes() <= self._limit:
                 self._replace(name)
                 self._problems.pop(name, None)
-                self._entries[name] = _Entry(model, nbytes, time.time())
+                self._entries[name] = _Entry(model, time.time())
                 renewed, _ = self._end_loading(name)
                 # Before the model might have to make room for others.
                 granted = self._grant()

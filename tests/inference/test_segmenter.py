@@ -526,3 +526,38 @@ def test_only_a_model_that_is_there_is_advised(random_nuclei, tmp_path):
     assert segmenter.segment(shells, Options()).doubt.attempt != "model=membranes"
     (tmp_path / "membranes").mkdir()
     assert segmenter.segment(shells, Options()).doubt.attempt == "model=membranes"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: no memory"), OSError()])
+def test_labels_that_are_there_outlast_an_error_while_advice_is_looked_for(random_nuclei, phantom, error):
+    calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
+    scan = random_nuclei.input.model_copy(update={"diameter": 16.0})
+    spec, over = random_nuclei.model_copy(update={"confidence": calibration, "input": scan}), list[bool]()
+    failed = list[torch.Tensor]()
+
+    def network(x):
+        if over:
+            failed.append(x)
+            raise error
+        return torch.cat([x - 0.5, x], 1)
+
+    volume = Volume.from_array(phantom.image[None])
+    doubted = with_network(spec, network).segment(
+        volume, Options(), progress=lambda done, total: over.append(True) if done == total else None
+    )
+    expected = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1)).segment(volume, Options())
+    assert failed
+    np.testing.assert_array_equal(doubted.segmentation.pixels, expected.segmentation.pixels)
+    assert doubted.confidence == expected.confidence
+    assert (doubted.doubt.attempt, "doubtful" in doubted.doubt.detail) == ("", True)
+
+
+def test_what_another_window_takes_counts_until_the_next_one_replaces_it(bands, volume):
+    scan = bands.input.model_copy(update={"roi_multiple": (2, 2, 2)})
+    segmenter = started(bands.model_copy(update={"input": scan}), settings_of())
+    before = segmenter.nbytes
+    segmenter.segment(volume, Options(roi_size=(8, 32, 32)))
+    one = segmenter.nbytes
+    assert one - before >= 4 * segmenter._config.sw_batch_size * 8 * 32 * 32
+    segmenter.segment(volume, Options(roi_size=(8, 16, 16)))
+    assert before < segmenter.nbytes < one

@@ -234,3 +234,21 @@ def run(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_model_that_has_grown_makes_room_as_it_is() -> None:
+    class Growing:
+        def __init__(self, name: str) -> None:
+            self.name, self.nbytes = name, 1
+
+    unloads = list[str]()
+    cache: ModelCache[Growing] = ModelCache(3, Growing, guess=lambda _name: 1, unloaded=unloads.append)
+    cache.start(())
+    first = cache.lease("a")
+    first.model.result(10).nbytes = 3
+    first.end()
+    assert cache.loaded_models["a"].nbytes == 3
+    cache.lease("b").model.result(10)
+    assert unloads == ["a"]
+    cache.close()
+    assert cache.join(10)
