@@ -27,6 +27,12 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx
 # How often a device is asked whether it works, and the seconds in between.
 PROBES, PROBE_SECONDS = 3, 0.5
 
+# Torch's number for the memory that belongs to no graph.
+SHARED_POOL = (0, 0)
+
+# Bytes of pools of graphs that are not allocated between replays, by device.
+_idle_pools: dict[torch.device, int] = {}
+
 # Of torch's CPU allocator, oneDNN (whose primitives were made before, in the warm-up), Python's threads, CUDA beyond
 # torch's allocator, and its libraries (cuDNN, cuBLAS).
 _EXHAUSTED = (
@@ -253,12 +259,31 @@ def use_threads(count: int) -> None:
     torch.get_num_threads()
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process may still take on the device, cached ones included; None where unknown."""
+def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
+    """Return the bytes that this process may still take on the device, cached ones included; None where unknown.
+
+    What graphs keep between their replays is not free.
+    """
     if device.type != "cuda":
         return host.available_memory()
-    free, _total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, _total = cuda.mem_get_info(device)
+    return int(free + cuda.memory_reserved(device) - cuda.memory_allocated(device) - _idle_pools.get(device, 0))
+
+
+def count_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
+    """Return the bytes of the memory pools of all graphs on a device, 0 on a CPU, and note how much of it is idle.
+
+    It takes milliseconds. Call it after graphs were recorded or dropped, as `free_bytes` relies on the latest count.
+    """
+    if device.type != "cuda":
+        return 0
+    segments = [
+        segment
+        for segment in cuda.memory_snapshot()
+        if segment["device"] == (device.index or 0) and tuple(segment["segment_pool_id"]) != SHARED_POOL
+    ]
+    _idle_pools[device] = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+    return sum(segment["total_size"] for segment in segments)
 
 
 def total_bytes(device: torch.device) -> int | None:
@@ -272,6 +297,7 @@ def release_memory(device: torch.device) -> None:
     """Return freed memory to the system that torch or the C library would keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        count_pools(device)
     return_pages()
 
 

@@ -131,6 +131,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     if (reason := explain_missing(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
+    pools = hardware.count_pools(example.device)
     with torch.inference_mode():
         transformed = backend.transform(module)
         # Counted before building: engines may move weights into a layout whose size cannot be read.
@@ -143,7 +144,9 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
         torch.cuda.synchronize(example.device)
     frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
     copies = (transformed is not module) + (backend.packs_weights or frozen)
-    kept = config.streams * cpu_graph.arena_bytes(network) + graph_bytes(network)
+    kept = config.streams * cpu_graph.arena_bytes(network) + graph_bytes(
+        network, hardware.count_pools(example.device) - pools
+    )
     nbytes = copies * module_bytes + kept
     seconds = time.perf_counter() - start
     return BuiltNetwork(network, seconds, nbytes, any_batch_size, owns_scores, cpu_graph.score_bytes(network))
@@ -155,13 +158,14 @@ def build_step(module: nn.Module, table: Tensor, config: EngineConfig, settings:
     table  that it will be called with, which has no windows
     Returns it, and the bytes that it keeps. Raises one of `ENGINE_FAILURES`.
     """
+    pools = hardware.count_pools(table.device)
     with torch.inference_mode():
         step = BACKENDS[config.engine].build(module, table, config, settings)
         for _ in range(WARM_UP_CALLS):
             step(table)
     if table.device.type == "cuda":
         torch.cuda.synchronize(table.device)
-    return step, graph_bytes(step)
+    return step, graph_bytes(step, hardware.count_pools(table.device) - pools)
 
 
 def takes_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:

@@ -130,6 +130,9 @@ class GraphedNetwork:
         return self._output
 
 
-def graph_bytes(network: Network) -> int:
-    """Return the bytes that a recorded network keeps beside its weights."""
-    return network.nbytes if isinstance(network, GraphedNetwork) else 0
+def graph_bytes(network: Network, pools: int) -> int:
+    """Return the bytes that a recorded network keeps beside its weights.
+
+    pools  bytes of memory pools that came with it: torch.compile records graphs of its own
+    """
+    return network.nbytes if isinstance(network, GraphedNetwork) else max(pools, 0)

@@ -163,6 +163,41 @@ def test_a_driver_that_fails_means_no_gpus(driver: FakeDriver) -> None:
     assert driver.open == 0
 
 
+class CudaMemory:
+    """As much of `torch.cuda` as tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
+
+    def __init__(self) -> None:
+        pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))
+        self.segments = [
+            {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+            for device, pool, total, allocated in pools
+        ]
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return self.segments
+
+    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
+        return 100, 1000
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return sum(each["total_size"] for each in self.segments if each["device"] == device.index)
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return sum(each["allocated_size"] for each in self.segments if each["device"] == device.index)
+
+
+def test_memory_that_graphs_keep_between_replays_is_not_free() -> None:
+    cuda, device = CudaMemory(), torch.device("cuda", 6)
+    assert hardware.free_bytes(device, cuda) == 100 + 60, "before any was recorded"
+    assert hardware.count_pools(device, cuda) == 60
+    assert hardware.free_bytes(device, cuda) == 100 + 30
+    assert hardware.count_pools(torch.device("cuda", 7), cuda) == 30
+    cuda.segments = cuda.segments[:1]
+    assert hardware.count_pools(device, cuda) == 0
+    assert hardware.free_bytes(device, cuda) == 100 + 30
+    assert hardware.count_pools(torch.device("cpu")) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU")
 def test_a_real_gpu_reports_what_this_process_holds() -> None:

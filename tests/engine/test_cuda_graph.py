@@ -114,8 +114,8 @@ def test_capture_that_fails_leaves_the_stream_of_the_thread_as_it_was():
 def test_memory_of_a_graph_is_that_of_its_own_pool():
     cuda, example = FakeCuda(), torch.zeros(2, 1, 3, 3, 3)
     networks = [GraphedNetwork(lambda x: x, example, CudaRecorder(torch.device("cuda", 0), cuda)) for _ in range(2)]
-    assert [graph_bytes(network) for network in networks] == [example.nbytes + 2 * 2**21] * 2
-    assert graph_bytes(lambda x: x) == 0
+    assert [graph_bytes(network, 7) for network in networks] == [example.nbytes + 2 * 2**21] * 2
+    assert [graph_bytes(lambda x: x, pools) for pools in (2**21, 0, -(2**21))] == [2**21, 0, 0]
 
 
 def fail():
