@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
-from service.cli.options import add_settings, settings_of
+from service.cli.options import CommandParser, add_settings, settings_of
 from service.core import logs
 from service.core.bundled import software_version
 from service.core.errors import ConfigError, StackSegError
@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
     root.add_argument("--version", action="version", version=software_version())
     root.set_defaults(extra=None, reword=str)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, module, summary in COMMANDS:
         command = commands.add_parser(name, help=summary)
         module.add_arguments(command)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,7 +55,10 @@ def run(*arguments: object) -> int:
 
 def test_models_are_listed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("models", "--config", config) == 0
-    assert "bands/1" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "bands/1" in listed
+    assert run("models", "list", "--config", config) == 0
+    assert capsys.readouterr().out == listed
     assert run("models", "--config", config, "--json") == 0
     (model,) = json.loads(capsys.readouterr().out)
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
@@ -212,6 +217,27 @@ def interrupt(process: subprocess.Popen[str]) -> str:
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=15)[1]
     raise AssertionError("it does not end")
+
+
+def test_a_misspelt_option_is_told_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("segment", "a.tif", "b.tif", "--modle", "membranes")
+    told = capsys.readouterr().err
+    assert "usage: stackseg segment" in told
+    assert "--modle membranes; did you mean --model?" in told
+
+
+def test_what_the_header_refuses_waits_for_no_weights(
+    bands_repository: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models, stack = shutil.copytree(bands_repository, tmp_path / "models"), tmp_path / "channels.tif"
+    (weights,), (spec,) = models.glob("*/weights.*"), models.glob("*/model.yaml")
+    weights.write_bytes(b"no weights at all")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
+    stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
+    assert run("segment", stack, tmp_path / "out.tif", "--config", config, "--models", models) == 1
+    assert "choose with --channel" in capsys.readouterr().err
 
 
 def test_an_interruption_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`stackseg models` lists the repository; `stackseg models import PATH` adds a model to it."""
+"""`stackseg models`, or `models list`, lists the repository; `stackseg models import PATH` adds a model to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from service.cli import import_model
+from service.cli.options import add_settings
 from service.core.config import Settings
 from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
 from service.models.spec import ModelSpec
@@ -16,11 +17,21 @@ from service.models.spec import ModelSpec
 
 def add_arguments(models: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models`."""
-    models.add_argument("--json", action="store_true", help="everything that the model files say")
     models.set_defaults(run=run_list)
-    actions = models.add_subparsers(metavar="import")
+    _add_list_arguments(models)
+    actions = models.add_subparsers(metavar="list|import")
+    listed = actions.add_parser("list", help="list the models, as without any action")
+    _add_list_arguments(listed)
+    add_settings(listed, argparse.SUPPRESS)
     imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package, or a file of weights")
     import_model.add_arguments(imported)
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    # Of the two parsers that know it the second one must not undo what the first has seen.
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="everything that model files say"
+    )
 
 
 def run_list(options: argparse.Namespace, settings: Settings) -> int:
@@ -30,7 +41,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
     specs = read_repository(settings.models.folder, settings.models.serve)
     folder = plans.choose_folder(settings.engine.cache_folder)
     stored = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
-    if options.json:
+    if getattr(options, "json", False):
         content = [
             spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in stored[spec.name]]}
             for spec in specs.values()

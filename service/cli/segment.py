@@ -21,6 +21,7 @@ from service.core.timing import Stages
 
 if TYPE_CHECKING:
     from service.core.volume import OutputKind, Segmentation
+    from service.inference.estimate import Estimator
     from service.inference.result import Result
     from service.models.spec import ModelSpec
     from service.serving.parameters import Query
@@ -159,6 +160,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.formats import tiff_reader  # noqa: PLC0415
     from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
+    from service.inference.estimate import Estimator  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
     from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
@@ -182,13 +184,11 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         bar.begin("reading")
         with stages.measure("read"):
             measured = options.measurements is not None
+            _check_header(options, query, Estimator(spec, settings), limit)
             volume = segment_series.read(options.input, query, limit, Path(scratch), measured=measured)
         bar.begin(f"loading {spec.identifier}")
         with stages.measure("load"):
             segmenter = Segmenter(spec, settings)
-            kind = segmenter.estimator.output(query.options)
-            check_output(kind, query, measured=measured)
-            _check_form(kind, query, options.result)
             device.call(segmenter.warm_up)
         bar.begin("windows")
         result = segment_series.segment(volume, query.options, segmenter, device, Path(scratch), bar)
@@ -228,6 +228,18 @@ def _warn(result: Result) -> int:
         return 0
     sys.stderr.write(f"stackseg: {name_options(str(result.series.fault))}\n")
     return 1
+
+
+def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
+    """Raise what the options and the header of the file tell already, which need not wait for pixels and weights."""
+    from service.formats import tiff_reader  # noqa: PLC0415
+
+    kind = estimator.output(query.options)
+    check_output(kind, query, measured=options.measurements is not None)
+    _check_form(kind, query, options.result)
+    description = tiff_reader.inspect(options.input, query.selection, limit_bytes)
+    if not description.problem:
+        estimator.plan_request(description, query.options)
 
 
 def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
