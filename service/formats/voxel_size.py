@@ -62,10 +62,12 @@ class Calibration:
         return VoxelSize(self.z, self.y, self.x)
 
     def remarks(self) -> tuple[str, ...]:
-        """Return the notes, with one more on the known edges where others are missing."""
+        """Return the notes, with one more where not all edges are known."""
         known = {axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None}
-        if not known or len(known) == 3:
+        if len(known) == 3:
             return self.notes
+        if not known:
+            return (*self.notes, NO_VOXEL_SIZE)
         stated = ", ".join(f"{axis} {size:g} um" for axis, size in known.items())
         return (
             *self.notes,
@@ -73,6 +75,10 @@ class Calibration:
         )
 
 
+NO_VOXEL_SIZE = (
+    "The file states no voxel size, so planes are taken to be as far apart as pixels, and sizes are in voxels; state it"
+    " as voxel_size=Z,Y,X in micrometres."
+)
 NOTHING = Calibration(None, None, None, "not stated")
 
 

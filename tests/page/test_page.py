@@ -62,8 +62,8 @@ def test_a_doubtful_result_offers_its_next_try(nuclei: Live, open_page: Open) ->
     page = open_page(nuclei)
     put(page, as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]))
     segment(page)
-    expect(page.get_by_role("button", name="Try model membranes")).to_be_visible()
-    page.get_by_role("button", name="Try model membranes").click()
+    expect(page.get_by_role("button", name="Try Model: membranes")).to_be_visible()
+    page.get_by_role("button", name="Try Model: membranes").click()
     expect(page.locator("#side")).to_contain_text("membranes/1")
     assert nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]["model"] == "membranes"
     expect(page.locator("#settings")).to_contain_text("Cells in 3D stacks")
@@ -84,6 +84,25 @@ def test_an_ambiguous_file_is_settled_by_a_click(fake: Live, open_page: Open) ->
     assert fake.client.get("/jobs").json()["jobs"][0]["parameters"] | {"stack": ""} == {
         "model": "bands", "axes": "ZCYX", "channel": "4", "stack": "",
     }  # fmt: skip
+
+
+def test_the_page_speaks_of_its_own_settings_and_asks_whether_pages_are_planes(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    put(page, as_tiff(np.full((5, 16, 24), 200, np.uint8), imagej=False, metadata=None))
+    notes = page.locator("#settings .notes")
+    expect(notes).to_contain_text("“Axes: TYX” or “Axes: CYX” overrides it.")
+    expect(notes).to_contain_text("state it as “Voxel size” in micrometres.")
+    page.locator("#axes").select_option("TYX")
+    expect(page.locator("#settings .facts")).to_contain_text("Time points")
+    page.locator("#axes").select_option("")
+    expect(page.locator("#settings .facts")).to_contain_text("24 × 16 × 5")
+    words = page.evaluate("""async () => (await import("./page/words.js")).pageWords(
+        "Objects seem to be 7,51.5,52px wide; state diameter= where that is wrong, or diameter=none. Try diameter=4px."
+    )""")
+    assert words == (
+        "Objects seem to be 52 × 51.5 × 7 voxels wide; state “Object diameter” where that is wrong, or “Object "
+        "diameter: as sampled”. Try “Object diameter: 4 voxels”."
+    )
 
 
 def test_of_several_time_points_one_is_segmented(fake: Live, open_page: Open) -> None:

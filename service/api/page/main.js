@@ -15,6 +15,7 @@ import { parseTable } from "./table.js";
 import { startTheme } from "./theme.js";
 import { trainingDialog, trainingsList, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
+import { pageWords } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -203,7 +204,7 @@ function ending(job) {
     element(
       "p",
       { class: job.problem ? "warning-text" : "muted" },
-      job.problem?.detail ?? "Change what you like, and segment again.",
+      job.problem ? pageWords(job.problem.detail) : "Change what you like, and segment again.",
     ),
   );
 }

@@ -6,7 +6,7 @@ import { entries } from "./history.js";
 import { ObjectsView } from "./objects_view.js";
 import { warningText } from "./server.js";
 import { takeView } from "./take_view.js";
-import { counted, number } from "./words.js";
+import { counted, number, setting, widths } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -81,7 +81,7 @@ function connect(viewer, objects, signal) {
 function facts(job) {
   const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
   const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)} %`] : [];
-  const diameter = job.diameter ? [job.diameter.replaceAll(",", " × ").replace("px; ", " px, ")] : [];
+  const diameter = job.diameter ? [widths(job.diameter).replace("; ", ", ")] : [];
   return [job.model, ...diameter, ...confidence, `${number(seconds, 2)} s`];
 }
 
@@ -105,7 +105,11 @@ function notes(job, segmentWith) {
           { class: "warning" },
           element("p", {}, doubt),
           attempt &&
-            element("button", { type: "button", onclick: () => segmentWith(attempt) }, `Try ${parameter} ${value}`),
+            element(
+              "button",
+              { type: "button", onclick: () => segmentWith(attempt) },
+              `Try ${setting(parameter, value)}`,
+            ),
         ),
       ...texts.map((note) => element("li", {}, note)),
     )

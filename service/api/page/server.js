@@ -1,5 +1,7 @@
 /** Requests to the service that has served this page; no other host is ever asked. */
 
+import { pageWords } from "./words.js";
+
 /**
  * @typedef {{z: number, y: number, x: number}} VoxelSize micrometres
  * @typedef {{container: string, axes: string, stored_shape: number[], shape: number[], dtype: string,
@@ -22,7 +24,9 @@ const KEY = "stackseg-key";
 export class Problem extends Error {
   /** @param {string} slug @param {string} detail @param {number} status */
   constructor(slug, detail, status) {
-    super(detail);
+    super(pageWords(detail));
+    /** Axes that the service suggests. */
+    this.axes = /axes=([TZCYXS]+)/.exec(detail)?.[1];
     this.slug = slug;
     this.status = status;
   }
@@ -126,5 +130,5 @@ export async function upload(file, name, onprogress) {
 
 /** @param {Warning} warning @returns {string} */
 export function warningText(warning) {
-  return typeof warning === "string" ? warning : (warning.detail ?? warning.message ?? warning.text ?? "");
+  return pageWords(typeof warning === "string" ? warning : (warning.detail ?? warning.message ?? warning.text ?? ""));
 }

@@ -1,7 +1,7 @@
 /** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
 
 import { button, element, field } from "./elements.js";
-import { counted, duration, number, size } from "./words.js";
+import { counted, duration, number, pageWords, SETTINGS, size } from "./words.js";
 
 /** @typedef {import("./server.js").Inspection} Inspection */
 /** @typedef {import("./server.js").Model} Model */
@@ -21,12 +21,12 @@ const LIKELY_AXES = {
 
 /** Parameters that few need; those that the service does not know are left out. @type {Optional[]} */
 const OPTIONAL = [
-  { name: "threshold", title: "Threshold of foreground", placeholder: "as the model says, 0 to 1" },
-  { name: "minimum_size", title: "Smallest object", placeholder: "voxels, or 12.5um3" },
-  { name: "min_confidence", title: "Least confidence", placeholder: "as the model says, 0 to 1" },
+  { name: "threshold", title: SETTINGS.threshold, placeholder: "as the model says, 0 to 1" },
+  { name: "minimum_size", title: SETTINGS.minimum_size, placeholder: "voxels, or 12.5um3" },
+  { name: "min_confidence", title: SETTINGS.min_confidence, placeholder: "as the model says, 0 to 1" },
   {
     name: "border",
-    title: "Objects at the border",
+    title: SETTINGS.border,
     choices: [
       ["", "as the model says"],
       ["keep", "keep"],
@@ -35,7 +35,7 @@ const OPTIONAL = [
   },
   {
     name: "fill_holes",
-    title: "Holes in objects",
+    title: SETTINGS.fill_holes,
     choices: [
       ["", "as the model says"],
       ["true", "fill"],
@@ -50,8 +50,8 @@ const OPTIONAL = [
       ["best", "best, ten times slower"],
     ],
   },
-  { name: "overlap", title: "Overlap of windows", placeholder: "0.25" },
-  { name: "skip_below", title: "Skip windows darker than", placeholder: "auto, none or a grey value" },
+  { name: "overlap", title: SETTINGS.overlap, placeholder: "0.25" },
+  { name: "skip_below", title: SETTINGS.skip_below, placeholder: "auto, none or a grey value" },
 ];
 
 export class StackView extends EventTarget {
@@ -215,7 +215,7 @@ export class StackView extends EventTarget {
         : []),
       ...(file.times > 1 ? [chip("Time points", String(file.times))] : []),
     );
-    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, note)));
+    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, pageWords(note))));
     this.#ask(file);
     const model = this.models.find((each) => each.name === this.parameters.model);
     if (this.summary) this.summary.textContent = model?.summary ?? "";
@@ -223,7 +223,7 @@ export class StackView extends EventTarget {
     this.run.disabled = inspection.problem !== null;
     this.estimate.classList.toggle("warning-text", inspection.problem !== null);
     const undecided = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
-    const problem = undecided ? "Choose the channel to segment." : inspection.problem;
+    const problem = undecided ? "Choose the channel to segment." : inspection.problem && pageWords(inspection.problem);
     this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("wanted", undecided);
     this.estimate.textContent = problem ?? (estimate ? describe(estimate, inspection.seconds) : "");
   }
@@ -234,7 +234,7 @@ export class StackView extends EventTarget {
     // Where nothing has been understood of the file yet, the other side of the page says why.
     this.estimate.textContent = this.inspection ? problem.message : "";
     this.estimate.classList.add("warning-text");
-    const suggested = /axes=([TZCYXS]+)/.exec(problem.message)?.[1];
+    const suggested = problem.axes;
     const dimensions = suggested?.length ?? this.parameters.axes?.length ?? 0;
     const choices = problem.slug === "ambiguous-axes" || this.parameters.axes ? (LIKELY_AXES[dimensions] ?? []) : [];
     const all = suggested ? [suggested, ...choices.filter((axes) => axes !== suggested)] : choices;
@@ -316,16 +316,33 @@ export class StackView extends EventTarget {
       );
     }
     parts.push(this.#voxelField(file));
-    if (this.parameters.axes)
-      parts.push(
-        element(
-          "p",
-          { class: "muted small" },
-          `Axes as you stated them: ${this.parameters.axes} `,
-          button("as in the file", () => this.#change({ axes: "" }), "link"),
-        ),
-      );
+    const stated = this.parameters.axes ?? "";
+    // Pages that were taken for planes may be time points or channels.
+    if (stated || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
+      parts.push(this.#axesField(file, stated));
     this.open.replaceChildren(...parts);
+  }
+
+  /** @param {import("./server.js").Description} file @param {string} stated */
+  #axesField(file, stated) {
+    const likely = (LIKELY_AXES[file.axes.length] ?? []).filter(
+      (axes) => axes !== stated && (stated || axes !== file.axes),
+    );
+    const others = stated ? [stated, ...likely] : likely;
+    return field(
+      SETTINGS.axes,
+      element(
+        "select",
+        {
+          id: "axes",
+          // What was chosen of the dimensions need not be there with other ones.
+          onchange: (/** @type {Event} */ event) =>
+            this.#change({ axes: /** @type {HTMLSelectElement} */ (event.target).value, channel: "", time: "" }),
+        },
+        element("option", { value: "" }, stated ? "as in the file" : `${file.axes}, as in the file`),
+        ...others.map((axes) => element("option", { value: axes, selected: axes === stated }, axes)),
+      ),
+    );
   }
 
   /** @param {import("./server.js").Description} file */

@@ -1,4 +1,45 @@
-/** Numbers and counts as a reader wants them. */
+/** Numbers, counts and what the service says as a reader of this page wants them. */
+
+/** Titles of the page's settings by the names that they have as parameters of the service. @type {Record<string, string>} */
+export const SETTINGS = {
+  model: "Model",
+  channel: "Channel to segment",
+  time: "Time point",
+  axes: "Axes",
+  voxel_size: "Voxel size",
+  diameter: "Object diameter",
+  threshold: "Threshold of foreground",
+  minimum_size: "Smallest object",
+  min_confidence: "Least confidence",
+  border: "Objects at the border",
+  fill_holes: "Holes in objects",
+  overlap: "Overlap of windows",
+  skip_below: "Skip windows darker than",
+};
+/** Values that a setting of the page shows in other words. @type {Record<string, string>} */
+const VALUES = { "diameter=none": "as sampled", "diameter=auto": "estimated from the stack", "voxel_size=Z,Y,X": "" };
+const PARAMETER = new RegExp(`\\b(${Object.keys(SETTINGS).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
+const WIDTHS = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
+
+/** @param {string} name of a parameter @param {string} value "" where it has yet to be chosen */
+export function setting(name, value) {
+  const shown = VALUES[`${name}=${value}`] ?? value;
+  return shown ? `${SETTINGS[name] ?? name}: ${widths(shown)}` : (SETTINGS[name] ?? name);
+}
+
+/** What the service says, with the page's settings in place of parameters, and lengths along x, y, z. @param {string} text */
+export function pageWords(text) {
+  const named = text.replace(PARAMETER, (_, name, value) => `“${setting(name, value)}”`);
+  return widths(named).replace(" (docs/models.md)", "");
+}
+
+/** Lengths of the service, which are along z, y, x, in the order and the units of this page. @param {string} text */
+export function widths(text) {
+  return text
+    .replace(WIDTHS, (_, z, y, x, unit) => `${x} × ${y} × ${z}${unit}`)
+    .replace(/(\d)px\b/g, "$1 voxels")
+    .replace(/(\d)um\b/g, "$1 µm");
+}
 
 /** @param {number} value @param {number} [digits] significant digits */
 export function number(value, digits = 3) {
