@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tifffile
 from live import Live, as_tiff, eager, serve, until
@@ -82,6 +83,24 @@ def test_jobs_have_the_warning_and_fail_where_they_are_strict(live: Live, membra
     assert json.loads(result.headers["x-stackseg-warning"]) == done["doubt"]
     assert failed["state"] == "failed"
     assert failed["problem"]["type"] == "urn:stackseg:problem:doubtful-result"
+
+
+@pytest.mark.parametrize("model", ["nuclei", "membranes"])
+def test_a_stack_without_any_object_says_so(live: Live, model: str) -> None:
+    blank = as_tiff(np.full((16, 48, 48), 7, np.uint16))
+    response = live.segment(blank, model=model)
+    assert response.headers["x-stackseg-objects"] == "0"
+    assert "x-stackseg-confidence" not in response.headers
+    warning = json.loads(response.headers["x-stackseg-warning"])
+    assert warning["detail"].startswith("No object was found: ")
+    assert (warning["confidence"], warning["try"]) == (None, "")
+    assert live.segment(blank, model=model, strict=True).json()["detail"] == warning["detail"]
+
+
+def test_nuclei_for_the_model_of_membranes_come_with_a_warning_that_names_the_other(live: Live) -> None:
+    stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :64, :64])
+    warning = json.loads(live.segment(stack, model="membranes").headers["x-stackseg-warning"])
+    assert warning["try"] == "model=nuclei"
 
 
 def test_what_is_good_has_no_warning_and_may_be_strict(live: Live) -> None:

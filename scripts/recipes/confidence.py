@@ -1,15 +1,18 @@
-"""Fit the `confidence` of the bundled model `nuclei` to good and bad results, and print how well it tells them apart.
+"""Fit the `confidence` of the bundled model `nuclei` or `membranes` to good and bad results, and print what to paste.
 
-    python -m scripts.recipes.confidence [FOLDER]
+    python -m scripts.recipes.confidence nuclei [FOLDER]
 
-Stacks are synthetic (nuclei sharp and blurred, at their width and at wrong ones, membranes, noise) and those recorded
-ones that lie in FOLDER, each in a subfolder with `image.tif` and, where objects are known, `mask.tif`. A result is good
-where its F1 at an IoU of 0.5 is above `GOOD`, bad below `BAD`, and left out between; without a mask the eye has judged.
+prints the section `confidence` of the model's file, and for its README how well that tells good results from bad ones.
+Stacks are synthetic (what the model is for, sharp and blurred, at its width and at wrong ones, what the other model is
+for, and noise) and those recorded ones that lie in FOLDER, each in a subfolder with `image.tif` and, where objects are
+known, `mask.tif`. A result is good where its F1 at an IoU of 0.5 is above `GOOD`, bad below `BAD`, and left out
+between; without a mask, and where the mask is of what the model is not for, the eye has judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import find_objects, gaussian_filter
 
 from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
@@ -32,14 +35,30 @@ from service.models.repository import read_spec
 from service.training.evaluate import score
 
 GOOD, BAD = 0.6, 0.45
-# Of recorded stacks without a mask: whether labels of the default request look right.
-JUDGED = {
-    "arabidopsis_lateral_root_nuclei": True,
-    "drosophila_nuclear_envelope": False,
-    "fluorescent_beads_imagexpress": True,
-    "mesospim_brain_nuclei_c5": False,
-    "mouse_brain_s2p_large": False,
-    "single_nucleus_confocal_vs_widefield": True,
+# Of recorded stacks by the model: whether labels of the default request look right; None where a mask tells.
+JUDGED: dict[str, dict[str, bool | None]] = {
+    "nuclei": {
+        "arabidopsis_lateral_root_nuclei": True,
+        "arabidopsis_ovule_nuclei_1135": None,
+        "celegans_membrane_t046": False,
+        "drosophila_nuclear_envelope": False,
+        "fluorescent_beads_imagexpress": True,
+        "mesospim_brain_nuclei_c5": False,
+        "mouse_brain_s2p_large": False,
+        "mouse_embryo_8cell": None,
+        "single_nucleus_confocal_vs_widefield": True,
+        "synthetic_nuclei_stardist": None,
+    },
+    "membranes": {
+        "arabidopsis_lateral_root_nuclei": False,
+        "arabidopsis_ovule_nuclei_1135": False,
+        "celegans_membrane_t046": None,
+        "fluorescent_beads_imagexpress": False,
+        "mesospim_brain_nuclei_c5": False,
+        "mouse_embryo_8cell": False,
+        "single_nucleus_confocal_vs_widefield": False,
+        "synthetic_nuclei_stardist": False,
+    },
 }
 # What their files leave open.
 SELECTIONS = {
@@ -47,12 +66,16 @@ SELECTIONS = {
     "single_nucleus_confocal_vs_widefield": Selection(channel=0),
     "synthetic_nuclei_stardist": Selection(axes="ZYX"),
 }
-SCENES, TISSUES, NOISES = 40, 20, 12
+SCENES, FOREIGN, NOISES = 28, 14, 10
+# Narrower objects are not stated: it takes long to look at a stack that is enlarged so much.
+LEAST_WIDTH = {"nuclei": 8.0, "membranes": 12.8}
 LARGEST_BYTES = 2**31
 RIDGE = 1.0
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
+# Along (z, y, x), in voxels.
+Widths = tuple[float, float, float]
 
 
 class Case(NamedTuple):
@@ -74,62 +97,95 @@ class Sample(NamedTuple):
     good: bool
 
 
-def nuclei(seed: int) -> Iterator[Case]:
-    """Yield one synthetic stack of nuclei, segmented in several ways."""
+def nuclei(seed: int) -> tuple[Case, Widths]:
+    """Return one synthetic stack of nuclei, and how wide these are."""
     rng = np.random.default_rng(9000 + seed)
     scene = Scene.draw(rng)
     side = int(np.clip(2.6 * scene.diameter, 52, 76))
     image, truth = synthesise(rng, (max(16, int(side / max(1, scene.anisotropy / 1.3))), side, side), scene)
-    yield from variants(f"nuclei {seed}", _volume(image), truth, scene.diameter, seed)
+    return Case(f"nuclei {seed}", "default", _volume(image), truth), (scene.diameter,) * 3
 
 
-def variants(stack: str, volume: Volume, truth: Array, width: float, seed: int) -> Iterator[Case]:
-    """Yield a stack as it is, and blurred, in noise or with a width that is not that of its objects by turns."""
-    yield Case(stack, "default", volume, truth)
-    image = volume.array()[0].astype(np.float32)
-    match seed % 4:
-        case 0:
-            yield Case(stack, "blurred", _volume(gaussian_filter(image, width / 4)), truth)
-        case 1:
-            yield Case(stack, "too wide", volume, truth, Diameter((3 * width,), "px"))
-        case 2:
-            noise = np.random.default_rng(seed).normal(0, 2 * image.std(), image.shape)
-            yield Case(stack, "in noise", _volume((image + noise).astype(np.float32)), truth)
-        case _:
-            yield Case(stack, "too narrow", volume, truth, Diameter((max(0.4 * width, 5.0),), "px"))
-    yield Case(stack, "as sampled", volume, truth, "none")
-
-
-def membranes(seed: int) -> Iterator[Case]:
-    """Yield one synthetic stack of membranes."""
+def membranes(seed: int) -> tuple[Case, Widths]:
+    """Return one synthetic stack of membranes, and how wide its cells are."""
     rng = np.random.default_rng(7000 + seed)
     tissue = Tissue.draw(rng)
     side = int(np.clip(2.6 * tissue.diameter, 56, 80))
     image, truth = synthesise_tissue(rng, (max(20, int(side / tissue.flatness)), side, side), tissue)
-    yield Case(f"membranes {seed}", "default", _volume(image), truth)
+    return Case(f"membranes {seed}", "default", _volume(image), truth), (
+        tissue.diameter / tissue.flatness,
+        tissue.diameter,
+        tissue.diameter,
+    )
 
 
-def noise(seed: int, shape: Size = (40, 72, 72)) -> Iterator[Case]:
-    """Yield grain, as coarse as one of several kinds of texture, in which nothing is to be found."""
+def variants(case: Case, widths: Widths, seed: int, model: str) -> Iterator[Case]:
+    """Yield a stack as it is, with a diameter that is not the default, and blurred, in noise or told a wrong width."""
+    estimated = model == "nuclei"
+    yield case
+    yield (
+        case._replace(how="as sampled", diameter="none")
+        if estimated
+        else case._replace(how="told", diameter=Diameter(widths, "px"))
+    )
+    image = case.volume.array()[0].astype(np.float32)
+    match seed % 4:
+        case 0:
+            yield case._replace(how="blurred", volume=_volume(gaussian_filter(image, widths[1] / 4)))
+        case 1:
+            yield case._replace(how="too wide", diameter=_scaled(widths, 3.0))
+        case 2:
+            noise = np.random.default_rng(seed).normal(0, 2 * image.std(), image.shape)
+            yield case._replace(how="in noise", volume=_volume((image + noise).astype(np.float32)))
+        case _:
+            yield case._replace(how="too narrow", diameter=_scaled(widths, max(0.4, LEAST_WIDTH[model] / min(widths))))
+
+
+def synthetic(model: str) -> Iterator[Case]:
+    """Yield the synthetic stacks for a model: in several ways what it is for, and what it is not for as it is."""
+    known, foreign = (nuclei, membranes) if model == "nuclei" else (membranes, nuclei)
+    for seed in range(SCENES):
+        yield from variants(*known(seed), seed, model)
+    for seed in range(FOREIGN):
+        # Its objects are not those that the model is for, so that none of its labels are right.
+        yield foreign(seed)[0]._replace(truth=False)
+    for seed in range(NOISES):
+        yield noise(seed)
+
+
+def noise(seed: int, shape: Size = (40, 72, 72)) -> Case:
+    """Return grain, as coarse as one of several kinds of texture, in which nothing is to be found."""
     rng = np.random.default_rng(5000 + seed)
     grain = gaussian_filter(rng.normal(0, 1, shape), (0.5, 0.8, 1.5, 3)[seed % 4])
     light = np.exp(1.2 * grain / grain.std()) if seed % 3 else grain - grain.min()
     image = rng.poisson(100 * light / light.max()).astype(np.uint16)
-    yield Case(f"noise {seed}", "default", _volume(image), truth=False)
+    return Case(f"noise {seed}", "default", _volume(image), truth=False)
 
 
-def recorded(folder: Path, scratch: Path) -> Iterator[Case]:
-    """Yield the stacks of a folder, those with masks in several ways."""
-    for seed, path in enumerate(sorted(folder.glob("*/image.tif"))):
-        name = path.parent.name
+def recorded(folder: Path, model: str, scratch: Path) -> Iterator[Case]:
+    """Yield the stacks of a folder, those with masks of what the model is for in several ways."""
+    for seed, (name, judged) in enumerate(sorted(JUDGED[model].items())):
+        path = folder / name / "image.tif"
+        if not path.exists():
+            continue
         volume = tiff_reader.read(path, SELECTIONS.get(name, Selection()), LARGEST_BYTES, scratch)
-        mask = path.with_name("mask.tif")
-        if mask.exists():
-            truth = tiff_reader.read(mask, Selection(axes="ZYX"), LARGEST_BYTES, scratch).array()[0]
-            sizes = np.bincount(truth.ravel())[1:]
-            yield from variants(name, volume, truth, float(np.cbrt(6 / np.pi * np.median(sizes[sizes > 0]))), seed)
-        elif name in JUDGED:
-            yield Case(name, "default", volume, JUDGED[name])
+        if judged is not None:
+            yield Case(name, "default", volume, judged)
+            continue
+        truth = tiff_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES, scratch).array()[0]
+        yield from variants(Case(name, "default", volume, truth), _extents(truth), seed, model)
+
+
+def _scaled(widths: Widths, factor: float) -> Diameter:
+    z, y, x = (factor * width for width in widths)
+    return Diameter((z, y, x), "px")
+
+
+def _extents(truth: Array) -> Widths:
+    """Return the median extents (z, y, x) of labelled objects."""
+    boxes = [box for box in find_objects(truth) if box is not None]
+    z, y, x = (float(np.median([box[axis].stop - box[axis].start for box in boxes])) for axis in range(3))
+    return z, y, x
 
 
 def collect(segmenter: Segmenter, cases: Iterator[Case]) -> Iterator[Sample]:
@@ -194,9 +250,9 @@ def report(samples: list[Sample]) -> Iterator[str]:
     """Yield the coefficients, the areas under the ROC, and its points."""
     _, good = _columns(samples)
     judged = left_out(samples)
-    yield "coefficients: " + ", ".join(
-        f"{name} {value:.2f}" for name, value in zip(("intercept", *Features._fields), fit(samples), strict=True)
-    )
+    yield "confidence:"
+    for name, value in zip(("intercept", *Features._fields), fit(samples), strict=True):
+        yield f"  {name}: {value:.2f}"
     groups = {"all": np.ones(len(good), bool)}
     groups["synthetic"] = np.array([sample.stack.split()[0] in {"nuclei", "membranes", "noise"} for sample in samples])
     groups["recorded"] = ~groups["synthetic"]
@@ -227,18 +283,16 @@ def _volume(image: Array) -> Volume:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(JUDGED))
     parser.add_argument("folder", type=Path, nargs="?", help="recorded stacks")
-    folder = parser.parse_args().folder
-    segmenter = Segmenter(read_spec(bundled_folder("models") / "nuclei"), Settings())
+    options = parser.parse_args()
+    segmenter = Segmenter(read_spec(bundled_folder("models") / options.model), Settings())
     segmenter.warm_up()
     with tempfile.TemporaryDirectory() as scratch:
-        cases: list[Iterator[Case]] = [
-            *(nuclei(seed) for seed in range(SCENES)),
-            *(membranes(seed) for seed in range(TISSUES)),
-            *(noise(seed) for seed in range(NOISES)),
-            *([recorded(folder, Path(scratch))] if folder else []),
-        ]
-        samples = [sample for case in cases for sample in collect(segmenter, case)]
+        cases = [synthetic(options.model)]
+        if options.folder is not None:
+            cases.append(recorded(options.folder, options.model, Path(scratch)))
+        samples = list(collect(segmenter, itertools.chain(*cases)))
     sys.stdout.writelines(f"{line}\n" for line in report(samples))
 
 

@@ -21,10 +21,10 @@ from service.core.errors import BadParameter, DoubtfulResult, OutOfMemory, Stack
 from service.core.hardware import Driver, is_out_of_memory
 from service.core.progress import step
 from service.core.timing import Stages
-from service.core.volume import Diameter, Options, Segmentation, Size, Volume
+from service.core.volume import Diameter, Options, Segmentation, Size, Steering, Volume
 from service.engine import backends, torch_compile
 from service.engine.plans import EngineConfig, EnginePlan
-from service.inference.confidence import Doubt, explain, judge
+from service.inference.confidence import Doubt, Evidence, count_sure, explain, explain_nothing, judge
 from service.inference.decoding.decoders import Decoder, HostDecoder, StreamDecoder, make_decoder
 from service.inference.decoding.steering import minimum_voxels, steer
 from service.inference.device_image import DeviceImage, SentVolume
@@ -56,7 +56,7 @@ from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.loader import Network, load_network, weight_bytes
-from service.models.spec import ModelSpec
+from service.models.spec import Calibration, ModelSpec
 
 MONAI_INFERER = "service.inference.windows.monai_inferer"
 
@@ -262,21 +262,42 @@ class Segmenter:
         self, segmentation: Segmentation, volume: Volume, plan: Plan, used: Diameter | None, compute: ComputeSlabs
     ) -> tuple[float | None, Doubt | None]:
         """Return the confidence in labels, and what is wrong with those of which there is little; None: not known."""
-        calibration, wanted = self.spec.confidence, self.spec.input.diameter
-        if calibration is None or wanted is None or segmentation.objects is None:
+        objects, calibration, wanted = segmentation.objects, self.spec.confidence, self.spec.input.diameter
+        if objects is None or (len(objects) and (calibration is None or wanted is None)):
             return None, None
-        confidence = judge(segmentation.objects, wanted, calibration)
-        if confidence is None or confidence >= calibration.threshold:
-            return confidence, None
-        if calibration.sheets is not None and not (self.spec.folder.parent / calibration.sheets).is_dir():
-            calibration = calibration.model_copy(update={"sheets": None})
+        confidence = None
+        if calibration is not None and wanted is not None:
+            confidence = judge(objects, wanted, calibration)
+            if confidence is not None and confidence >= calibration.threshold:
+                return confidence, None
+            calibration = calibration.model_copy(update=self._missing_models(calibration))
         # Only now, as it takes longer than all else that is known of a result.
         image, _notes = normalise_volume(volume, self.spec)
         guess, windows = self._look_again(image, volume, plan, compute)
-        taken = used and used.in_voxels(volume.voxel_size)
-        return confidence, explain(
-            confidence, windows, guess, taken or [wanted / factor for factor in self._base(volume)], calibration
+        evidence = Evidence(
+            windows,
+            guess,
+            used=self._used_width(volume, used),
+            stated=plan.diameter is not None and not plan.estimated,
+            steered=plan.steering != Steering(),
         )
+        if confidence is None or calibration is None or wanted is None:
+            return None, explain_nothing(evidence, calibration)
+        evidence = evidence._replace(sure=count_sure(objects, wanted, calibration))
+        return confidence, explain(confidence, evidence, calibration)
+
+    def _missing_models(self, calibration: Calibration) -> dict[str, None]:
+        """Return the models to try that are not beside this one, each as None."""
+        folder = self.spec.folder.parent
+        names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
+        return {key: None for key, name in names.items() if name is None or not (folder / name).is_dir()}
+
+    def _used_width(self, volume: Volume, used: Diameter | None) -> tuple[float, ...] | None:
+        """Return how wide along (z, y, x) objects were taken to be in voxels; None: the model wants no width."""
+        if self.spec.input.diameter is None:
+            return None
+        stated = used and used.in_voxels(volume.voxel_size)
+        return stated or tuple(self.spec.input.diameter / factor for factor in self._base(volume))
 
     def _look_again(
         self, image: NormalisedImage, volume: Volume, plan: Plan, compute: ComputeSlabs
@@ -286,7 +307,8 @@ class Segmenter:
         Labels that are there already are worth more than advice. Raises Cancelled and DeviceLost.
         """
         try:
-            guess = self._measure_diameter(image, volume, plan, compute).guess
+            is_wanted = self.spec.input.diameter is not None
+            guess = self._measure_diameter(image, volume, plan, compute).guess if is_wanted else None
             return guess, strongest_windows(image, self.spec.input.roi_size)
         except (RuntimeError, MemoryError, OSError, StackSegError) as error:
             if isinstance(error, errors.Cancelled) or hardware.find_loss(self._device, error, self._driver) is not None:

@@ -196,7 +196,7 @@ class _Points:
         self.skipped: Skipped | None = None
         # Of the time point that the model is least sure of.
         self.confidence: float | None = None
-        self.doubt: Doubt | None = None
+        self._doubt: Doubt | None = None
         self.last: Result
 
     def add(self, result: Result, measured: Volume | None) -> None:
@@ -211,15 +211,22 @@ class _Points:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
+        doubt = result.doubt and result.doubt._replace(detail=f"Time point {time}: {result.doubt.detail}")
         if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
-            self.confidence, doubt = result.confidence, result.doubt
-            self.doubt = doubt and doubt._replace(detail=f"Time point {time}: {doubt.detail}")
+            self.confidence, self._doubt = result.confidence, doubt
+        elif self.confidence is None:
+            self._doubt = self._doubt or doubt
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed
         self.skipped = _add_skipped(self.skipped, result.skipped)
         # The pixels are in the file, and need not stay in memory.
         self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Why the worst time point is not to be trusted; one without objects is only where no other has any."""
+        return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
 
     def _put(self, pixels: Array) -> None:
         """Write the pixels of the next time point, in a wider dtype from the first that needs one."""

@@ -147,6 +147,7 @@ class Calibration(_FrozenModel):
     intercept, certainty, peak, size, giants  of `service.inference.confidence.Features`
     threshold  results with less confidence are doubtful
     sheets     name of the model beside this one to try on stacks of membranes or shells
+    blobs      name of the one to try on stacks of anything else
     """
 
     intercept: float
@@ -156,6 +157,7 @@ class Calibration(_FrozenModel):
     giants: float
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     sheets: Line | None = None
+    blobs: Line | None = None
 
 
 class Sample(_FrozenModel):

@@ -243,7 +243,7 @@ def describe_doubt(result: Result) -> dict[str, Any] | None:
         "type": f"urn:stackseg:warning:{DoubtfulResult.slug}",
         "title": "Doubtful result",
         "detail": detail,
-        "confidence": round(confidence, 3),
+        "confidence": None if confidence is None else round(confidence, 3),
         "try": attempt,
     }
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from service.core.volume import Diameter, Objects
-from service.inference.confidence import explain, judge, shows_sheets, typical_width
+from service.inference.confidence import (
+    Evidence,
+    count_sure,
+    explain,
+    explain_nothing,
+    judge,
+    shows_sheets,
+    typical_width,
+)
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
@@ -69,15 +79,66 @@ def test_shells_are_sheets_and_balls_are_not(noise: float) -> None:
     assert not shows_sheets([torch.zeros(1, 30, 30)])
 
 
+def test_the_edge_of_something_bright_is_no_sheet() -> None:
+    edge = torch.from_numpy(1 / (1 + np.exp(-(np.indices((48, 48, 48))[0] - 24) / 1.5))).float()
+    assert shows_sheets([edge]) is False
+    assert shows_sheets([edge[:4]]) is None
+
+
+SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
+BLANK = torch.zeros(1, 32, 32, 32)
+BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
+USED = (20.0, 20.0, 20.0)
+NARROW = Diameter((4.0,), "px")
+
+
+def attempt(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
+    given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used": USED}
+    doubt = explain(0.1, Evidence(**given | evidence), calibration)
+    assert doubt.attempt in doubt.detail
+    return doubt.attempt
+
+
 def test_the_next_try_is_named() -> None:
-    shells = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
-    blank, used = torch.zeros(1, 32, 32, 32), (20.0, 20.0, 20.0)
-    assert explain(0.1, [shells], Diameter((4.0,), "px"), used, CALIBRATION).attempt == "model=membranes"
-    small = explain(0.1, [blank], Diameter((4.0,), "px"), used, CALIBRATION)
-    assert small.attempt == "diameter=4px"
-    assert small.attempt in small.detail
-    assert "4px wide" in small.detail
+    assert attempt(windows=[SHELLS], guess=NARROW) == "model=membranes"
+    assert attempt(guess=NARROW) == "diameter=4px"
+    assert attempt(guess=NARROW, sure=9) == "diameter=4px"
+    assert attempt(guess=NARROW, sure=9, stated=True) == attempt(sure=9) == "min_confidence=0.8"
+    other_way = CALIBRATION.model_copy(update={"sheets": None, "blobs": "nuclei"})
+    assert attempt(calibration=other_way, guess=NARROW) == "model=nuclei"
+    assert attempt(calibration=other_way, windows=[SHELLS], guess=NARROW) == "diameter=4px"
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_training_is_advised_where_no_request_is_known_to_help(stated: bool) -> None:
     for guess in (None, Diameter((18.0, 22.0, 22.0), "px")):
-        unknown = explain(0.1, [blank], guess, used, CALIBRATION)
+        unknown = explain(0.1, Evidence([BALLS], guess, USED, stated=stated, steered=True, sure=9), CALIBRATION)
         assert unknown.attempt == ""
-        assert "diameter=" in unknown.detail
+        assert "train a model" in unknown.detail
+        assert ("diameter=" in unknown.detail) is not stated
+
+
+def test_objects_that_stand_out_from_grain_are_counted() -> None:
+    nuclei, grain = objects([20, 21], 0.94, 0.8), objects(100 * [12], 0.7, 0.55)
+    both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(grain).values(), strict=True)))
+    assert count_sure(both, 20.0, CALIBRATION) == 2
+    assert count_sure(nuclei, 20.0, CALIBRATION) == count_sure(grain, 20.0, CALIBRATION) == 0
+
+
+def test_a_reason_is_named_why_nothing_was_found() -> None:
+    found = {
+        reason: explain_nothing(Evidence([window], guess, USED, steered=steered), CALIBRATION)
+        for reason, window, guess, steered in (
+            ("one grey value", BLANK, NARROW, True),
+            ("min_confidence=", BALLS, NARROW, True),
+            ("membranes", SHELLS, NARROW, False),
+            ("4px wide", BALLS, NARROW, False),
+            ("train a model", BALLS, None, False),
+        )
+    }
+    for reason, doubt in found.items():
+        assert doubt.confidence is None
+        assert doubt.detail.startswith("No object was found: ")
+        assert reason in doubt.detail
+    assert [doubt.attempt for doubt in found.values()] == ["", "", "model=membranes", "diameter=4px", ""]
+    assert explain_nothing(Evidence([SHELLS], None, None), None).attempt == ""
