@@ -46,15 +46,31 @@ from service.api.routes import (
     segment,
     stacks,
     status,
+    trainings,
 )
 from service.api.threads import begin_file_threads
 from service.core.bundled import software_version
 from service.core.config import Settings
-from service.serving.annotation_store import AnnotationStore, choose_folder
+from service.serving.annotation_store import AnnotationStore
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
+from service.serving.trainings import Trainings
 
-_ENDPOINTS = (segment, jobs, stacks, corrections, limits, inspect, models, health, hardware, status, docs, page)
+_ENDPOINTS = (
+    segment,
+    jobs,
+    stacks,
+    corrections,
+    trainings,
+    limits,
+    inspect,
+    models,
+    health,
+    hardware,
+    status,
+    docs,
+    page,
+)
 
 
 class Application(FastAPI):
@@ -114,7 +130,8 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.runtime = Runtime(settings)
     app.state.async_jobs = AsyncJobs(settings)
-    app.state.annotations = AnnotationStore(choose_folder(settings), quota_bytes=settings.annotations.quota_bytes)
+    app.state.annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
+    app.state.trainings = Trainings(settings, app.state.annotations)
     # FastAPI does not list the routes of a router that it has taken in.
     app.state.endpoints = [
         route for module in _ENDPOINTS for route in module.router.routes if isinstance(route, APIRoute)
@@ -138,9 +155,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime.start()
     try:
         async_jobs.start(runtime)
+        app.state.trainings.start(runtime)
         try:
             yield
         finally:
+            await asyncio.to_thread(app.state.trainings.stop)
             await asyncio.to_thread(async_jobs.stop)
     finally:
         await asyncio.to_thread(runtime.stop)

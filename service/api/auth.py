@@ -112,6 +112,15 @@ def is_admin(request: Request, access: Access) -> bool:
     return True
 
 
+def check_trainer(request: Request, access: Access) -> None:
+    """Raise Unauthorized for who may not train models: neither named in access.trainers nor an admin."""
+    if access.keys and request.scope["state"]["caller"] in access.trainers:
+        return
+    if access.keys and not is_admin(request, access):
+        raise Unauthorized("Only keys that the configuration names in access.trainers or access.admins may train.")
+    check_admin(request, access)
+
+
 def is_loopback(host: str) -> bool:
     """Return whether an address is one of the service's own host."""
     with suppress(ValueError):

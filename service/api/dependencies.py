@@ -11,6 +11,7 @@ from service.serving.annotation_store import AnnotationStore
 from service.serving.async_jobs import AsyncJobs
 from service.serving.runtime import Runtime
 from service.serving.stack_store import StackStore
+from service.serving.trainings import Trainings
 
 
 async def get_runtime(request: Request) -> Runtime:
@@ -35,6 +36,12 @@ def get_annotations(request: Request) -> AnnotationStore:
     """Return the store of annotated stacks."""
     annotations: AnnotationStore = request.app.state.annotations
     return annotations
+
+
+def get_trainings(request: Request) -> Trainings:
+    """Return the queue of trainings."""
+    trainings: Trainings = request.app.state.trainings
+    return trainings
 
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]

@@ -89,6 +89,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.UnknownJob: 404,
     errors.UnknownStack: 404,
     errors.UnknownAnnotation: 404,
+    errors.UnknownTraining: 404,
     errors.SwitchedOff: 403,
     errors.NotFinished: 409,
     errors.OutputExists: 409,

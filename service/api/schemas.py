@@ -13,8 +13,9 @@ from service.core.hardware import CpuStatus, GpuStatus
 from service.core.volume import Description, OutputKind
 from service.inference.estimate import Estimate
 from service.inference.result import EngineReport
-from service.models.spec import Input
+from service.models.spec import Input, Lineage
 from service.serving.job_record import JobState
+from service.serving.training_record import TrainingState
 
 
 def _report_without_folders(report: EngineReport) -> EngineReport:
@@ -188,11 +189,56 @@ class Abilities(BaseModel):
     corrections        whether annotated stacks are kept
     annotations_bytes  that one key's may take on disk
     training           whether the caller may train models on them
+    training_minutes   longest that a training may take
     """
 
     corrections: bool
     annotations_bytes: int
     training: bool
+    training_minutes: float
+
+
+class TrainingReport(BaseModel):
+    """A training.
+
+    name          of the new model; `model` has it once it is served
+    base_model    that it goes on from, with its version
+    position      1 for the one whose turn is next, only while it waits
+    steps         planned, as many as the time allows; null before that is measured
+    seconds_left  while it runs, scoring included
+    loss          [step, training loss]
+    validation    [step, loss on what is not trained on], the first before any step
+    before, after  F1 at an intersection over union of 0.5 on the held-out part of the annotated stacks
+    better        whether the new model is better there; `message` says it in words, or why the training failed
+    """
+
+    id: str
+    state: TrainingState
+    name: str
+    owner: str | None
+    base_model: str
+    annotations: list[str]
+    minutes: float
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    position: int | None
+    step: int
+    steps: int | None
+    seconds_left: float | None
+    loss: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    before: float | None
+    after: float | None
+    better: bool | None
+    message: Text
+    model: str | None
+
+
+class TrainingList(BaseModel):
+    """The caller's trainings, those of all keys for an admin, newest first."""
+
+    trainings: list[TrainingReport]
 
 
 class Loaded(BaseModel):
@@ -206,6 +252,7 @@ class Loaded(BaseModel):
 class ModelInfo(BaseModel):
     """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
 
+    lineage  of a model that was trained here: its parent, and scores before and after
     devices  on which it is loaded
     """
 
@@ -219,6 +266,7 @@ class ModelInfo(BaseModel):
     input: Input | None = None
     outputs: tuple[str, ...] = ()
     decoding: str | None = None
+    lineage: Lineage | None = None
     engine: Report | None = None
     loaded: bool = False
     devices: list[Loaded] = []

@@ -57,10 +57,13 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def choose_model(name: str | None, settings: Settings) -> ModelSpec:
-    """Return the model of that name in the repository, or of that folder; None: the default one.
+    """Return the model of that name in the repository, or else one that was trained by the service; or of that folder.
 
-    Raises UnknownModel, BrokenModel, and ConfigError for a repository that is none.
+    None: the default one. Raises UnknownModel, BrokenModel, and ConfigError for a repository that is none.
     """
     if name is not None and (Path(name) / FILE_NAME).is_file():
         return read_spec(Path(name))
-    return select_model(read_repository(settings.models.folder, settings.models.serve), name, settings.models.default)
+    specs = read_repository(settings.models.folder, settings.models.serve)
+    if name is not None and name not in specs and (settings.trained_folder / name / FILE_NAME).is_file():
+        return read_spec(settings.trained_folder / name)
+    return select_model(specs, name, settings.models.default)

@@ -51,6 +51,8 @@ class Models(_Section):
     """Models to serve, and when they are loaded.
 
     folder        one subfolder per model; None: the bundled models
+    trained_folder  of models that `POST /trainings` makes, served beside the others; None: `trained-models` below
+                  jobs.folder, without that below the user's own data folder
     serve         names of folders; none: every folder
     default       model for requests that name none, loaded at start
     load          further models loaded at start; the rest are loaded by their first request
@@ -58,6 +60,7 @@ class Models(_Section):
     """
 
     folder: Path | None = None
+    trained_folder: Path | None = None
     serve: tuple[str, ...] = ()
     default: str | None = None
     load: tuple[str, ...] | Literal["all"] = ()
@@ -235,7 +238,7 @@ class Jobs(_Section):
 
 
 class Annotations(_Section):
-    """Stacks that are kept with corrected labels, to train on; see `AnnotationStore`.
+    """Stacks that are kept with corrected labels, to train on.
 
     folder       None: `annotations` below jobs.folder, without that below the user's own data folder
     quota_bytes  of all annotated stacks of one key; beyond, no other is kept. 0: none are
@@ -243,6 +246,24 @@ class Annotations(_Section):
 
     folder: Path | None = None
     quota_bytes: NonNegativeInt = 8 * 2**30
+
+
+class Trainings(_Section):
+    """Trainings that requests start on annotated stacks; `training` has what they share with `stackseg train`.
+
+    enabled       whether callers may train who are named in access.trainers or access.admins, without keys those on the
+                  service's host
+    minutes       longest that a request may ask for
+    waiting       that wait, beyond the one that runs; one key has half of these places at most
+    memory_bytes  of the process that trains, beyond the libraries that it loads
+    niceness      of that process: 0 shares the processor evenly with requests, 19 leaves it to them
+    """
+
+    enabled: bool = True
+    minutes: PositiveFloat = 120.0
+    waiting: PositiveInt = 8
+    memory_bytes: PositiveInt = 8 * 2**30
+    niceness: Annotated[int, Field(ge=0, le=19)] = 19
 
 
 class Server(_Section):
@@ -273,6 +294,7 @@ class Access(_Section):
     keys                 name of an API key -> its hash, as `stackseg key NAME` prints it; none: no key is asked for
     admins               names of the keys that may reload models and see the status; without keys, whoever is on the
                          service's host may
+    trainers             names of further keys that may train models (`trainings.enabled`)
     requests_per_minute  of one key; 0: any number
     requests_at_once     of one key, counting those that bring work (POST); 0: any number
     hosts                that a Host header may name, `*.example.org` for all below one; none: any
@@ -281,6 +303,7 @@ class Access(_Section):
 
     keys: dict[KeyName, KeyHash] = {}
     admins: tuple[KeyName, ...] = ()
+    trainers: tuple[KeyName, ...] = ()
     requests_per_minute: NonNegativeInt = 0
     requests_at_once: NonNegativeInt = 0
     hosts: tuple[HostPattern, ...] = ()
@@ -290,8 +313,9 @@ class Access(_Section):
     def _names_have_keys(self) -> Self:
         if not self.keys and (self.requests_per_minute or self.requests_at_once):
             raise ValueError("requests_per_minute and requests_at_once are limits of a key, and there are no keys")
-        if unknown := sorted(set(self.admins) - self.keys.keys()):
-            raise ValueError(f"admins names {unknown[0]}, which is not in keys")
+        for role in ("admins", "trainers"):
+            if unknown := sorted(set(getattr(self, role)) - self.keys.keys()):
+                raise ValueError(f"{role} names {unknown[0]}, which is not in keys")
         return self
 
 
@@ -365,11 +389,28 @@ class Settings(_Section):
     references: References = References()
     jobs: Jobs = Jobs()
     annotations: Annotations = Annotations()
+    trainings: Trainings = Trainings()
     server: Server = Server()
     access: Access = Access()
     watchdog: Watchdog = Watchdog()
     training: Training = Training()
     logging: Logging = Logging()
+
+    @property
+    def annotations_folder(self) -> Path:
+        """The folder of annotated stacks."""
+        return self.annotations.folder or self._data_folder("annotations")
+
+    @property
+    def trained_folder(self) -> Path:
+        """The folder of models that requests have trained."""
+        return self.models.trained_folder or self._data_folder("trained-models")
+
+    def _data_folder(self, name: str) -> Path:
+        if self.jobs.folder is not None:
+            return self.jobs.folder / name
+        data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111 - without a home, too
+        return Path(data) / "stackseg" / name
 
     @model_validator(mode="after")
     def _within_own_limits(self) -> Self:

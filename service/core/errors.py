@@ -16,6 +16,7 @@ StackSegError
 |   |-- UnknownJob          no job of that id, or not this caller's
 |   |-- UnknownStack        no kept stack of that id, or not this caller's
 |   |-- UnknownAnnotation   no annotated stack of that id, or not this caller's
+|   |-- UnknownTraining     no training of that id, or not this caller's
 |   |-- SwitchedOff         something that the operator has switched off, or not installed
 |   |-- NotFinished         the result of a job that still waits or runs
 |   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
@@ -143,6 +144,12 @@ class UnknownAnnotation(RequestError):
     """No annotated stack of that id is kept, or it is somebody else's."""
 
     slug = "unknown-annotation"
+
+
+class UnknownTraining(RequestError):
+    """No training of that id, or it is somebody else's."""
+
+    slug = "unknown-training"
 
 
 class SwitchedOff(RequestError):

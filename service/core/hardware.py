@@ -293,6 +293,13 @@ def total_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """Limit what this process may take of a GPU's memory; of the host's it does nothing."""
+    total = total_bytes(device)
+    if device.type == "cuda" and total is not None:
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
+
+
 def release_memory(device: torch.device) -> None:
     """Return freed memory to the system that torch or the C library would keep for later."""
     if device.type == "cuda":

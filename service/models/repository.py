@@ -41,8 +41,10 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def find_model_folders(root: Path | None, names: tuple[str, ...] = ()) -> list[Path]:
+def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None) -> list[Path]:
     """Return the folders below `root` that hold a model file, or those of `names`; None: of the bundled models.
+
+    They are followed by those below `trained`, of which there may be none.
 
     Raises ConfigError where `root` is no folder, or holds no model.
     """
@@ -55,7 +57,9 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = ()) -> list[P
         raise ConfigError(f"{root} is a model; name the folder that holds it, {root.resolve().parent}.")
     if not folders:
         raise ConfigError(f"The model repository {root} holds no */{FILE_NAME}; {CORRECTION}.")
-    return folders
+    known = {folder.resolve() for folder in folders}
+    more = sorted(file.parent for file in trained.glob(f"*/{FILE_NAME}")) if trained is not None else []
+    return [*folders, *(folder for folder in more if folder.resolve() not in known)]
 
 
 def read_repository(root: Path | None, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:

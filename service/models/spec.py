@@ -167,6 +167,25 @@ class Sample(_FrozenModel):
     expected: str = "expected.tif"
 
 
+class Lineage(_FrozenModel):
+    """Where a model came from that was trained on annotated stacks, and what that brought.
+
+    parent       name and version of the model that it went on from
+    annotations  number of annotated stacks
+    before       F1 at an intersection over union of 0.5 of the parent, on what was held out
+    after        of this model
+    better       whether this model is better
+    remark       what was scored, in a sentence
+    """
+
+    parent: Line
+    annotations: PositiveInt
+    before: float
+    after: float
+    better: bool
+    remark: Line
+
+
 class ModelSpec(_FrozenModel):
     """A model file. `folder` is the model folder that it was read from."""
 
@@ -184,6 +203,7 @@ class ModelSpec(_FrozenModel):
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
     confidence: Calibration | None = None
     sample: Sample | None = None
+    lineage: Lineage | None = None
     folder: Path = Field(exclude=True)
 
     @property

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from service.core.config import Settings
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
 from service.core.volume import Segmentation, Size, Volume, VoxelSize, label_dtype
 from service.formats import tiff_writer
@@ -125,16 +124,6 @@ class Annotation:
     def labels(self) -> Path:
         """The labels, OME-TIFF ZYX of the image's shape."""
         return self.folder / LABELS
-
-
-def choose_folder(settings: Settings) -> Path:
-    """Return the folder of annotated stacks: as set, else below that of jobs, else in the user's own data folder."""
-    if settings.annotations.folder is not None:
-        return settings.annotations.folder
-    if settings.jobs.folder is not None:
-        return settings.jobs.folder / "annotations"
-    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111 - there may be no home
-    return Path(data) / "stackseg" / "annotations"
 
 
 class AnnotationStore:

@@ -59,10 +59,12 @@ class ModelRegistry:
     load_first  names of the models that are loaded at start
     """
 
-    def __init__(self, settings: config.Models, device_workers: Sequence[DeviceWorker]) -> None:
-        """Find the model folders. Raises ConfigError for a repository that is none."""
-        self._settings = settings
-        self._folders = repository.find_model_folders(settings.folder, settings.serve)
+    def __init__(
+        self, settings: config.Models, device_workers: Sequence[DeviceWorker], trained: Path | None = None
+    ) -> None:
+        """Find the model folders, also below `trained`. Raises ConfigError for a repository that is none."""
+        self._settings, self._trained = settings, trained
+        self._folders = repository.find_model_folders(settings.folder, settings.serve, trained)
         self._device_workers = device_workers
         self._states: dict[str, ModelState] = {}
         self._reloading = threading.Lock()
@@ -88,7 +90,7 @@ class ModelRegistry:
         if not self._reloading.acquire(blocking=False):
             raise NotReady("The models are being reloaded already; try again when that is done.")
         try:
-            folders = repository.find_model_folders(self._settings.folder, self._settings.serve)
+            folders = repository.find_model_folders(self._settings.folder, self._settings.serve, self._trained)
             return self._reload(_read_models(folders))
         except ConfigError as error:
             raise BrokenModel(str(error)) from error

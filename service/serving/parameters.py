@@ -254,13 +254,13 @@ class Query(BaseModel):
         return Options(self.output, *windows, diameter, skip_below, steering, roi_size, bool(self.strict), self.quality)
 
 
-def explain(faults: Sequence[Mapping[str, Any]]) -> str:
+def explain(faults: Sequence[Mapping[str, Any]], known: type[BaseModel] = Query) -> str:
     """Return pydantic's errors about parameters, the first few of them, as sentences that name them."""
     sentences = []
     for fault in faults[:MAX_FAULTS]:
         name = str(fault["loc"][-1])[:MAX_NAME_LETTERS] if fault["loc"] else "parameters"
         if fault["type"] == "extra_forbidden":
-            sentences.append(f"There is no parameter {name!r}; there are {', '.join(Query.model_fields)}.")
+            sentences.append(f"There is no parameter {name!r}; there are {', '.join(known.model_fields)}.")
         else:
             sentences.append(f"{name}: {validation_message(fault)}.")
     if len(faults) > MAX_FAULTS:

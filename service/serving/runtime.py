@@ -71,7 +71,7 @@ class Runtime:
             DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock, choose_driver(name))
             for name, device_settings in device_worker_settings(settings)
         )
-        self.models = ModelRegistry(settings.models, self.device_workers)
+        self.models = ModelRegistry(settings.models, self.device_workers, settings.trained_folder)
         self.scratch = ScratchFolder(settings.server.scratch_folder)
         self.result_cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
             self.scratch.results, settings.limits.cache_bytes

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.config import Settings, override_settings
-from service.core.errors import BadParameter
 from service.core.volume import Options, Segmentation, Volume
 from service.formats import tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
-from service.models.spec import Instances, ModelSpec, Sample
+from service.models.spec import ModelSpec, Sample
 
 NEW_MODEL: dict[str, Any] = {
     "licence": "Not stated.",
@@ -37,26 +36,12 @@ NEW_MODEL: dict[str, Any] = {
 """Keys of the model file of a network that is trained from random weights; `Instances` has defaults for the rest."""
 
 
-def check_trainable(spec: ModelSpec) -> None:
-    """Raise BadParameter for a model that this training has no targets for."""
-    decoding = spec.decoding
-    roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
-    if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
-        raise BadParameter(
-            f"{spec.name}: only models of one channel with the sigmoid outputs foreground and distance can be trained."
-        )
-    if spec.architecture.arguments.get("deep_supervision"):
-        raise BadParameter(f"{spec.name}: deep_supervision has no targets here; only its last output can be trained.")
-    if spec.input.voxel_size is not None:
-        raise BadParameter(f"{spec.name}: works at a voxel size of its own, to which training does not resample yet.")
-
-
 def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
     """Return the keys of a new model file but `weights`: those of `base`, or `NEW_MODEL`."""
     content = (
         NEW_MODEL
         if base is None
-        else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence"})
+        else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage"})
     )
     start = "" if base is None else f"{base.training_data} Then: "
     return {

@@ -166,6 +166,8 @@ class Trainer:
         self._best = copy.deepcopy(self._average.state_dict())
         self._forward = self._prepare_forward()
         self._recent: float | None = None
+        # Called after every step and every validation.
+        self.follow: Callable[[Trainer], None] = _ignore
         self._optimiser = torch.optim.AdamW(
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
@@ -190,6 +192,7 @@ class Trainer:
                         log.info("the time is up after %d of %d steps", state.step, plan.steps)
                         break
                     self.step(*next(batches))
+                    self.follow(self)
                     if state.step % plan.every == 0 or state.step == plan.steps:
                         self._validate()
                         self.save()
@@ -206,6 +209,11 @@ class Trainer:
             batches.close()
             pool.close()
         return self._average.cpu()
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the latest step that was finite."""
+        return self._recent
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Return a batch of the planned shape from the validation stacks, equal at every call."""
@@ -294,6 +302,7 @@ class Trainer:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             writer.writerows(state.curve)
+        self.follow(self)
 
     def save(self) -> None:
         """Write the checkpoint, replacing the last one in one step."""
@@ -327,6 +336,10 @@ class Trainer:
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
             raise BadParameter(f"{path}: cannot be resumed from: {error}") from error
         log.info("resumed at step %d", self.state.step)
+
+
+def _ignore(_: Trainer) -> None:
+    """Do nothing: nobody follows."""
 
 
 def _format(value: float | None) -> str:

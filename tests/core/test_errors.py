@@ -80,6 +80,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "unknown-job",
         "unknown-stack",
         "unknown-annotation",
+        "unknown-training",
         "switched-off",
         "interrupted",
         "reader-killed",

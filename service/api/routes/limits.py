@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
-from service.api.dependencies import RuntimeDependency
+from service.api.auth import check_trainer
+from service.api.dependencies import RuntimeDependency, get_trainings
 from service.api.schemas import Abilities
+from service.core.errors import SwitchedOff, Unauthorized
 
 router = APIRouter(tags=["operation"])
 
 
 @router.get("/limits")
-async def limits(runtime: RuntimeDependency) -> Abilities:
-    """Whether corrected labels are kept, and how much of them."""
+async def limits(request: Request, runtime: RuntimeDependency) -> Abilities:
+    """Whether corrected labels are kept, how much of them, and whether the caller may train on them."""
     quota = runtime.settings.annotations.quota_bytes
-    return Abilities(corrections=quota > 0, annotations_bytes=quota, training=False)
+    try:
+        get_trainings(request).check_enabled()
+        check_trainer(request, runtime.settings.access)
+        training = True
+    except (SwitchedOff, Unauthorized):
+        training = False
+    minutes = runtime.settings.trainings.minutes
+    return Abilities(corrections=quota > 0, annotations_bytes=quota, training=training, training_minutes=minutes)

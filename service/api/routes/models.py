@@ -75,6 +75,7 @@ def _describe(model: ModelState) -> ModelInfo:
         input=spec.input,
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
+        lineage=spec.lineage,
         engine=engine,
         loaded=model.segmenter is not None,
         devices=[

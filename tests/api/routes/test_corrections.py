@@ -14,7 +14,7 @@ from job_service import TIFF, Service, start
 from live import Answer, as_tiff
 
 from service.core.config import Settings
-from service.serving.annotation_store import AnnotationStore, choose_folder
+from service.serving.annotation_store import AnnotationStore
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 TRUTH = np.zeros(PIXELS.shape, np.uint32)
@@ -203,7 +203,7 @@ def test_operators_choose_where_and_whether(bands_repository: Path, tmp_path: Pa
         (None, None, Path(os.environ["XDG_DATA_HOME"]) / "stackseg" / "annotations"),
     ):
         settings = Settings.model_validate({"jobs": {"folder": jobs}, "annotations": {"folder": chosen}})
-        assert choose_folder(settings) == expected
+        assert settings.annotations_folder == expected
     with start(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
         assert service.client.get("/limits").json()["corrections"] is False
         stack = service.client.post("/stacks", content=as_tiff(PIXELS), headers=TIFF).json()["id"]

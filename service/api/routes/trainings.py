@@ -1,0 +1,134 @@
+"""/trainings: make models better by training them on annotated stacks, in the background."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import JSONResponse, Response
+
+from service.api.auth import check_trainer, is_admin
+from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
+from service.api.schemas import TrainingList, TrainingReport
+from service.api.threads import run_in_thread
+from service.core.errors import BadParameter, Cancelled, TooLarge, UnsupportedMedia
+from service.serving.parameters import explain
+from service.serving.training_record import TrainingRecord
+from service.serving.trainings import Trainings
+
+router = APIRouter(tags=["learning"])
+
+MAX_BODY_BYTES = 2**16
+ID = "^[0-9a-f]{32}$"
+TrainingId = Annotated[str, Path(pattern=ID, description="The id of the training.")]
+
+
+class TrainingRequest(BaseModel):
+    """What to train. `model`: to go on from, the default model if not given; `name`: of the new one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[str | None, Field(max_length=64)] = None
+    annotations: Annotated[list[Annotated[str, Field(pattern=ID)]], Field(min_length=1, max_length=100)]
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
+
+
+BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
+}
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {"description": "The training waits for its turn.", "model": TrainingReport}
+}
+
+
+@router.post("/trainings", status_code=202, responses=ACCEPTED, openapi_extra=BODY)
+async def submit(request: Request, runtime: RuntimeDependency) -> Response:
+    """Train a model on annotated stacks; it is served under its own name once it is done.
+
+    One training runs at a time, with little priority, in a process of its own; requests go on meanwhile.
+    """
+    trainings, access = get_trainings(request), runtime.settings.access
+    trainings.check_enabled()
+    check_trainer(request, access)
+    given = await _read_body(request)
+    work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
+    report = _report(trainings, await run_in_thread(work))
+    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
+
+
+@router.get("/trainings")
+async def list_trainings(request: Request, runtime: RuntimeDependency) -> TrainingList:
+    """The caller's trainings, those of all keys for an admin, newest first."""
+    trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
+    records = trainings.newest(get_caller(request), everyone=everyone)
+    return TrainingList(trainings=[_report(trainings, record) for record in records])
+
+
+@router.get("/trainings/{training}")
+async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
+    """State and progress of a training, its curves, and whether the new model is better."""
+    trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
+    return _report(trainings, trainings.find(training, get_caller(request), everyone=everyone))
+
+
+@router.delete("/trainings/{training}", status_code=204)
+async def cancel(request: Request, runtime: RuntimeDependency, training: TrainingId) -> None:
+    """Cancel a training that waits or runs; forget one that is over. The model that it made stays."""
+    everyone = is_admin(request, runtime.settings.access)
+    await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), everyone=everyone))
+
+
+async def _read_body(request: Request) -> TrainingRequest:
+    """Read the JSON body. Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled when the client hangs up."""
+    # Other types need no leave of the service when a page of another host sends them.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMedia("A training is asked for as JSON, with Content-Type: application/json.")
+    body, more = bytearray(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("The client went away while sending.")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLarge(f"The request has more than {MAX_BODY_BYTES:,} bytes; train on fewer annotated stacks.")
+    try:
+        return TrainingRequest.model_validate_json(bytes(body))
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise BadParameter(explain(faults, TrainingRequest)) from error
+
+
+def _report(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
+    left = trainings.seconds_left(record)
+    return TrainingReport(
+        id=record.id,
+        state=record.state,
+        name=record.name,
+        owner=record.owner,
+        base_model=record.base_model,
+        annotations=record.annotations,
+        minutes=record.minutes,
+        created=datetime.fromtimestamp(record.created, UTC),
+        started=_utc(record.started),
+        ended=_utc(record.ended),
+        position=trainings.position(record),
+        step=record.step,
+        steps=record.steps,
+        seconds_left=None if left is None else round(left, 1),
+        loss=list(record.loss),
+        validation=list(record.validation),
+        before=record.before,
+        after=record.after,
+        better=record.better,
+        message=record.message,
+        model=record.name if record.state == "done" else None,
+    )
+
+
+def _utc(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,111 @@
+"""A training as its owner sees it, and on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
+
+# Points of a curve: beyond, every second one is dropped.
+MOST_POINTS = 512
+INTERRUPTED = "The service was stopped before the training ended, and nothing is left of it; start it again."
+
+
+@dataclass
+class TrainingRecord:
+    """A training; times are seconds since 1970.
+
+    name        of the new model
+    base_model  that it goes on from, with its version
+    loss        [step, training loss], thinned out where there are many
+    validation  [step, loss on what is not trained on], the first before any step
+    before      score of the base model on what is held out, F1 at an intersection over union of 0.5; `after` of the new
+    """
+
+    id: str
+    owner: str | None
+    name: str
+    base_model: str
+    annotations: list[str]
+    minutes: float
+    created: float
+    state: TrainingState = "waiting"
+    started: float | None = None
+    ended: float | None = None
+    step: int = 0
+    steps: int | None = None
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    before: float | None = None
+    after: float | None = None
+    better: bool | None = None
+    message: str = ""
+    # Every so many steps have a point in `loss`.
+    stride: int = 1
+
+    @property
+    def over(self) -> bool:
+        """Whether the training neither waits nor runs."""
+        return self.state not in {"waiting", "running"}
+
+    def update(self, news: Mapping[str, Any]) -> None:
+        """Take over a line of progress. Raises ValueError, TypeError or LookupError where it makes no sense."""
+        if "steps" in news:
+            self.steps = int(news["steps"])
+        if "before" in news:
+            self.before = float(news["before"])
+        if "validation" in news:
+            step, value = news["validation"]
+            _append(self.validation, int(step), float(value))
+        if "loss" in news:
+            self.step = int(news["step"])
+            if self.step % self.stride == 0:
+                _append(self.loss, self.step, float(news["loss"]))
+            if len(self.loss) > MOST_POINTS:
+                self.stride *= 2
+                self.loss = [point for point in self.loss if point[0] % self.stride == 0]
+        if "done" in news:
+            done = news["done"]
+            self.after, self.better, self.message = float(done["after"]), bool(done["better"]), str(done["message"])
+
+    def save(self, folder: Path) -> None:
+        """Write the record, whole or not at all. Raises OSError.
+
+        One that is not over is written as interrupted: that is what it is for whoever reads it after a crash.
+        """
+        content = asdict(self)
+        if not self.over:
+            content |= {"state": "interrupted", "message": INTERRUPTED}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = folder / f".{self.id}.part"
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(folder / f"{self.id}.json")
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
+    """Add a point to a curve; JSON has no other numbers than finite ones."""
+    if math.isfinite(value):
+        curve.append((step, value))
+
+
+def read_records(folder: Path) -> list[TrainingRecord]:
+    """Read the records in a folder, which may not be there, oldest first; damaged ones are left out."""
+    records = []
+    for path in folder.glob("*.json"):
+        try:
+            records.append(TrainingRecord(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(records, key=lambda record: record.created)

@@ -1,0 +1,375 @@
+"""Trainings on annotated stacks: queued, run one at a time in a child process, and served as new models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from service.core.config import Settings
+from service.core.errors import BadParameter, NotReady, QueueFull, StackSegError, SwitchedOff, UnknownTraining
+from service.core.errors import without_folders as shorten
+from service.formats.sandbox_process import child_environment
+from service.models.repository import FILE_NAME
+from service.models.trainable import check_trainable
+from service.serving.annotation_store import Annotation, AnnotationStore
+from service.serving.runtime import Runtime
+from service.serving.scratch import translate_disk_faults
+from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, read_records
+
+MODULE = "service.training.child"
+# Of the extra `train`.
+NEEDED = ("edt", "scipy", "skimage")
+# Variables of the environment that choose devices and caches.
+INHERITED = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
+# What one owner's list keeps.
+MOST_RECORDS = 100
+RETRY_SECONDS = 60
+RELOAD_SECONDS = 120.0
+JOIN_SECONDS = 10.0
+SECTIONS = ("device", "engine", "windows", "limits", "training")
+UNEXPECTED = "Something went wrong while the model was trained; the service's log tells more."
+KILLED = "The process that trained was killed, most likely because the host ran out of memory; use fewer stacks."
+
+log = logging.getLogger(__name__)
+
+
+class Trainings:
+    """The queue of trainings, and the thread that runs them one at a time. Safe to use from threads.
+
+    `module`: what the child process runs, with the request and the progress of `service.training.child`.
+    A training that the service does not finish is interrupted: nothing of it is taken up again.
+    """
+
+    def __init__(self, settings: Settings, annotations: AnnotationStore, module: str = MODULE) -> None:
+        self._settings, self._annotations, self._module = settings, annotations, module
+        self._folder = settings.annotations_folder / "trainings"
+        self._records: dict[str, TrainingRecord] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running: TrainingRecord | None = None
+        self._thread = threading.Thread(target=self._run_all, name="training", daemon=True)
+        self._runtime: Runtime
+
+    def start(self, runtime: Runtime) -> None:
+        """Read the trainings of earlier processes, and begin to run new ones."""
+        self._runtime = runtime
+        self._records = {record.id: record for record in read_records(self._folder)}
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the training that runs, and all that wait: they are interrupted."""
+        with self._changed:
+            self._stopped = True
+            waiting = [record for record in self._records.values() if record.state == "waiting"]
+            self._kill()
+            self._changed.notify_all()
+        self._thread.join(JOIN_SECONDS)
+        for record in waiting:
+            self._end(record, "interrupted", INTERRUPTED)
+
+    def check_enabled(self) -> None:
+        """Raise SwitchedOff where nobody can train."""
+        if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
+            raise SwitchedOff("Models are not trained here; the operator has set trainings.enabled to false.")
+        if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+            raise SwitchedOff(
+                f"Models cannot be trained here: {', '.join(missing)} is not installed. Its operator may run"
+                " pip install 'stackseg[train]'."
+            )
+
+    def submit(  # noqa: PLR0913
+        self,
+        *,
+        model: str | None,
+        annotations: Sequence[str],
+        minutes: float,
+        name: str,
+        owner: str | None,
+        admin: bool,
+    ) -> TrainingRecord:
+        """Queue a training that makes a model called `name` of another one.
+
+        Raises SwitchedOff, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
+        """
+        self.check_enabled()
+        limits = self._settings.trainings
+        spec = self._runtime.models.servable_spec(model)
+        check_trainable(spec)
+        if minutes > limits.minutes:
+            raise BadParameter(f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).")
+        for annotation in annotations:
+            self._annotations.find(annotation, owner, everyone=admin)
+        unique = list(dict.fromkeys(annotations))
+        record = TrainingRecord(uuid.uuid4().hex, owner, name, spec.identifier, unique, minutes, time.time())
+        with self._changed:
+            self._check_name(name)
+            self._check_room(owner)
+            with translate_disk_faults():
+                record.save(self._folder)
+            self._records[record.id] = record
+            self._changed.notify_all()
+        self._forget_oldest(owner)
+        return record
+
+    def find(self, training: str, owner: str | None, *, everyone: bool = False) -> TrainingRecord:
+        """Return a training of this owner, or with `everyone` of any. Raises UnknownTraining."""
+        record = self._records.get(training)
+        if record is None or not (everyone or record.owner == owner):
+            raise UnknownTraining("There is no such training: its id is wrong, or it was deleted.")
+        return record
+
+    def newest(self, owner: str | None, *, everyone: bool = False) -> list[TrainingRecord]:
+        """Return the trainings of this owner, or with `everyone` of all, newest first."""
+        with self._changed:
+            records = list(self._records.values())
+        return [record for record in reversed(records) if everyone or record.owner == owner]
+
+    def position(self, record: TrainingRecord) -> int | None:
+        """Return how many trainings come before one that waits, and it itself; None for any other."""
+        with self._changed:
+            order = self._order()
+            return order.index(record) + 1 if record in order else None
+
+    def seconds_left(self, record: TrainingRecord) -> float | None:
+        """Return how long a training may still run; None where it does not run. It may end sooner."""
+        if record.state != "running" or record.started is None:
+            return None
+        return max(60 * record.minutes - (time.time() - record.started), 0.0)
+
+    def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
+        """Cancel a training that waits or runs; forget one that is over. Raises UnknownTraining."""
+        record = self.find(training, owner, everyone=everyone)
+        with self._changed:
+            if record.over:
+                del self._records[record.id]
+                with translate_disk_faults():
+                    (self._folder / f"{record.id}.json").unlink(missing_ok=True)
+                return
+            record.state, record.ended = "cancelled", time.time()
+            if record is self._running:
+                self._kill()
+        self._save(record)
+
+    def _check_name(self, name: str) -> None:
+        """Raise BadParameter where a model has the name, or is about to have it."""
+        taken = {state.name for state in self._runtime.models.states()}
+        taken |= {record.name for record in self._records.values() if not record.over}
+        if name in taken or (self._settings.trained_folder / name).exists():
+            raise BadParameter(f"name: there is a model called {name!r}, or will be one; choose another name.")
+
+    def _check_room(self, owner: str | None) -> None:
+        if self._stopped or self._runtime.draining:
+            raise NotReady("The service is stopping; start the training again when it is back.")
+        order, most = self._order(), self._settings.trainings.waiting
+        if len(order) >= most:
+            raise QueueFull("Too many trainings wait; try again when one is done.", RETRY_SECONDS)
+        if sum(record.owner == owner for record in order) >= max(1, most // 2):
+            raise QueueFull("Too many trainings of yours wait; try again when one is done.", RETRY_SECONDS)
+
+    def _order(self) -> list[TrainingRecord]:
+        """Return what waits in its order: owners take turns, whoever has not been served for longest comes first."""
+        records = list(self._records.values())
+        served = {record.owner: record.started for record in records if record.started is not None}
+        turns: dict[str | None, int] = {}
+        keyed = []
+        for record in records:
+            if record.state == "waiting":
+                turns[record.owner] = turns.get(record.owner, 0) + 1
+                keyed.append((turns[record.owner], served.get(record.owner) or 0.0, record.created, record))
+        return [record for *_, record in sorted(keyed, key=lambda key: key[:3])]
+
+    def _run_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._order())
+                if self._stopped:
+                    return
+                record = self._running = self._order()[0]
+                record.state, record.started = "running", time.time()
+            try:
+                self._run(record)
+            except StackSegError as error:
+                self._end(record, "failed", shorten(str(error)))
+            except Exception:
+                log.exception("training %s", record.id)
+                self._end(record, "failed", UNEXPECTED)
+            finally:
+                with self._changed:
+                    self._running = None
+
+    def _run(self, record: TrainingRecord) -> None:
+        """Run a training, and serve the model that it has made. Raises StackSegError."""
+        failure = self._make_model(record)
+        if record.over:
+            self._save(record)
+        elif failure is not None:
+            self._end(record, "failed", failure)
+        else:
+            self._serve(record)
+            self._end(record, "done", record.message)
+            log.info("training %s has made the model %s: %s", record.id, record.name, record.message)
+
+    def _make_model(self, record: TrainingRecord) -> str | None:
+        """Make the model's folder, whole or not at all; return why there is none. Raises StackSegError."""
+        trained = self._settings.trained_folder
+        # A model file lies deeper there than where models are looked for.
+        work = trained / f".training-{record.id}"
+        with translate_disk_faults():
+            try:
+                work.mkdir(mode=0o700, parents=True)
+                self._sweep(trained)
+                failure = self._train(record, work / record.name)
+                with self._changed:
+                    if failure is None and not self._settle(record):
+                        (work / record.name).rename(trained / record.name)
+                return failure
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+
+    def _settle(self, record: TrainingRecord) -> bool:
+        """Return whether a training is over because it was cancelled or the service stops; called with the lock."""
+        if (self._stopped or self._runtime.draining) and not record.over:
+            record.state, record.message, record.ended = "interrupted", INTERRUPTED, time.time()
+        return record.over
+
+    def _train(self, record: TrainingRecord, out: Path) -> str | None:
+        """Have a child process make the model; return why it has not. Raises StackSegError."""
+        spec = self._runtime.models.servable_spec(record.base_model.partition("/")[0])
+        stacks = [self._annotations.find(annotation, None, everyone=True) for annotation in record.annotations]
+        limits = self._settings.trainings
+        settings = self._settings.model_dump(mode="json", include=set(SECTIONS))
+        request = {
+            "stacks": [_describe(stack) for stack in stacks],
+            "base": str(spec.folder),
+            "out": str(out),
+            "minutes": record.minutes,
+            "memory_bytes": limits.memory_bytes,
+            "niceness": limits.niceness,
+            "settings": settings,
+        }
+        with tempfile.TemporaryFile() as complaints:
+            with self._changed:
+                if self._settle(record):
+                    return record.message
+                process = self._process = self._start_child(complaints)
+            failure = self._follow(process, request, record)
+            with self._changed:
+                self._process = None
+                if self._settle(record):
+                    return record.message
+            if failure is None and (out / FILE_NAME).is_file() and record.after is not None:
+                return None
+            complaints.seek(0)
+            text = complaints.read()[-4000:].decode(errors="replace")
+        log.error("training %s ended with status %d: %s %s", record.id, process.returncode, failure, text)
+        if failure is not None:
+            return shorten(failure)
+        return KILLED if process.returncode < 0 else UNEXPECTED
+
+    def _start_child(self, complaints: Any) -> subprocess.Popen[bytes]:
+        environment = child_environment()
+        # Threads that wait for work must not take the processor from requests.
+        environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
+        del environment["OMP_NUM_THREADS"]
+        environment |= {name: os.environ[name] for name in INHERITED if name in os.environ}
+        return subprocess.Popen(  # noqa: S603 - this interpreter, with a module of this package
+            [sys.executable, "-P", "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            env=environment,
+            # A terminal interrupts its own group alone. A session would be scheduled as if it were all of the service.
+            process_group=0,
+        )
+
+    def _follow(self, process: subprocess.Popen[bytes], request: dict[str, Any], record: TrainingRecord) -> str | None:
+        """Take over progress until the child has ended; return the reason where it says that it has failed."""
+        assert process.stdin is not None  # noqa: S101 - they are pipes
+        assert process.stdout is not None  # noqa: S101
+        failure: str | None = None
+        with process.stdin as stdin, process.stdout as stdout:
+            with suppress(BrokenPipeError):
+                # It stays open: the child ends once it is closed.
+                stdin.write(json.dumps(request).encode() + b"\n")
+                stdin.flush()
+            for line in stdout:
+                try:
+                    news = json.loads(line)
+                    record.update(news)
+                    failure = str(news["failed"]) if "failed" in news else failure
+                except (ValueError, TypeError, LookupError):
+                    log.warning("training %s: a line that is no progress: %r", record.id, line[:200])
+            process.wait()
+        return failure
+
+    def _serve(self, record: TrainingRecord) -> None:
+        """Have the registry read the models again. Raises StackSegError."""
+        deadline = time.monotonic() + RELOAD_SECONDS
+        while True:
+            try:
+                self._runtime.models.reload()
+                break
+            except NotReady:
+                # Another reload is under way, which may have begun before the model was there.
+                if time.monotonic() > deadline or self._stopped:
+                    raise
+                time.sleep(0.1)
+        self._runtime.models.servable_spec(record.name)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _end(self, record: TrainingRecord, state: TrainingState, message: str) -> None:
+        """Record how a training has ended, on disk first."""
+        now = time.time()
+        self._save(record if record.over else replace(record, state=state, message=message, ended=now))
+        with self._changed:
+            if not record.over:
+                record.state, record.message, record.ended = state, message, now
+
+    def _save(self, record: TrainingRecord) -> None:
+        """Write a record; one that cannot be written is known until the service ends."""
+        try:
+            record.save(self._folder)
+        except OSError as error:
+            log.warning("training %s cannot be recorded: %s", record.id, error)
+
+    def _forget_oldest(self, owner: str | None) -> None:
+        over = [record for record in self.newest(owner) if record.over]
+        for record in over[MOST_RECORDS:]:
+            with suppress(StackSegError):
+                self.cancel(record.id, owner)
+
+    @staticmethod
+    def _sweep(trained: Path) -> None:
+        """Delete what services that were killed have left of trainings: no training takes that long."""
+        for folder in trained.glob(".training-*"):
+            with suppress(OSError):
+                if folder.stat().st_mtime < time.time() - 7 * 24 * 3600:
+                    shutil.rmtree(folder)
+
+
+def _describe(stack: Annotation) -> dict[str, Any]:
+    return {
+        "name": stack.name,
+        "image": str(stack.image.resolve()),
+        "labels": str(stack.labels.resolve()),
+        "region": None if stack.region is None else stack.region.ranges,
+        "diameter": stack.origin.diameter,
+    }

@@ -1,0 +1,47 @@
+"""A child process that trains at once: it copies its base model. What it does is said by the name of the new model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.readline())
+    out = Path(request["out"])
+
+    def report(**news: object) -> None:
+        sys.stdout.write(json.dumps(news) + "\n")
+        sys.stdout.flush()
+
+    report(before=0.5)
+    report(steps=2000)
+    sys.stdout.write("no progress\n")
+    report(validation=[0, float("nan")])
+    for step in range(1, 2001):
+        report(step=step, loss=1 / step)
+    match out.name.partition("-")[0]:
+        case "hangs":
+            time.sleep(600)
+        case "fails":
+            report(failed="The annotated stacks in /etc/stacks have too few objects.")
+            return
+        case "crashes":
+            raise SystemExit("the reason is in the log alone")
+    shutil.copytree(request["base"], out)
+    spec = yaml.safe_load((out / "model.yaml").read_text())
+    lineage = {"parent": "base/1", "annotations": 1, "before": 0.5, "after": 0.75, "better": True, "remark": "Scored."}
+    content = spec | {"name": out.name, "lineage": lineage}
+    if out.name.startswith("broken"):
+        content["weights"]["sha256"] = "0" * 64
+    (out / "model.yaml").write_text(yaml.safe_dump(content))
+    report(done={"after": 0.75, "better": True, "message": "The new model is better."})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Trainings with a child process that is done at once, or never, as the name of the new model says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_training
+import numpy as np
+import pytest
+from fakes import FakeSegmenter, until
+from runtimes import running, settings
+
+from service.core.config import Settings
+from service.core.errors import BadParameter, NotReady, QueueFull, SwitchedOff, UnknownTraining
+from service.core.volume import Volume
+from service.models.spec import ModelSpec
+from service.serving.annotation_store import AnnotationStore
+from service.serving.runtime import Runtime
+from service.serving.training_record import INTERRUPTED, TrainingRecord
+from service.serving.trainings import Trainings
+
+TESTS = str(Path(fake_training.__file__).parent)
+
+
+@pytest.fixture
+def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., ModelSpec]) -> ModelSpec:
+    return write_model(random_nuclei_content | {"name": "base", "activation": "sigmoid"})
+
+
+class Service:
+    """A runtime, annotated stacks of `ann`, and trainings."""
+
+    def __init__(self, runtime: Runtime, chosen: Settings, module: str = fake_training.__name__) -> None:
+        self.runtime, self.settings = runtime, chosen
+        self.store = AnnotationStore(chosen.annotations_folder, quota_bytes=2**20)
+        self.trainings = Trainings(chosen, self.store, module)
+        self.trainings.start(runtime)
+        labels = np.zeros((1, 4, 8, 8), np.uint16)
+        labels[:, 1:3, 1:3, 1:3] = 1
+        volume = Volume.from_array(labels)
+        self.annotation = self.store.keep(volume, volume, name="a", owner="ann").id
+
+    def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
+        asked: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
+        return self.trainings.submit(**asked | changes, owner=owner, admin=owner != "ann")
+
+    def wait(self, record: TrainingRecord, *states: str) -> TrainingRecord:
+        until(lambda: record.state in states, 60)
+        return record
+
+    def hang(self, name: str = "hangs", **given: Any) -> TrainingRecord:
+        record = self.submit(name, **given)
+        until(lambda: record.step == 2000, 60)
+        return record
+
+
+@pytest.fixture
+def chosen(base: ModelSpec, tmp_path: Path) -> Settings:
+    (tmp_path / "scratch").mkdir()
+    return settings(base.folder.parent, tmp_path / "scratch", jobs={"folder": tmp_path / "jobs"})
+
+
+@pytest.fixture
+def service(chosen: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    with running(chosen, FakeSegmenter) as runtime:
+        made = Service(runtime, chosen)
+        try:
+            yield made
+        finally:
+            made.trainings.stop()
+
+
+def leftovers(service: Service) -> list[str]:
+    return [path.name for path in service.settings.trained_folder.glob(".*")]
+
+
+def test_a_new_model_is_served_with_its_lineage(service: Service) -> None:
+    record = service.wait(service.submit("mine"), "done", "failed")
+    assert (record.state, record.message) == ("done", "The new model is better.")
+    assert (record.step, record.steps, record.before, record.after, record.better) == (2000, 2000, 0.5, 0.75, True)
+    spec = service.runtime.models.servable_spec("mine")
+    assert spec.folder == service.settings.trained_folder / "mine"
+    assert (spec.lineage and spec.lineage.parent) == "base/1"
+    assert leftovers(service) == []
+    with pytest.raises(BadParameter, match="another name"):
+        service.submit("mine")
+    again = Trainings(service.settings, service.store)
+    again.start(service.runtime)
+    again.stop()
+    assert vars(again.find(record.id, "ann")).keys() == vars(record).keys()
+    assert again.find(record.id, "ann").state == "done"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", "The annotated stacks in stacks have too few objects."),
+        ("crashes", "Something went wrong while the model was trained; the service's log tells more."),
+    ],
+)
+def test_a_child_that_fails_leaves_nothing_and_says_why(service: Service, name: str, message: str) -> None:
+    record = service.wait(service.submit(name), "done", "failed")
+    assert (record.state, record.message) == ("failed", message)
+    assert (leftovers(service), name in service.runtime.models.specs) == ([], False)
+    assert service.wait(service.submit("mine"), "done", "failed").state == "done"
+
+
+def test_a_model_that_cannot_be_read_is_a_failure(service: Service) -> None:
+    assert service.wait(service.submit("broken"), "done", "failed").state == "failed"
+
+
+def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Service) -> None:
+    first = service.hang()
+    second = service.submit("second")
+    assert (service.trainings.position(first), service.trainings.position(second)) == (None, 1)
+    left = service.trainings.seconds_left(first)
+    assert left is not None
+    assert 0 < left <= 60
+    for record in (second, first):
+        service.trainings.cancel(record.id, "ann")
+        assert record.state == "cancelled"
+    assert service.wait(service.submit("third"), "done", "failed").state == "done"
+    assert (first.state, second.state, leftovers(service)) == ("cancelled", "cancelled", [])
+    service.trainings.cancel(first.id, "ann")
+    with pytest.raises(UnknownTraining):
+        service.trainings.find(first.id, "ann")
+
+
+def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> None:
+    records = [service.hang(), service.submit("waits")]
+    process = service.trainings._process
+    assert process is not None
+    service.trainings.stop()
+    assert process.poll() is not None
+    assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED)]
+    assert leftovers(service) == []
+    again = Trainings(service.settings, service.store)
+    again.start(service.runtime)
+    again.stop()
+    assert [again.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
+    with pytest.raises(NotReady):
+        service.submit("late")
+
+
+def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
+    record = service.hang()
+    process = service.trainings._process
+    assert process is not None
+    process.kill()
+    assert "memory" in service.wait(record, "failed").message
+
+
+def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
+    service.hang()
+    mine = [service.submit(f"mine{number}") for number in range(4)]
+    with pytest.raises(QueueFull, match="of yours"):
+        service.submit("mine4")
+    others = [service.submit(f"other{number}", "bob") for number in range(4)]
+    with pytest.raises(QueueFull):
+        service.submit("another", "eve")
+    order = [record.name for record in service.trainings._order()]
+    assert order[:4] == ["other0", "mine0", "other1", "mine1"]
+    assert [service.trainings.position(record) for record in (others[0], mine[0])] == [1, 2]
+    assert [record.owner for record in service.trainings.newest("bob")] == ["bob"] * 4
+    assert len(service.trainings.newest("bob", everyone=True)) == 9
+    with pytest.raises(UnknownTraining):
+        service.trainings.cancel(mine[0].id, "bob")
+
+
+def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:
+    for changes, text in (({"minutes": 121.0}, "no more than 120"), ({"name": "base"}, "another name")):
+        with pytest.raises(BadParameter, match=text):
+            service.submit(**{"name": "x"} | changes)
+    off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
+    with pytest.raises(SwitchedOff):
+        Trainings(off, service.store).check_enabled()
+
+
+def test_a_full_disk_is_a_failure_that_leaves_nothing(service: Service) -> None:
+    folder = service.settings.trained_folder
+    folder.write_text("no folder")
+    record = service.wait(service.submit("mine"), "done", "failed")
+    assert record.state == "failed"
+    assert str(folder) not in record.message
+    folder.unlink()
+    assert service.wait(service.submit("mine"), "done", "failed").state == "done"
+
+
+def test_an_annotated_stack_that_is_gone_meanwhile_is_named(service: Service) -> None:
+    hanging, record = service.hang(), service.submit("mine")
+    service.store.delete(service.annotation, "ann")
+    service.trainings.cancel(hanging.id, "ann")
+    assert "annotated stack" in service.wait(record, "failed").message
+
+
+def test_what_interrupts_the_service_at_a_terminal_does_not_reach_the_child(service: Service) -> None:
+    service.hang()
+    process = service.trainings._process
+    assert process is not None
+    assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))

@@ -1,0 +1,137 @@
+"""Corrected labels make a better model: through a real server, with a real training in its child process."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import until
+from live import Live, as_tiff, eager, serve
+
+from scripts.recipes.synthetic_nuclei import synthesise
+from service.api.api_keys import hash_key
+from service.models.spec import ModelSpec
+
+TIFF = {"Content-Type": "image/tiff"}
+TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("service")
+
+
+@pytest.fixture(scope="module")
+def models(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with a small model that can be trained."""
+    root = tmp_path_factory.mktemp("models")
+    file = Path(shutil.copytree(random_nuclei.folder, root / "random-nuclei")) / "model.yaml"
+    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def live(models: Path, folder: Path) -> Iterator[Live]:
+    with serve(eager(models, jobs={"folder": folder}, training=TRAINING, trainings={"niceness": 0})) as running:
+        yield running
+
+
+def annotate(live: Live, **headers: str) -> str:
+    image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+    stack = live.client.post("/stacks", content=as_tiff(image), headers=TIFF | headers).json()["id"]
+    array = io.BytesIO()
+    np.save(array, labels)
+    sent = {"content": array.getvalue(), "params": {"stack": stack}, "headers": {"Content-Type": "application/x-npy"}}
+    sent["headers"] |= headers
+    return str(live.client.post("/annotations", **sent).json()["id"])
+
+
+def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live: Live, folder: Path) -> None:
+    annotation = annotate(live)
+    assert live.client.get("/limits").json() == {
+        "corrections": True,
+        "annotations_bytes": 8 * 2**30,
+        "training": True,
+        "training_minutes": 120.0,
+    }
+    asked = {"model": "random-nuclei", "annotations": [annotation], "minutes": 0.03, "name": "mine"}
+    answer = live.client.post("/trainings", json=asked)
+    assert answer.status_code == 202, answer.text
+    address = answer.headers["location"]
+    assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+    until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 200)
+    report = live.client.get(address).json()
+    assert report["state"] == "done", report["message"]
+    assert report["model"] == "mine"
+    assert [step for step, _ in report["loss"]] == list(range(1, report["step"] + 1))
+    assert report["validation"][0][0] == 0
+    assert report["better"] == (report["after"] > report["before"]) == ("is better" in report["message"])
+    assert str(folder) not in str(report)
+    lineage = live.client.get("/models/mine").json()["lineage"]
+    assert (lineage["parent"], lineage["annotations"]) == ("random-nuclei/1", 1)
+    assert lineage["after"] == pytest.approx(report["after"])
+    segmented = live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8)), model="mine")
+    assert segmented.headers["x-stackseg-model"] == "mine/1"
+    assert live.client.get("/trainings").json() == {"trainings": [live.client.get(address).json()]}
+    assert live.client.delete(address).status_code == 204
+    assert live.client.get(address).json()["type"].endswith("unknown-training")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        ({"annotations": []}, 422, "annotations"),
+        ({"annotations": ["0" * 32]}, 404, "annotated stack"),
+        ({"minutes": 0}, 422, "minutes"),
+        ({"minutes": 1e9}, 422, "minutes"),
+        ({"name": "random-nuclei"}, 422, "another name"),
+        ({"name": "../mine"}, 422, "name"),
+        ({"model": "nowhere"}, 404, "nowhere"),
+        ({"steps": 3}, 422, "annotations, minutes, name"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(live: Live, change: dict[str, Any], status: int, word: str) -> None:
+    asked: dict[str, Any] = {"annotations": [annotate(live)], "minutes": 1, "name": "other"} | change
+    answer = live.client.post("/trainings", json=asked)
+    assert (answer.status_code, word in answer.json()["detail"]) == (status, True), answer.text
+
+
+@pytest.mark.parametrize(("body", "status"), [(b"", 422), (b"[1]", 422), (b'"' + b"x" * 2**17, 413)])
+def test_bodies_that_are_no_request_are_refused(live: Live, body: bytes, status: int) -> None:
+    sent = {"Content-Type": "application/json; charset=utf-8"}
+    assert live.client.post("/trainings", content=body, headers=sent).status_code == status
+    assert live.client.post("/trainings", content=body, headers={"Content-Type": "text/plain"}).status_code == 415
+
+
+def test_only_keys_with_the_right_train_and_admins_see_all(models: Path, tmp_path: Path) -> None:
+    names = ("ann", "bob", "eve")
+    access = {"keys": {name: hash_key(name) for name in names}, "admins": ["eve"], "trainers": ["ann"]}
+    with serve(eager(models, access=access, jobs={"folder": tmp_path}), wait=False) as live:
+        keys = {name: {"X-API-Key": name} for name in names}
+        annotation = annotate(live, **keys["ann"])
+        asked = {"annotations": [annotation], "minutes": 1, "name": "mine"}
+        may = {name: live.client.get("/limits", headers=keys[name]).json()["training"] for name in names}
+        assert may == {"ann": True, "bob": False, "eve": True}
+        assert live.client.post("/trainings", json=asked, headers=keys["bob"]).status_code == 401
+        address = live.client.post("/trainings", json=asked, headers=keys["ann"]).headers["location"]
+        seen = {name: len(live.client.get("/trainings", headers=keys[name]).json()["trainings"]) for name in names}
+        assert seen == {"ann": 1, "bob": 0, "eve": 1}
+        kept = {name: len(live.client.get("/annotations", headers=keys[name]).json()["annotations"]) for name in names}
+        assert kept == {"ann": 1, "bob": 0, "eve": 1}
+        assert live.client.get(address, headers=keys["bob"]).status_code == 404
+        assert live.client.delete(address, headers=keys["bob"]).status_code == 404
+        assert live.client.delete(address, headers=keys["eve"]).status_code == 204
+        assert live.client.get(address, headers=keys["ann"]).json()["state"] == "cancelled"
+
+
+def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
+    chosen = eager(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
+    with serve(chosen, wait=False) as live:
+        assert live.client.get("/limits").json()["training"] is False
+        answer = live.client.post("/trainings", json={"annotations": ["0" * 32], "minutes": 1, "name": "mine"})
+        assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (403, "switched-off")
