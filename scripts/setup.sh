@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 set_name=${1:?usage: scripts/setup.sh run|demo|dev}
 case $set_name in
   run) target=. covered=(run) ;;
-  demo) target=".[demo]" covered=(run demo) ;;
+  demo) target=".[demo,train]" covered=(run demo) ;;
   dev) target=".[dev]" covered=(run demo dev) ;;
   *) echo "There is no set of dependencies named '$set_name'; choose run, demo or dev." >&2; exit 2 ;;
 esac
