@@ -376,9 +376,10 @@ export class EditTools extends EventTarget {
   }
 
   #endStroke() {
+    const id = this.stroke?.id;
     this.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
-    this.do(() => this.editor.commit(kind));
+    this.do(() => this.editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : "larger"}.`);
     if (!this.editor.objects.has(this.viewer.scene.selected)) this.viewer.select(0);
   }
 
