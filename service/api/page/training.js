@@ -51,7 +51,7 @@ export async function trainingDialog(most, model = "") {
   const minutes = element("input", {
     type: "number",
     value: String(Math.min(10, most)),
-    min: "0.1",
+    min: "0.01",
     max: String(most),
     step: "any",
     required: true,

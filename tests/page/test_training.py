@@ -1,0 +1,80 @@
+"""Training a model on annotated stacks from the page, through a real service and a real training."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browsing import Open, check_accessibility, segment
+from live import Live, as_tiff, eager, serve
+from playwright.sync_api import expect
+
+from scripts.recipes.synthetic_nuclei import synthesise
+from service.models.spec import ModelSpec
+
+TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
+NPY, TIFF = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/tiff"}
+
+
+@pytest.fixture(scope="module")
+def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A service with a small model that can be trained, and a stack with its labels."""
+    models = tmp_path_factory.mktemp("models")
+    file = Path(shutil.copytree(random_nuclei.folder, models / "random-nuclei")) / "model.yaml"
+    file.write_text(file.read_text().replace("activation: none", "activation: sigmoid"))
+    jobs = {"folder": tmp_path_factory.mktemp("service")}
+    with serve(eager(models, jobs=jobs, training=TRAINING, trainings={"niceness": 0})) as running:
+        image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+        stack = running.client.post("/stacks", content=as_tiff(image), headers=TIFF).json()["id"]
+        np.save(array := io.BytesIO(), labels)
+        query = {"stack": stack, "name": "nuclei by hand"}
+        assert running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY).status_code == 201
+        yield running
+
+
+def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> None:
+    page = open_page(live)
+    page.get_by_role("button", name="Improve a model with these").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_label("nuclei by hand")).to_be_checked()
+    expect(dialog.get_by_label("Name of the new model")).to_have_value("random-nuclei-2")
+    check_accessibility(page)
+    dialog.get_by_label("Name of the new model").fill("random-nuclei")
+    dialog.get_by_label("Minutes").fill("0.03")
+    dialog.get_by_role("button", name="Start").click()
+    expect(dialog).to_contain_text("another name")
+    dialog.get_by_label("Name of the new model").fill("mine")
+    dialog.get_by_role("button", name="Start").click()
+    training = page.get_by_role("region", name="Training")
+    expect(training).to_contain_text("mine is ready")
+    report = live.client.get("/trainings").json()["trainings"][0]
+    expect(training).to_contain_text(report["message"])
+    after = f"{100 * report['after']:.3g} %"
+    expect(training.locator(".scores dd").last).to_have_text(after)
+    curve = training.get_by_role("img", name="Loss after")
+    assert f"in training {report['loss'][-1][1]:.3g}"[:15] in (curve.get_attribute("aria-label") or "")
+    check_accessibility(page)
+    training.get_by_role("button", name="Segment the stack with mine").click()
+    expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
+    segment(page)
+    expect(page.locator("#side")).to_contain_text("mine/1")
+    page.get_by_role("button", name="New stack").click()
+    trainings = page.get_by_role("region", name="Trainings")
+    expect(trainings).to_contain_text("mine is ready")
+    trainings.get_by_role("link").click()
+    expect(training).to_contain_text("mine is ready")
+
+
+def test_a_training_is_stopped(live: Live, open_page: Open) -> None:
+    page = open_page(live)
+    page.get_by_role("button", name="Improve a model with these").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name of the new model").fill("stopped")
+    dialog.get_by_role("button", name="Start").click()
+    page.get_by_role("button", name="Stop the training").click()
+    expect(page.get_by_role("region", name="Training")).to_contain_text("Stopped")
+    assert live.client.get("/models/stopped").status_code == 404
