@@ -32,7 +32,8 @@ def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> 
         stack = running.client.post("/stacks", content=as_tiff(image), headers=TIFF).json()["id"]
         np.save(array := io.BytesIO(), labels)
         query = {"stack": stack, "name": "nuclei by hand"}
-        assert running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY).status_code == 201
+        kept = running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY)
+        assert kept.status_code == 201
         yield running
 
 
