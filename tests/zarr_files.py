@@ -23,7 +23,9 @@ def write_zarr(
 ) -> Path:
     """Write one resolution with a voxel size of 0.5, 0.2, 0.2 um; `options` are those of `zarr.create_array`."""
     group = zarr.open_group(path, mode="w", zarr_format=2 if version == "0.4" else 3)
-    keys = {"chunk_key_encoding": {"name": "v2", "separator": "/"}} if version == "0.4" else {}
+    keys: dict[str, Any] = {"chunk_key_encoding": {"name": "v2", "separator": "/"}} if version == "0.4" else {}
+    if version != "0.4":
+        keys["dimension_names"] = list(axes)
     array = group.create_array("0", shape=pixels.shape, dtype=pixels.dtype, **(keys | options))
     array[...] = pixels
     kinds = {"t": "time", "c": "channel"}

@@ -108,7 +108,7 @@ PARAMETERS = {
     ),
 }
 # Ends of the names of results, in any case of letters.
-_LABEL_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz"), (".csv",)
+_LABEL_SUFFIXES, _TABLE_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr"), (".csv",)
 _NAMES = "|".join(PARAMETERS)
 # A parameter as messages speak of it: with its value, or before what is wrong with it.
 _PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=: )")
@@ -122,7 +122,8 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="OUT",
-        help="what to write: OME-TIFF (a name that ends with .tif), labels as .npy or .nii.gz, or a folder",
+        help="what to write: OME-TIFF (a name that ends with .tif), OME-Zarr (.zarr, or IMAGE.zarr/labels/NAME), labels"
+        " as .npy or .nii.gz, or a folder",
     )
     segment.add_argument("-o", "--out", type=Path, metavar="OUT", help="another way to say OUT (default: none)")
     segment.add_argument(
@@ -143,7 +144,7 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     segment.add_argument(
         "--force", action="store_true", help="replace results that are there already (default: refuse to)"
     )
-    segment.set_defaults(run=run, reword=name_options)
+    segment.set_defaults(run=run, reword=name_options, extra="zarr")
 
 
 def name_options(text: str) -> str:
@@ -218,6 +219,9 @@ def _check_names(options: argparse.Namespace) -> None:
             raise BadParameter(f"{options.result} is named for two results; give each a name of its own.")
         results[options.measurements] = _TABLE_SUFFIXES
     check_results(options.input, results, force=options.force)
+    if _is_zarr(options.result):
+        # Before anything is computed: an extra may be missing.
+        from service.formats import zarr_writer  # noqa: F401, PLC0415
 
 
 def _warn(result: Result) -> int:
@@ -254,14 +258,22 @@ def _check_form(kind: OutputKind, query: Query, path: Path) -> None:
     """Raise BadParameter for a result that the form which its name asks for cannot hold."""
     from service.core.volume import TimeRange  # noqa: PLC0415
 
-    if _is_tiff(path):
+    if _is_tiff(path) or _is_zarr(path):
         return
     if kind == "probabilities" or isinstance(query.selection.time, TimeRange):
-        raise BadParameter(f"{path}: only a TIFF holds probabilities, or several time points; call it .tif.")
+        raise BadParameter(
+            f"{path}: only TIFF and OME-Zarr hold probabilities, or several time points; call it .tif or .zarr."
+        )
 
 
 def _is_tiff(path: Path) -> bool:
     return path.name.lower().endswith((".tif", ".tiff"))
+
+
+def _is_zarr(path: Path) -> bool:
+    from service.formats.zarr_store import find_image  # noqa: PLC0415
+
+    return path.name.lower().endswith(".zarr") or find_image(path) is not None
 
 
 def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
@@ -271,6 +283,11 @@ def _write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) ->
 
     if _is_tiff(path):
         tiff_writer.write(segmentation, path, origin)
+        return
+    if _is_zarr(path):
+        from service.formats import zarr_writer  # noqa: PLC0415
+
+        zarr_writer.write(segmentation, path, origin)
         return
     write = array_writer.write_npy if path.name.lower().endswith(".npy") else array_writer.write_nifti
     volume = Volume.from_array(segmentation.pixels[None], segmentation.voxel_size)
@@ -323,16 +340,18 @@ def check_results(stack: Path, results: Mapping[Path, tuple[str, ...]], *, force
     Raises BadParameter for one that could not be written, would replace the stack, is there already unless `force`, or
     would be called what it is not.
     """
+    from service.formats.zarr_store import find_image, is_zarr_folder  # noqa: PLC0415
+
     for path, suffixes in results.items():
-        if path.is_dir():
+        image = find_image(path) if ".zarr" in suffixes else None
+        folder = image or path.parent
+        if path.is_dir() and not is_zarr_folder(path):
             raise BadParameter(f"{path} is a folder; name the file to write.")
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-            raise BadParameter(
-                f"{path}: {path.parent} is not a folder that may be written to; make it, or name another."
-            )
-        if path.exists() and path.samefile(stack):
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise BadParameter(f"{path}: {folder} is not a folder that may be written to; make it, or name another.")
+        if path.exists() and (path.samefile(stack) or path.resolve() in stack.resolve().parents):
             raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
-        if not path.name.lower().endswith(suffixes):
+        if image is None and not path.name.lower().endswith(suffixes):
             raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")
         if path.exists() and not force:
             raise BadParameter(f"{path} is there already; choose another name, or replace it with --force.")

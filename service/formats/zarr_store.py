@@ -58,6 +58,12 @@ def is_zarr_folder(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in METADATA_NAMES)
 
 
+def find_image(labels: Path) -> Path | None:
+    """Return the image whose labels a path such as `image.ome.zarr/labels/nuclei` is among, None for other paths."""
+    image = labels.parent.parent
+    return image if labels.parent.name == "labels" and is_zarr_folder(image) else None
+
+
 def join(folder: str, path: str) -> str:
     """Return a path below a folder of the store, "" for the store itself. Raises BadFile where it leads elsewhere."""
     parts = [part for part in path.split("/") if part]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
@@ -168,7 +169,29 @@ def test_labels_are_written_in_the_form_that_a_name_asks_for(
     capsys.readouterr()
     refused = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
     assert main(refused) == 1
-    assert "only a TIFF holds probabilities" in capsys.readouterr().err
+    assert "only TIFF and OME-Zarr hold probabilities" in capsys.readouterr().err
+
+
+def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
+    base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["--model", base.name, *configured(base.folder.parent, tmp_path)]
+    pixels = tiff_reader.read(stack / "image.tif", Selection(), 2**30).array()[0]
+    image = write_zarr(tmp_path / "image.ome.zarr", pixels, chunks=(8, 20, 20))
+    size = ["--voxel-size", "0.5,0.2,0.2"]
+    assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), *size, *config]) == 0
+    labels = tiff_reader.read(tmp_path / "labels.tif", Selection(), 2**30)
+    for place in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
+        assert main(["segment", str(image), str(place), *config]) == 0
+        written = tiff_reader.read(place, Selection(), 2**30)
+        assert np.array_equal(written.array(), labels.array())
+        assert written.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+        assert main(["segment", str(image), str(place), *config]) == 1
+        assert "is there already" in capsys.readouterr().err
+        assert main(["segment", str(image), str(place), "--force", *config]) == 0
+    for source in (image, image / "labels" / "nuclei"):
+        assert main(["segment", str(source), str(image), "--force", *config]) == 1
+        assert "would be replaced" in capsys.readouterr().err
 
 
 def test_a_model_folder_must_be_named(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
