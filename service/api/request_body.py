@@ -18,7 +18,7 @@ from service.api.uploads import STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.serving.async_jobs import AsyncJobs
-from service.serving.host_files import Source
+from service.serving.host_files import HostFiles, Source
 from service.serving.job_store import INPUT
 from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
@@ -102,8 +102,9 @@ async def receive_file(  # noqa: PLR0913
     folder: AbstractAsyncContextManager[Path] | None = None,
     *,
     kinds: BodyKinds = STACKS,
+    folders: bool = False,
 ) -> AsyncIterator[ReceivedFile]:
-    """Receive the file, or open the one that is named, and limit the time of the block.
+    """Receive the file, or open the one that is named, where `folders` are taken also a folder; limit the block's time.
 
     The file goes to `folder`; without one it stays in memory where it is small, else goes to a `work_folder`. It can be
     read once it is complete. Raises what `receive`, `admit_form` and `HostFiles.open_input` raise, UnknownStack, and
@@ -128,11 +129,20 @@ async def receive_file(  # noqa: PLR0913
                 upload.set_name(stored.name)
             source, name = Source(upload.path, upload.name), ""
             if (place := _choose_host_file(query, upload)) is not None:
-                opening = runtime.host_files.open_input(place, caller)
-                source = await run_in_thread(partial(stack.enter_context, opening), HOST_FILE_THREADS)
+                opening = partial(_open_host_file, runtime.host_files, place, caller, stack, folders=folders)
+                source = await run_in_thread(opening, HOST_FILE_THREADS)
                 name = source.name
             received = ReceivedRequest(query, source.path, path, caller, name=name)
             yield ReceivedFile(received, source.name, upload, space, stack)
+
+
+def _open_host_file(
+    host_files: HostFiles, place: str, caller: str | None, stack: AsyncExitStack, *, folders: bool
+) -> Source:
+    """Open a file, or a folder where `folders` are taken. Raises BadParameter."""
+    is_folder = folders and host_files.is_folder(place, caller)
+    opening = host_files.open_folder if is_folder else host_files.open_input
+    return stack.enter_context(opening(place, caller))
 
 
 def _adopt(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:

@@ -71,6 +71,7 @@ class JobReport(BaseModel):
     seconds_left  until the result is there, those before it included; null where that cannot be told yet
     seconds       by stage, as far as the job has come
     time_points   those that are done, of a series. The result of one that failed has them
+    stacks        those that are done, of a folder; so is `progress` then. At the end those that have results
     confidence    in the result, 0 to 1, where the model knows; `doubt` says why it is low and what to try
     warnings      what a user should know about the result
     diameter      of the objects, and whether it was stated or estimated
@@ -94,6 +95,7 @@ class JobReport(BaseModel):
                 "position": None,
                 "progress": {"done": 48, "total": 320},
                 "time_points": None,
+                "stacks": None,
                 "seconds_left": 51.2,
                 "seconds": {"receive": 0.4, "read": 1.2, "queue": 8.1},
                 "confidence": None,
@@ -121,6 +123,7 @@ class JobReport(BaseModel):
     position: int | None
     progress: JobProgress
     time_points: JobProgress | None
+    stacks: JobProgress | None
     seconds_left: float | None
     seconds: dict[str, float]
     confidence: float | None = None

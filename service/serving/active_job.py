@@ -17,6 +17,8 @@ from service.inference.memory import translate_error
 from service.inference.result import Result
 from service.models.spec import ModelSpec
 from service.serving.device_worker import Reservation
+from service.serving.folder_run import FolderRun
+from service.serving.folder_work import Done
 from service.serving.job import Job, Progress
 from service.serving.job_record import JobRecord, JobRequest
 from service.serving.parameters import Query
@@ -34,7 +36,7 @@ class JobView(NamedTuple):
     seconds       by stage, as far as the job has come
     loading       whether the job waits for its model to be loaded
     stage         that a job which runs is at, by its name in `seconds`
-    points        time points that are done, of a series; 0 of 0 for one volume
+    points        time points that are done, of a series, or stacks of a folder; 0 of 0 for one volume
     """
 
     record: JobRecord
@@ -53,6 +55,8 @@ class ActiveJob:
     folder  has its decoded pixels
     files   what a series is read from, open until the job is over
     spec    is set once it is read
+    queue   in which it waits
+    run     of a folder that is being segmented
     """
 
     def __init__(self, number: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
@@ -70,7 +74,9 @@ class ActiveJob:
         self.over = threading.Event()
         self.space: Hold
         self.spec: ModelSpec
-        self.job: Job[Result]
+        self.queue = reservation.device_worker.queue
+        self.run: FolderRun | None = None
+        self.job: Job[Result | Done]
 
     def delete_pixels(self) -> None:
         self.files.close()
@@ -85,6 +91,8 @@ class ActiveJob:
     @property
     def stage(self) -> str | None:
         """The stage that the job is at, by its name in `seconds`; None while it waits."""
+        if self.run is not None:
+            return self.run.stage
         done, total = self.job.progress
         match self.job.state:
             case "waiting":
@@ -101,7 +109,11 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
     """Return what the owner of a job sees; None: it is over, or no job of this process."""
     if record.over or active is None:
         return _view_over(record)
-    job, queue = active.job, active.reservation.device_worker.queue
+    job, queue = active.job, active.queue
+    if (run := active.run) is not None:
+        return JobView(
+            record, run.stacks, None, run.seconds_left, dict(active.stages.seconds), stage=run.stage, points=run.stacks
+        )
     return JobView(
         record,
         queue.progress(job),
@@ -119,6 +131,9 @@ def _view_over(record: JobRecord) -> JobView:
     answer, windows = record.answer, record.request.windows
     if answer is None:
         return JobView(record, Progress(0, windows))
+    if answer.stacks:
+        stacks = Progress(*answer.stacks)
+        return JobView(record, stacks, seconds=answer.seconds, points=stacks)
     points = Progress(*answer.time_points) if answer.time_points else Progress()
     done = windows * points.done // points.total if points.total else windows
     progress = Progress(done if record.state == "done" else 0, windows)

@@ -32,11 +32,15 @@ from service.inference.result import Result
 from service.inference.series import Series
 from service.serving.active_job import ActiveJob, JobView, view_job, wait_until_over
 from service.serving.fair_threads import begin_threads
+from service.serving.folder_run import FolderPlaces, FolderRun
+from service.serving.folder_work import Done
 from service.serving.job import Job, Needs
+from service.serving.job_queue import JobQueue, JobThreads
 from service.serving.job_record import AnswerMetadata, JobRecord, JobRequest, as_failure
 from service.serving.job_store import INPUT, JobStore
 from service.serving.provenance import hash_file
 from service.serving.results import (
+    RECEIPT,
     LargePixels,
     Pixels,
     ReceivedRequest,
@@ -50,6 +54,8 @@ from service.serving.scratch import translate_disk_faults
 from service.serving.stack_store import StackStore
 
 WRITE_THREADS = 2
+# Jobs on folders that run at a time: each has one stack at a device.
+FOLDERS_AT_ONCE = 4
 CLEAN_UP_SECONDS = 60.0
 # How often folders are looked after and what a fault of the storage stopped is tried again, and for how long.
 TICK_SECONDS = 1.0
@@ -84,6 +90,9 @@ class AsyncJobs:
         self._stopped = threading.Event()
         self._runtime: Runtime
         self._write_threads: ThreadPoolExecutor
+        # Jobs on folders queue their stacks one by one at devices.
+        self._folders = JobQueue(settings.limits.waiting, FOLDERS_AT_ONCE, shared=len(settings.access.keys) > 1)
+        self._folder_threads = JobThreads("folder", self._folders.take, FOLDERS_AT_ONCE)
         self._keeper = threading.Thread(target=self._keep_storage, name="storage", daemon=True)
 
     def start(self, runtime: Runtime) -> None:
@@ -101,8 +110,9 @@ class AsyncJobs:
                 self._store.fail(record.id, error)
                 continue
             log.info("job %s of an earlier process runs again", record.id)
-            active.reservation.device_worker.queue.put(active.job)
-            self._read_ahead(active)
+            active.queue.put(active.job)
+            self._prepare_later(active)
+        self._folder_threads.start()
         runtime.checks.append(lambda: self._problem)
         runtime.unfinished.append(self._is_busy)
         self._keeper.start()
@@ -119,6 +129,8 @@ class AsyncJobs:
         for active in jobs:
             active.job.cancel()
         wait_until_over(jobs, JOIN_SECONDS)
+        self._folders.close()
+        self._folder_threads.join(JOIN_SECONDS)
         self._stopped.set()
         # It hands work to the threads that write.
         if self._keeper.ident is not None:
@@ -145,20 +157,36 @@ class AsyncJobs:
         """
         if description.problem:
             raise BadParameter(description.problem)
-        query, owner, runtime = received.query, received.caller, self._runtime
+        query, runtime = received.query, self._runtime
         spec = runtime.models.spec(query.model)
         windows = description.volumes * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
-        request = JobRequest(spec.name, parameters, name, windows, receive_seconds)
-        active = self._activate(received.folder.name, request, owner)
+        return self._accept(received, JobRequest(spec.name, parameters, name, windows, receive_seconds))
+
+    def submit_folder(self, received: ReceivedRequest, name: str, receive_seconds: float) -> JobView:
+        """Accept a request whose query names a folder of stacks, as `submit` does; its results outlive the job.
+
+        Raises BadParameter where the folders cannot be used, what `Estimator.plan` raises, QueueFull and NotReady.
+        """
+        query, runtime = received.query, self._runtime
+        spec = runtime.models.spec(query.model)
+        runtime.device_workers[0].estimator(spec).plan(query.options)
+        places = FolderPlaces.of(query, received.caller)
+        places.check(runtime.host_files, overwrite=bool(query.overwrite))
+        place = f"{places.stacks.removesuffix('/')}/"
+        parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": place}
+        return self._accept(received, JobRequest(spec.name, parameters, name, 0, receive_seconds))
+
+    def _accept(self, received: ReceivedRequest, request: JobRequest) -> JobView:
+        active = self._activate(received.folder.name, request, received.caller)
         try:
-            active.reservation.device_worker.queue.offer(active.job)
-            self._store.accept(received.folder / INPUT, owner, request)
+            active.queue.offer(active.job)
+            self._store.accept(received.folder / INPUT, received.caller, request)
         except BaseException:
             active.job.cancel()
             raise
-        self._read_ahead(active)
-        return self.view(active.id, owner)
+        self._prepare_later(active)
+        return self.view(active.id, received.caller)
 
     def view(self, job: str, owner: str | None) -> JobView:
         """Return a job of this owner. Raises UnknownJob."""
@@ -225,7 +253,10 @@ class AsyncJobs:
 
     def _activate(self, number: str, request: JobRequest, owner: str | None) -> ActiveJob:
         active = ActiveJob(number, request, owner, self._runtime.reserve(request.model, owner))
-        work, needs = partial(self._segment, active), partial(self._needs, active)
+        work = partial(self._segment_folder if request.is_folder else self._segment, active)
+        needs = Needs if request.is_folder else partial(self._needs, active)
+        if request.is_folder:
+            active.queue = self._folders
         active.space = self._runtime.scratch_space.hold(owner or "")
         active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
         with self._lock:
@@ -233,6 +264,13 @@ class AsyncJobs:
         # The callback has only the id: the job would otherwise hold itself, and its result with it.
         active.job.future.add_done_callback(partial(self._after_device, active.id))
         return active
+
+    def _prepare_later(self, active: ActiveJob) -> None:
+        """Have done what is done before a job may begin. The stacks of a folder are read in their turn."""
+        if active.request.is_folder:
+            active.queue.release(active.job)
+        else:
+            self._read_ahead(active)
 
     def _read_ahead(self, active: ActiveJob, *, large: bool = False) -> None:
         """Decode the file while other jobs are computed; the job may begin after that."""
@@ -312,7 +350,17 @@ class AsyncJobs:
         assert active.pixels is not None  # noqa: S101 - they were read
         return active.reservation.needs(active.pixels.segmented, active.query.options)
 
-    def _segment(self, active: ActiveJob, job: Job[Result]) -> Result:
+    def _segment_folder(self, active: ActiveJob, job: Job[Result | Done]) -> Done:
+        """Segment the stacks of a folder, in a thread of those for folders."""
+        if self._runtime.draining or not self._begin(active):
+            raise Cancelled("not begun")
+        active.stages.add("queue", job.seconds_waited)
+        credit = partial(self._store.credit, active.id)
+        active.run = FolderRun(self._runtime, active.query, active.request.model, job, active.space, credit)
+        with active.stages.measure("stacks"):
+            return active.run.run()
+
+    def _segment(self, active: ActiveJob, job: Job[Result | Done]) -> Result:
         """Segment, in a thread of the queue."""
         if self._runtime.draining or active.pixels is None or not self._begin(active):
             raise Cancelled("not begun")
@@ -327,7 +375,7 @@ class AsyncJobs:
             log.warning("job %s begins, which cannot be recorded: %s", active.id, error)
             return not active.job.cancelled()
 
-    def _after_device(self, number: str, future: Future[Result]) -> None:
+    def _after_device(self, number: str, future: Future[Result | Done]) -> None:
         """Leave the rest to a thread that writes, so that the device's thread goes on."""
         if self._stopped.is_set():
             return
@@ -335,10 +383,10 @@ class AsyncJobs:
             active = self._active[number]
         self._write_later(active, future)
 
-    def _write_later(self, active: ActiveJob, future: Future[Result]) -> None:
+    def _write_later(self, active: ActiveJob, future: Future[Result | Done]) -> None:
         self._write_threads.submit(self._conclude, active, future)
 
-    def _conclude(self, active: ActiveJob, future: Future[Result]) -> None:
+    def _conclude(self, active: ActiveJob, future: Future[Result | Done]) -> None:
         """Write the result of a job, or why there is none, in a thread that writes."""
         error = Cancelled("given up") if future.cancelled() else future.exception()
         if error is None:
@@ -355,14 +403,18 @@ class AsyncJobs:
                     settle(self._runtime.host_files, self._received(active))
         self._end(active, error)
 
-    def _write(self, active: ActiveJob, result: Result) -> None:
+    def _write(self, active: ActiveJob, result: Result | Done) -> None:
+        if isinstance(result, Done):
+            self._write_receipt(active, result)
+            return
         assert active.pixels is not None  # noqa: S101 - they were segmented
         store, host_files = self._store, self._runtime.host_files
         spec = active.spec
         active.stages.update(result.seconds)
         received = self._received(active)
         with translate_disk_faults():
-            if received.source.is_file():
+            # That of a file of the host is an empty one.
+            if active.query.input is None and received.source.is_file():
                 received = received._replace(digest=hash_file(received.source))
             answer = write_answer(host_files, received, active.pixels.measured, result, spec.identifier)
             active.stages.update(answer.seconds)
@@ -374,6 +426,14 @@ class AsyncJobs:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(spec.name, active.pixels.segmented.voxels, count, seconds)
+
+    def _write_receipt(self, active: ActiveJob, done: Done) -> None:
+        assert active.run is not None  # noqa: S101 - it has made the results
+        metadata, content = active.run.describe(done, active.request.name, dict(active.stages.seconds))
+        receipt = self._store.input_path(active.id).parent / RECEIPT
+        with translate_disk_faults():
+            receipt.write_text(content, encoding="utf-8")
+            self._store.finish(active.id, receipt, metadata)
 
     def _received(self, active: ActiveJob) -> ReceivedRequest:
         source = self._store.input_path(active.id)

@@ -377,6 +377,10 @@ class Reservation:
             return self._segment_series(job, volume, options)
         return self.device_worker.segment(job, self._segmenter, volume, options, self._request)
 
+    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
+        """Estimate the width of objects on the device; None where `segment` would not. Raises what `segment` raises."""
+        return self.device_worker.estimate_diameter(job, self._segmenter, volume, options)
+
     def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
         """Segment time points while the job keeps its place on the device, which it shares as for one volume."""
         worker, segmenter = self.device_worker, self._segmenter

@@ -34,7 +34,7 @@ from service.models.spec import ModelSpec
 from service.serving.folder_records import RECORDS, Records, StackRecord, printable, write_report, write_table
 from service.serving.open_folder import ResultFolder
 from service.serving.parameters import Query
-from service.serving.provenance import describe_origin, hash_file
+from service.serving.provenance import describe_origin, hash_shared_file
 from service.serving.results import TIFF_SUFFIX, Pixels, answer_name
 from service.serving.scratch import translate_disk_faults
 
@@ -82,6 +82,21 @@ class Done(NamedTuple):
     def doubts(self) -> list[str]:
         """Why results are not to be trusted, a sentence for each such stack."""
         return [f"{printable(name)}: {record.notes[0]}" for name, record in self.records.items() if record.doubtful]
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return what is known of each stack, to be told as JSON."""
+        return [
+            {
+                "stack": printable(name),
+                "labels": printable(record.result) or None,
+                "objects": record.objects,
+                "seconds": record.seconds,
+                "warnings": list(record.notes),
+                "doubtful": record.doubtful,
+                "problem": record.problem or None,
+            }
+            for name, record in self.records.items()
+        ]
 
     @property
     def objects(self) -> int | None:
@@ -223,7 +238,7 @@ class FolderWork:
                 result = self._calls.segment(pixels.segmented, width.query.options)
                 stages.update(result.seconds)
                 result = result._replace(notes=tuple(filter(None, (width.note, *result.notes))))
-                origin = describe_origin(width.query, result, Path(name).name, hash_file(stack))
+                origin = describe_origin(width.query, result, Path(name).name, hash_shared_file(stack))
                 writing = True
                 with stages.measure("write"), _translate_full_disk():
                     labels = self._write(name, pixels, result, origin)
@@ -264,7 +279,9 @@ class FolderWork:
     def _measure(pixels: Pixels, result: Result) -> Table | None:
         if result.series is not None:
             return result.series.table
-        return None if pixels.measured is None else measurements.measure(result.segmentation, pixels.measured)
+        if pixels.measured is None or result.segmentation.kind != "labels":
+            return None
+        return measurements.measure(result.segmentation, pixels.measured)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +19,9 @@ from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.formats.sandbox import descriptor_path
 from service.formats.zarr_store import is_zarr_folder
+from service.serving.open_folder import OPEN_FOLDER, ResultFolder, hold_results, list_files, open_below
 
 COPY_BYTES = 2**26
-# Opens a folder to look names up in it.
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors of file systems without hard links.
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
@@ -66,7 +65,7 @@ class HostFiles:
     def open_input(self, place: str, caller: str | None) -> Iterator[Source]:
         """Open the regular file, or the folder of OME-Zarr, at `place` for reading until the end of the block."""
         root, parts = _parse_place("input", place, self._inputs, caller)
-        with _open_parent("input", root, parts, place) as folder:
+        with _open_below("input", root, parts[:-1], place) as folder:
             # O_PATH first: opening a pipe or a device for reading has side effects.
             with _os_errors_as_bad_parameter("input", place):
                 handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -75,7 +74,7 @@ class HostFiles:
                 if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
                     raise BadParameter(
                         f"input: {place} is a folder, a link or a device, not a file; of folders, images of OME-Zarr"
-                        " are read."
+                        " are read, and POST /jobs takes folders of stacks."
                     )
                 with _os_errors_as_bad_parameter("input", place):
                     file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
@@ -85,6 +84,46 @@ class HostFiles:
             yield Source(descriptor_path(file), parts[-1])
         finally:
             os.close(file)
+
+    def is_folder(self, place: str, caller: str | None) -> bool:
+        """Return whether there is a folder at `place` that is no image of OME-Zarr."""
+        with suppress(BadParameter), self.open_folder(place, caller) as folder:
+            return not is_zarr_folder(folder.path)
+        return False
+
+    @contextmanager
+    def open_folder(self, place: str, caller: str | None) -> Iterator[Source]:
+        """Open the folder at `place`, which may be a listed one, to look names up in it until the end of the block."""
+        root, parts = _parse_place("input", place.removesuffix("/"), self._inputs, caller, folder=True)
+        with _open_below("input", root, parts, place) as folder:
+            yield Source(descriptor_path(folder), (parts or [place.removesuffix("/")])[-1])
+
+    @contextmanager
+    def open_results(self, place: str, caller: str | None) -> Iterator[ResultFolder]:
+        """Use the folder at `place` for results until the end of the block; it is made in one that is there."""
+        root, parts = _parse_place("output_to", place.removesuffix("/"), self._outputs, caller, folder=True)
+        with ExitStack() as stack:
+            parent = stack.enter_context(_open_below("output_to", root, parts[:-1], place))
+            with _os_errors_as_bad_parameter("output_to", place):
+                folder = open_below(parent, parts[-1:], make=True)
+                stack.callback(os.close, folder)
+                results = stack.enter_context(hold_results(folder))
+            yield results
+
+    def list_stacks(self, place: str, output: str, caller: str | None, glob: str | None) -> list[str]:
+        """Return the files of a folder that match a pattern, those in the folder of the results left out.
+
+        Raises BadParameter also where both are one folder.
+        """
+        root, parts = _parse_place("output_to", output.removesuffix("/"), self._outputs, caller, folder=True)
+        own: os.stat_result | None = None
+        with suppress(BadParameter), _open_below("output_to", root, parts, output) as results:
+            own = os.fstat(results)
+        with self.open_folder(place, caller) as folder:
+            if own is not None and os.path.samestat(folder.path.stat(), own):
+                raise BadParameter(f"output_to: {output} is the folder of the stacks; name another for the results.")
+            with _os_errors_as_bad_parameter("input", place):
+                return list_files(folder.path, glob or "*", own)
 
     def put(self, file: Path, place: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to `place`, where it appears whole and after it is on disk.
@@ -119,7 +158,7 @@ class HostFiles:
     @contextmanager
     def _output_folder(self, place: str, caller: str | None) -> Iterator[tuple[int, str]]:
         root, parts = _parse_place("output_to", place, self._outputs, caller)
-        with _open_parent("output_to", root, parts, place) as folder:
+        with _open_below("output_to", root, parts[:-1], place) as folder:
             yield folder, parts[-1]
 
 
@@ -134,14 +173,16 @@ def _check_roots(kind: str, roots: Mapping[str, Root], mode: int) -> None:
             raise ConfigError(f"references.{kind}: {name}: {root.folder} is not a folder that this process may {may}.")
 
 
-def _parse_place(parameter: str, place: str, roots: Mapping[str, Root], caller: str | None) -> tuple[Root, list[str]]:
-    """Return the root of a place, and the names from there to the file. Raises BadParameter."""
+def _parse_place(
+    parameter: str, place: str, roots: Mapping[str, Root], caller: str | None, *, folder: bool = False
+) -> tuple[Root, list[str]]:
+    """Return the root of a place, and the names from there to the file or the `folder`. Raises BadParameter."""
     allowed = {name: root for name, root in roots.items() if not root.keys or caller in root.keys}
     if not allowed:
         instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
         raise BadParameter(f"{parameter}: no folders of this service's host may be named; {instead}.")
     name, *parts = place.split("/")
-    if name not in allowed or not parts:
+    if name not in allowed or not (parts or folder):
         raise BadParameter(
             f"{parameter}: a place begins with one of {', '.join(allowed)}, as in {next(iter(allowed))}/2026/stack.tif."
         )
@@ -159,17 +200,16 @@ def _is_file_name(part: str) -> bool:
 
 
 @contextmanager
-def _open_parent(parameter: str, root: Root, parts: list[str], place: str) -> Iterator[int]:
-    """Open the folder that has the last of the names."""
+def _open_below(parameter: str, root: Root, parts: list[str], place: str) -> Iterator[int]:
+    """Open the folder that the names lead to."""
     with _os_errors_as_bad_parameter(parameter, place):
         # The operator may have listed a link.
-        folder = os.open(root.folder, _OPEN_FOLDER & ~os.O_NOFOLLOW)
+        top = os.open(root.folder, OPEN_FOLDER & ~os.O_NOFOLLOW)
+        try:
+            folder = open_below(top, parts)
+        finally:
+            os.close(top)
     try:
-        for part in parts[:-1]:
-            with _os_errors_as_bad_parameter(parameter, place):
-                inner = os.open(part, _OPEN_FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = inner
         yield folder
     finally:
         os.close(folder)

@@ -57,6 +57,11 @@ class JobRequest:
     windows: int
     receive_seconds: float = 0.0
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether the stacks of a folder are to be segmented: its place is kept with a slash at the end."""
+        return str(self.parameters.get("input", "")).endswith("/")
+
 
 @dataclass(frozen=True)
 class AnswerMetadata:
@@ -65,6 +70,7 @@ class AnswerMetadata:
     diameter  of the objects, and whether it was stated or estimated; None if it was neither
     skipped   how many windows were not computed because they are empty; None if none were looked for
     time_points  of a series: how many are in the answer, and how many there should be
+    stacks    of a folder: how many have results, and how many there are
     confidence  in the result, 0 to 1; None where that is not known
     doubt     why the result is not to be trusted, as `describe_doubt` has it; None: it may be
     """
@@ -82,6 +88,7 @@ class AnswerMetadata:
     time_points: tuple[int, int] | None = None
     confidence: float | None = None
     doubt: dict[str, Any] | None = None
+    stacks: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,7 @@ def _decode_answer(text: str | None) -> AnswerMetadata | None:
     answer: dict[str, Any] = json.loads(text)
     size = answer["voxel_size"]
     decoded: dict[str, Any] = {"notes": tuple(answer["notes"]), "voxel_size": VoxelSize(**size) if size else None}
-    if points := answer.get("time_points"):
-        decoded["time_points"] = tuple(points)
+    decoded |= {name: tuple(answer[name]) for name in ("time_points", "stacks") if answer.get(name)}
     return AnswerMetadata(**answer | decoded)
 
 

@@ -189,6 +189,10 @@ class JobStore:
         change = "state = 'running', started = ?, attempts = attempts + 1"
         return self._change(job, ("waiting",), change, time.time())
 
+    def credit(self, job: str) -> bool:
+        """Count the attempts of a running job anew: it has got further than before."""
+        return self._change(job, ("running",), "attempts = 1")
+
     def requeue(self, job: str) -> bool:
         """Change running to waiting without counting the attempt: the service stops, which is not the job's fault."""
         return self._change(job, ("running",), "state = 'waiting', started = NULL, attempts = attempts - 1")

@@ -42,7 +42,7 @@ def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> int:
     return folder
 
 
-def list_files(folder: int, glob: str, skipped: os.stat_result | None = None) -> list[str]:
+def list_files(folder: Path, glob: str, skipped: os.stat_result | None = None) -> list[str]:
     """Return the regular files below an open folder that match a pattern, by the way to them.
 
     The pattern is one of `pathlib.Path.glob`. Neither links nor the folder `skipped` are walked. Raises BadParameter
@@ -52,11 +52,11 @@ def list_files(folder: int, glob: str, skipped: os.stat_result | None = None) ->
     if not set(pattern).isdisjoint({"", ".", ".."}):
         raise BadParameter(f"glob: {glob}: a pattern has names with single slashes in between, as in **/*.tif.")
     found, entries = list[str](), 0
-    for place, folders, files, opened in os.fwalk(".", dir_fd=folder):
+    for place, folders, files, opened in os.fwalk(f"{folder}/."):
         entries += len(folders) + len(files)
         if entries > MAX_ENTRIES:
             raise BadParameter(f"The folder has more than {MAX_ENTRIES:,} files; name one of the folders in it.")
-        parts = () if place == "." else tuple(place.split("/")[1:])
+        parts = Path(place).relative_to(folder).parts
         deep = "**" in pattern or len(parts) + 1 < len(pattern)
         folders[:] = [name for name in folders if deep and not _is_same(name, opened, skipped)]
         found += ["/".join((*parts, name)) for name in files if _matches((*parts, name), pattern, opened)]

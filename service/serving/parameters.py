@@ -175,8 +175,17 @@ class Query(BaseModel):
         Field(
             max_length=1024,
             description="A file of the service's host instead of a body: a folder that the operator has named, and the "
-            "way from there.",
+            "way from there. For `/jobs` also a folder of stacks.",
             examples=["scans/2026/stack.tif"],
+        ),
+    ] = None
+    glob: Annotated[
+        str | None,
+        Field(
+            max_length=256,
+            description="Of an input that is a folder, for `/jobs`: which of its files are stacks; all TIFFs in it, "
+            "not in folders below, if not given.",
+            examples=["**/*.tif"],
         ),
     ] = None
     stack: Annotated[
@@ -191,7 +200,8 @@ class Query(BaseModel):
         str | None,
         Field(
             max_length=1024,
-            description="Where on the service's host the result goes; the answer then only says what was written.",
+            description="Where on the service's host the result goes; the answer then only says what was written. Of a "
+            "folder of stacks, the folder for the results.",
             examples=["results/2026/stack_labels.tif"],
         ),
     ] = None

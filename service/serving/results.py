@@ -204,13 +204,28 @@ def settle(host_files: HostFiles, received: ReceivedRequest) -> None:
 
 def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
     """Raise BadParameter or OutputExists if the caller may not use the files that the query names on the host."""
+    if query.input is not None and host_files.is_folder(query.input, caller):
+        _check_folder(query)
+        return
+    if query.glob is not None:
+        raise BadParameter("glob: it goes with an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter("overwrite: it goes with output_to, which is not given.")
     if query.output_to is not None:
         suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
         if not query.output_to.lower().endswith(suffixes):
+            host_files.check(query.input, None, caller)
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
+
+
+def _check_folder(query: Query) -> None:
+    if query.output_to is None:
+        raise BadParameter(
+            f"input: {query.input} is a folder; POST /jobs segments it, with output_to=, the folder for the results."
+        )
+    if query.measurements is not None:
+        raise BadParameter("measurements: the table of a folder is objects.csv among its results; leave it out.")
 
 
 def describe_answer(

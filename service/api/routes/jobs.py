@@ -23,7 +23,7 @@ from service.api.request_body import incoming_folder, receive_file
 from service.api.responses import ANSWER, ResultResponse, build_response
 from service.api.routes.inspect import inspect_file
 from service.api.schemas import JobList, JobProblem, JobProgress, JobReport
-from service.api.threads import run_in_thread
+from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.core.errors import StackSegError, StorageUnavailable, UnknownJob
 from service.core.timing import Stages
 from service.core.volume import Volume
@@ -182,12 +182,18 @@ async def answer_part(
 async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
     """Receive the file into the jobs folder, and answer with the job."""
     stages = Stages()
-    async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs)) as file:
+    async with receive_file(request, runtime, query, stages, incoming_folder(async_jobs), folders=True) as file:
         select_model(runtime, file.received.query)
 
         async def inspect_and_submit() -> JobView:
-            description = await inspect_file(runtime, file)
             seconds = stages.seconds["receive"]
+            place, host_files = file.received.query.input, runtime.host_files
+            is_folder = partial(host_files.is_folder, place or "", file.received.caller)
+            if place is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
+                await run_in_thread(file.complete)
+                submit = partial(async_jobs.submit_folder, file.received, file.name, seconds)
+                return await run_in_thread(submit, HOST_FILE_THREADS)
+            description = await inspect_file(runtime, file)
             # A thread for disk work: syncing a large file to disk takes a while.
             return await run_in_thread(partial(async_jobs.submit, file.received, file.name, description, seconds))
 
@@ -211,7 +217,7 @@ def report_job(async_jobs: AsyncJobs, view: JobView) -> JobReport:
         stage=view.stage,
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
-        time_points=JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None,
+        **_report_parts(view),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
@@ -226,6 +232,13 @@ def _name_state(view: JobView) -> JobState | Literal["loading"]:
     if state == "waiting" and view.loading:
         return "loading"
     return "failed" if state == "done" and view.record.failure is not None else state
+
+
+def _report_parts(view: JobView) -> dict[str, Any]:
+    """Return how far a series or a folder has come, as members of a `JobReport`."""
+    parts = JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None
+    is_folder = view.record.request.is_folder
+    return {"time_points": None if is_folder else parts, "stacks": parts if is_folder else None}
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Folders of the host as jobs: through a real server, killed and resumed, and beside the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import tifffile
+from common import run_server
+from fakes import until
+from job_service import STACK, Service, start
+from live import as_tiff
+
+from scripts.recipes.synthetic_nuclei import synthesise
+from service.__main__ import main
+from service.models.spec import ModelSpec
+
+NAMES = [f"stack {number:02}.tif" for number in range(19)]
+PLACES = {"input": "scans/day 1", "output_to": "results/day 1"}
+
+
+def recorded(out: Path) -> list[str]:
+    path = out / "stacks.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
+
+
+def test_a_killed_service_resumes_a_folder_with_the_results_of_the_command_line(
+    random_nuclei: ModelSpec, tmp_path: Path
+) -> None:
+    scans, results, config = tmp_path / "scans", tmp_path / "results", tmp_path / "config.yaml"
+    stacks, out, own = scans / "day 1", results / "day 1", tmp_path / "own"
+    stacks.mkdir(parents=True)
+    results.mkdir()
+    image, _labels = synthesise(np.random.default_rng(0), (8, 40, 40))
+    for number, name in enumerate(NAMES):
+        (stacks / name).write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
+    (stacks / "broken.tif").write_bytes(as_tiff(image)[:5000])
+    settings = {
+        "models": {"folder": str(random_nuclei.folder.parent)},
+        "engine": {"kind": "eager"},
+        "device": {"name": "cpu", "threads": 1},
+        "jobs": {"folder": str(tmp_path / "jobs"), "attempts": 2},
+        "references": {"inputs": {"scans": {"folder": str(scans)}}, "outputs": {"results": {"folder": str(results)}}},
+    }
+    config.write_text(json.dumps(settings))
+
+    with run_server(tmp_path, "--config", str(config)) as (process, port):
+        response = httpx2.post(f"http://127.0.0.1:{port}/jobs", params=PLACES)
+        assert response.status_code == 202, response.text
+        job = response.json()
+        until(lambda: len(recorded(out)) >= 4, 60)
+        report = httpx2.get(f"http://127.0.0.1:{port}/jobs/{job['id']}").json()
+        assert (report["state"], report["stacks"]["total"], report["time_points"]) == ("running", 20, None)
+        assert report["stacks"]["done"] >= 3
+        assert report["seconds_left"] > 0
+        os.kill(process, signal.SIGKILL)
+    before = len(recorded(out))
+    assert before < 20
+
+    with run_server(tmp_path, "--config", str(config)) as (_process, port):
+        address = f"http://127.0.0.1:{port}/jobs/{job['id']}"
+        until(lambda: httpx2.get(address).json()["state"] not in {"waiting", "loading", "running"}, 120)
+        report = httpx2.get(address).json()
+        result = httpx2.get(f"{address}/result").json()
+    assert (report["state"], report["stacks"]) == ("done", {"done": 19, "total": 20})
+    assert report["warnings"][0].startswith("broken.tif: ")
+    assert sorted(set(recorded(out))) == sorted([*NAMES, "broken.tif"])
+    # Only what had failed, or was not on record yet, was done again.
+    assert len(recorded(out)) <= 22
+
+    assert main(["segment", str(stacks), str(own), "--config", str(config)]) == 1
+    assert {path.name for path in out.iterdir()} == {path.name for path in own.iterdir()}
+    assert (out / "objects.csv").read_bytes() == (own / "objects.csv").read_bytes()
+    for name in NAMES:
+        stem = name.removesuffix(".tif")
+        assert (out / f"{stem}.png").read_bytes() == (own / f"{stem}.png").read_bytes()
+        labels, others = (tifffile.TiffFile(folder / f"{stem}_labels.ome.tif") for folder in (out, own))
+        with labels, others:
+            np.testing.assert_array_equal(labels.asarray(), others.asarray())
+            assert labels.pages.first.tags[270].value == labels.pages.first.tags[270].value
+    assert result["report"] == "results/day 1/report.html"
+    assert [stack["problem"] is None for stack in result["stacks"]] == [False, *[True] * 19]
+    # What one of them has done, the other takes as done.
+    assert main(["segment", str(stacks), str(out), "--config", str(config)]) == 1
+    assert len(recorded(out)) <= 23
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A folder of eight stacks, and one for results."""
+    (tmp_path / "scans" / "day 1" / "below").mkdir(parents=True)
+    (tmp_path / "results").mkdir()
+    for name in (*NAMES[:6], "below/a.tif", "below/b.ome.tif"):
+        (tmp_path / "scans" / "day 1" / name).write_bytes(STACK)
+    return tmp_path
+
+
+@pytest.fixture
+def service(bands_repository: Path, host: Path) -> Iterator[Service]:
+    roots = {"inputs": {"scans": {"folder": host / "scans"}}, "outputs": {"results": {"folder": host / "results"}}}
+    with start(bands_repository, host, references=roots) as service:
+        yield service
+
+
+def submit(service: Service, **parameters: Any) -> dict[str, Any]:
+    response = service.client.post("/jobs", params=PLACES | parameters)
+    assert response.status_code == 202, response.text
+    return dict(response.json())
+
+
+def test_folders_below_and_links_and_files_that_are_no_stacks(service: Service, host: Path) -> None:
+    stacks, out = host / "scans" / "day 1", host / "results" / "day 1"
+    (host / "secret.tif").write_bytes(STACK)
+    (stacks / "link.tif").symlink_to(host / "secret.tif")
+    (host / "elsewhere").mkdir()
+    (host / "elsewhere" / "far.tif").write_bytes(STACK)
+    (stacks / "linked").symlink_to(host / "elsewhere")
+    os.mkfifo(stacks / "pipe.tif")
+    (stacks / "hostile.tif").write_bytes(b"II*\0" + b"\xff" * 100)
+    (stacks / os.fsdecode(b"no text \xff.tif")).write_bytes(STACK)
+
+    report = service.wait(submit(service, glob="**/*.tif"), "done", "failed")
+
+    assert (report["state"], report["stacks"]) == ("done", {"done": 8, "total": 10})
+    assert report["parameters"]["input"] == "scans/day 1/"
+    assert [warning.partition(":")[0] for warning in report["warnings"]] == ["hostile.tif", "no text \\udcff.tif"]
+    assert (out / "below" / "b_classes.ome.tif").is_file()
+    assert not list(out.rglob("*far*")) + list(out.rglob("*link*"))
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    assert not list(service.runtime.scratch.requests.iterdir())
+    result = service.result(report).json()
+    assert {stack["stack"] for stack in result["stacks"]} >= {"below/a.tif", NAMES[0]}
+
+
+def test_a_folder_whose_stacks_all_fail_has_failed(service: Service, host: Path) -> None:
+    for path in (host / "scans" / "day 1").glob("*.tif"):
+        path.write_bytes(STACK[:200])
+    report = service.wait(submit(service), "done", "failed")
+    assert (report["state"], report["result"]) == ("failed", None)
+    assert report["problem"]["detail"].startswith(f"None of the 6 stacks could be segmented. The first: {NAMES[0]}: ")
+    assert (host / "results" / "day 1" / "report.html").is_file()
+
+
+def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(service: Service, host: Path) -> None:
+    """Of the key that has the folder one stack is at the device; that of another has its turn beside it."""
+    out = host / "results" / "day 1"
+    service.caller = "ann"
+    begun = list[int]()  # planes of the stacks that were at the device
+    own = type(service.fake).segment
+
+    def segment(volume: Any, *arguments: Any, **more: Any) -> Any:
+        begun.append(volume.shape[1])
+        if len(begun) in {3, 5}:
+            service.fake.gate.clear()
+        return own(service.fake, volume, *arguments, **more)
+
+    service.fake.segment = segment  # type: ignore[method-assign]
+    job = submit(service)
+    until(lambda: len(begun) == 3, 60)
+    assert service.show(job)["stacks"] == {"done": 2, "total": 6}
+    assert sum(worker.queue.waiting + len(worker.queue.running) for worker in service.runtime.device_workers) == 1
+    service.caller = "bob"
+    other = service.submit(as_tiff(np.full((5, 8, 8), 200, np.uint8)))
+    queue = service.runtime.device_workers[0].queue
+    until(lambda: len(queue.jobs) == 2 and all(job.ready for job in queue.jobs), 60)
+    service.fake.gate.set()
+    until(lambda: len(begun) == 5, 60)
+    assert begun == [3, 3, 3, 5, 3]
+    service.wait(other, "done")
+    assert service.client.get(f"/jobs/{job['id']}").status_code == 404
+    service.caller = "ann"
+    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+    until((out / "report.html").exists, 60)
+    assert service.show(job)["state"] == "cancelled"
+    assert recorded(out) == NAMES[:3]
+    assert "not begun" in (out / "report.html").read_text()
+
+    # Whoever posts it again goes on.
+    service.fake.gate.set()
+    assert service.wait(submit(service), "done")["stacks"] == {"done": 6, "total": 6}
+    assert recorded(out) == NAMES[:6]
+
+
+def test_stacks_that_go_or_become_others_during_the_job_fail_alone(service: Service, host: Path) -> None:
+    stacks = host / "scans" / "day 1"
+    service.fake.gate.clear()
+    job = submit(service)
+    until(lambda: service.runtime.running)
+    (stacks / NAMES[1]).unlink()
+    (stacks / NAMES[2]).unlink()
+    (stacks / NAMES[2]).symlink_to("/etc/passwd")
+    service.fake.gate.set()
+    report = service.wait(job, "done")
+    assert [warning.partition(": ")[0] for warning in report["warnings"]] == NAMES[1:3]
+
+
+def test_results_among_the_stacks_are_no_stacks(bands_repository: Path, host: Path) -> None:
+    roots = {"inputs": {"scans": {"folder": host / "scans"}}, "outputs": {"scans": {"folder": host / "scans"}}}
+    with start(bands_repository, host, references=roots) as service:
+        for _ in range(2):
+            report = service.wait(submit(service, output_to="scans/day 1/out", glob="**/*.tif"), "done")
+            assert report["stacks"] == {"done": 8, "total": 8}
+        response = service.client.post("/jobs", params=PLACES | {"output_to": "scans/day 1"})
+        assert "is the folder of the stacks" in response.json()["detail"]
+
+
+REFUSED: list[tuple[dict[str, str], str]] = [
+    ({"output_to": ""}, "is a folder; POST /jobs segments it, with output_to="),
+    ({"output_to": "results/no/such"}, "lies in a folder that is not there"),
+    ({"output_to": "results/taken"}, "holds something else already"),
+    ({"output_to": "results/file"}, "leads over a link or a file"),
+    ({"output_to": "results/link"}, "leads over a link or a file"),
+    ({"output_to": "scans/day 2"}, "a place begins with one of results"),
+    ({"glob": "*.lsm"}, "holds no stack that matches *.lsm"),
+    ({"glob": "../*"}, "a pattern has names with single slashes"),
+    ({"glob": "/etc/*"}, "a pattern has names with single slashes"),
+    ({"diameter": "auto"}, "does not say how wide"),
+    ({"input": "scans/link"}, "is a folder, a link or a device"),
+    ({"input": "scans/none"}, "is not there"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
+    ({"input": "", "output_to": "", "glob": "*"}, "glob: it goes with an input"),
+]
+
+
+def test_what_cannot_be_done_is_refused(service: Service, host: Path) -> None:
+    (host / "results" / "taken").mkdir()
+    (host / "results" / "taken" / "thesis.doc").touch()
+    (host / "results" / "file").touch()
+    (host / "results" / "link").symlink_to(host / "scans")
+    (host / "scans" / "link").symlink_to(host)
+    for parameters, words in REFUSED:
+        response = service.client.post("/jobs", params=PLACES | parameters)
+        assert response.status_code == 422, parameters
+        assert words in response.json()["detail"]
+    assert service.client.get("/jobs").json()["jobs"] == []
+    assert not (host / "results" / "day 1").exists()
+
+
+def test_only_jobs_take_folders(service: Service) -> None:
+    for path in ("/segment", "/inspect"):
+        response = service.client.post(path, params=PLACES)
+        assert response.status_code == 422
+        assert "POST /jobs" in response.json()["detail"]
