@@ -56,7 +56,8 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     check_trainer(request, access)
     given = await _read_body(request)
     work = partial(trainings.submit, **given.model_dump(), owner=get_caller(request), admin=is_admin(request, access))
-    report = _report(trainings, await run_in_thread(work))
+    record = await run_in_thread(work)
+    report = await run_in_thread(partial(_report, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
 
 
@@ -64,15 +65,20 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
 async def list_trainings(request: Request, runtime: RuntimeDependency) -> TrainingList:
     """The caller's trainings, those of all keys for an admin, newest first."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    records = trainings.newest(get_caller(request), everyone=everyone)
-    return TrainingList(trainings=[_report(trainings, record) for record in records])
+    caller = get_caller(request)
+
+    def report_all() -> list[TrainingReport]:
+        return [_report(trainings, record) for record in trainings.newest(caller, everyone=everyone)]
+
+    return TrainingList(trainings=await run_in_thread(report_all))
 
 
 @router.get("/trainings/{training}")
 async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
     """State and progress of a training, its curves, and whether the new model is better."""
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    return _report(trainings, trainings.find(training, get_caller(request), everyone=everyone))
+    record = trainings.find(training, get_caller(request), everyone=everyone)
+    return await run_in_thread(partial(_report, trainings, record))
 
 
 @router.delete("/trainings/{training}", status_code=204)
