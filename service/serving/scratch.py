@@ -83,9 +83,9 @@ class ScratchFolder:
         return self.requests / f"{self.path.name}-{next(self._numbers)}"
 
 
-def sweep(parent: Path) -> None:
+def sweep(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
     """Delete the folders of services that were killed: those with the marker and without a lock."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+    for folder in parent.glob(f"{prefix}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

@@ -27,10 +27,11 @@ from service.models.repository import FILE_NAME
 from service.models.trainable import check_trainable
 from service.serving.annotation_store import Annotation, AnnotationStore
 from service.serving.runtime import Runtime
-from service.serving.scratch import translate_disk_faults
+from service.serving.scratch import make_locked_folder, sweep, translate_disk_faults
 from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, read_records
 
 MODULE = "service.training.child"
+WORK_PREFIX = ".training-"
 # Of the extra `train`.
 NEEDED = ("edt", "scipy", "skimage")
 # Variables of the environment that choose devices and caches.
@@ -66,8 +67,9 @@ class Trainings:
         self._runtime: Runtime
 
     def start(self, runtime: Runtime) -> None:
-        """Read the trainings of earlier processes, and begin to run new ones."""
+        """Read the trainings of earlier processes, delete what is left of their work, and begin to run new ones."""
         self._runtime = runtime
+        sweep(self._settings.trained_folder, WORK_PREFIX)
         self._records = {record.id: record for record in read_records(self._folder)}
         self._thread.start()
 
@@ -228,11 +230,11 @@ class Trainings:
         """Make the model's folder, whole or not at all; return why there is none. Raises StackSegError."""
         trained = self._settings.trained_folder
         # A model file lies deeper there than where models are looked for.
-        work = trained / f".training-{record.id}"
+        work = trained / f"{WORK_PREFIX}{record.id}"
         with translate_disk_faults():
+            trained.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = make_locked_folder(work)
             try:
-                work.mkdir(mode=0o700, parents=True)
-                self._sweep(trained)
                 failure = self._train(record, work / record.name)
                 with self._changed:
                     if failure is None and not self._settle(record):
@@ -240,6 +242,7 @@ class Trainings:
                 return failure
             finally:
                 shutil.rmtree(work, ignore_errors=True)
+                os.close(lock)
 
     def _settle(self, record: TrainingRecord) -> bool:
         """Return whether a training is over because it was cancelled or the service stops; called with the lock."""
@@ -355,14 +358,6 @@ class Trainings:
         for record in over[MOST_RECORDS:]:
             with suppress(StackSegError):
                 self.cancel(record.id, owner)
-
-    @staticmethod
-    def _sweep(trained: Path) -> None:
-        """Delete what services that were killed have left of trainings: no training takes that long."""
-        for folder in trained.glob(".training-*"):
-            with suppress(OSError):
-                if folder.stat().st_mtime < time.time() - 7 * 24 * 3600:
-                    shutil.rmtree(folder)
 
 
 def _describe(stack: Annotation) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def fine_tune(  # noqa: PLR0913
     parts, held_out, unseen = _hold_out([read_stack(stack) for stack in stacks], settings.training.validation)
     eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     before = score_model(base, held_out, eager)
-    report({"before": before.f1})
+    report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
     trained, content, sample = _train(
         parts, base, out, settings, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes), report
@@ -230,7 +230,7 @@ def _train(  # noqa: PLR0913, PLR0917
     left = max(seconds - (time.monotonic() - began), LEAST_SHARE * seconds)
     steps = min(max(round(STEPS_SHARE * left / pace), LEAST_STEPS), MOST_STEPS)
     report({"steps": steps})
-    timed = {"steps": steps, "every": max(steps // VALIDATIONS, 1), "minutes": left / 60}
+    timed = {"steps": steps, "every": -(-steps // VALIDATIONS), "minutes": left / 60}
     out.mkdir(parents=True, exist_ok=True)
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed), content, base)
     trainer = make_trainer(out, chosen.dtype)

@@ -19,6 +19,7 @@ from service.core.volume import Volume
 from service.models.spec import ModelSpec
 from service.serving.annotation_store import AnnotationStore
 from service.serving.runtime import Runtime
+from service.serving.scratch import make_locked_folder
 from service.serving.training_record import INTERRUPTED, TrainingRecord
 from service.serving.trainings import Trainings
 
@@ -144,6 +145,18 @@ def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> No
     assert [again.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
     with pytest.raises(NotReady):
         service.submit("late")
+
+
+def test_the_work_of_a_process_that_was_killed_goes_and_that_of_others_stays(service: Service) -> None:
+    killed, other = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
+    killed.parent.mkdir()
+    os.close(make_locked_folder(killed))
+    lock = make_locked_folder(other)
+    again = Trainings(service.settings, service.store)
+    again.start(service.runtime)
+    again.stop()
+    os.close(lock)
+    assert leftovers(service) == [other.name]
 
 
 def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
