@@ -1,18 +1,22 @@
 /** The page: which view is shown, and what happens between them. The address after # names the stack or the job. */
 
 import { annotationsList } from "./annotations.js";
+import { ChannelTools } from "./channels.js";
+import { showCompare } from "./compare_view.js";
 import { forget as forgetCorrections } from "./edit_store.js";
 import { button, byId, element } from "./elements.js";
 import { forget, remember } from "./history.js";
-import { fetchPlane, fetchVolume } from "./planes.js";
+import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "./planes.js";
 import { showResult } from "./result_view.js";
 import { follow, RunView } from "./run_view.js";
+import { firstTime } from "./series.js";
 import { json, Problem, queryOf, request, upload, useKey, whenKeyIsWanted } from "./server.js";
 import { StackView } from "./stack_view.js";
 import { showStart } from "./start_view.js";
 import { watchStatus } from "./status.js";
 import { parseTable } from "./table.js";
 import { startTheme } from "./theme.js";
+import { TimeSlider } from "./time_slider.js";
 import { trainingDialog, trainingsList, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
 import { pageWords } from "./words.js";
@@ -22,6 +26,8 @@ import { pageWords } from "./words.js";
 /** @typedef {import("./planes.js").Triple} Triple */
 
 const LATER_MILLISECONDS = 250;
+// Edge of the pictures of channels.
+const PICTURE_PIXELS = 160;
 
 /** The stack that is shown, and what ends when another one is. */
 class Session {
@@ -33,11 +39,15 @@ class Session {
     this.loaded = "";
     this.loading = new AbortController();
     this.following = new AbortController();
-    /** Id of the job whose labels are shown. */
-    this.job = "";
+    /** The job whose labels are shown. @type {Job | null} */
+    this.job = null;
     byId("title").textContent = name;
     show("work");
     this.viewer = new Viewer(byId("viewer"));
+    this.channels = new ChannelTools(this.viewer);
+    this.times = new TimeSlider();
+    this.times.addEventListener("change", () => this.goToTime(this.times.at).catch(report));
+    this.viewer.toolbar.append(this.channels.root, this.times.root);
     this.settings = new StackView(byId("settings"), models, defaultModel, known);
     this.settings.setName(name, bytes);
     this.settings.addEventListener("change", () => this.inspectLater());
@@ -50,6 +60,9 @@ class Session {
     /** Whether the side says why the stack cannot be shown. */
     this.refused = false;
     this.timer = 0;
+    this.labelling = new AbortController();
+    /** Tells when another time point is shown. */
+    this.moved = new EventTarget();
   }
 
   end() {
@@ -73,7 +86,13 @@ class Session {
       this.inspection = found;
       if (this.refused) byId("side").replaceChildren(before());
       this.refused = false;
+      const looked = partOf(found.file, parameters, found.file.time_points?.[0] ?? this.settings.parameters.time, 0);
+      const whole = /** @type {Triple} */ (found.file.shape.slice(1));
+      this.settings.fetchMiddle = (channel) =>
+        fetchMiddle(`stacks/${this.stack}/planes`, { ...looked, channel }, whole, PICTURE_PIXELS, this.ending.signal);
       this.settings.show(found);
+      const [first, stop] = found.file.time_points ?? [0, 1];
+      this.times.show(first, stop, this.times.at);
       await this.#showPlanes(found);
       this.viewer.showDiameter(this.settings.statedDiameter);
     } catch (error) {
@@ -87,23 +106,21 @@ class Session {
 
   /** @param {Inspection} inspection */
   async #showPlanes({ file }) {
-    const { channel, time, axes } = this.settings.parameters;
-    const index = file.channels.indexOf(channel ?? "");
-    const shown = { channel: index >= 0 ? index : (channel ?? 0), time: file.times > 1 ? (time ?? 0) : time, axes };
+    const { channel, time } = this.settings.parameters;
+    const shown = partOf(file, this.settings.parameters, file.time_points ? this.times.at : time, channel);
     const key = JSON.stringify(shown);
     if (key === this.loaded) {
       this.viewer.setVoxelSize(file.voxel_size);
       return;
     }
+    // Time points of a series are shown with the same contrast.
+    const fresh = this.loaded === "" || JSON.stringify({ ...JSON.parse(this.loaded), time: shown.time }) !== key;
     this.loading.abort();
     this.loading = new AbortController();
     this.loaded = key;
     const whole = /** @type {Triple} */ (file.shape.slice(1));
     const address = `stacks/${this.stack}/planes`;
-    this.viewer.fetchSharp = async (z, signal) => ({
-      image: await fetchPlane(address, shown, whole, z, signal),
-      labels: this.job ? await fetchPlane(`jobs/${this.job}/planes`, {}, whole, z, signal) : null,
-    });
+    this.#fetchFrom(address, shown, whole);
     this.viewer.fetchWhole = (signal, onblock) => fetchVolume(address, shown, whole, signal, onblock, [1, 1, 1]);
     this.viewer.waiting.textContent = "Reading the stack";
     try {
@@ -111,15 +128,64 @@ class Session {
         const first = this.viewer.scene.image !== volume;
         if (first) {
           this.viewer.open(volume, file.voxel_size);
-          this.viewer.settle();
+          if (fresh) this.viewer.settle();
         } else this.viewer.refreshProjection();
         this.viewer.waiting.textContent = share < 1 ? `Reading the stack, ${Math.round(share * 100)} %` : "";
         this.viewer.draw();
       });
-      this.viewer.settle();
+      if (fresh) this.viewer.settle();
+      else this.viewer.refreshProjection();
+      this.channels.show(file, Number(shown.channel) || 0, (other, signal, onblock) =>
+        fetchVolume(address, { ...shown, channel: other }, whole, signal, onblock),
+      );
     } catch (error) {
       if (!isAbort(error)) this.viewer.waiting.textContent = /** @type {Error} */ (error).message;
     }
+  }
+
+  /**
+   * Say where the views get planes in full resolution.
+   * @param {string} address @param {Record<string, unknown>} shown @param {Triple} whole
+   */
+  #fetchFrom(address, shown, whole) {
+    this.viewer.fetchSharp = async (axis, at, signal) => {
+      const { plane, step } = await fetchPlane(address, shown, whole, axis, at, signal);
+      const job = this.job;
+      const labels = job ? await fetchPlane(`jobs/${job.id}/planes`, this.#timeOf(job), whole, axis, at, signal) : null;
+      return { image: plane, labels: labels?.plane ?? null, step };
+    };
+  }
+
+  /** The time point that is shown, as the planes of a job name it. @param {Job} job */
+  #timeOf(job) {
+    return { time: job.time_points ? Math.max(0, this.times.at - firstTime(job.parameters.time)) : undefined };
+  }
+
+  /** Show another time point of a series, and of its labels. @param {number} time */
+  async goToTime(time) {
+    if (this.inspection === null) return;
+    const [first, stop] = this.inspection.file.time_points ?? [0, 1];
+    this.times.show(first, stop, time);
+    if (this.job) this.viewer.setLabels(null);
+    await Promise.all([this.#showPlanes(this.inspection), this.job && this.#showLabels(this.job)]);
+    this.moved.dispatchEvent(new Event("time"));
+  }
+
+  /** @param {Job} job */
+  async #showLabels(job) {
+    const { viewer } = this;
+    this.labelling.abort();
+    this.labelling = new AbortController();
+    const signal = AbortSignal.any([this.labelling.signal, this.following.signal]);
+    const time = this.#timeOf(job);
+    const address = `jobs/${job.id}/planes`;
+    const probe = await request(`${address}?${queryOf({ ...time, to: 1, step: "1,9999,9999" })}`, { signal });
+    const whole = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));
+    const labels = await fetchVolume(address, time, whole, signal, (volume) => {
+      if (viewer.scene.image === null) viewer.open(volume, null);
+    });
+    this.job = job;
+    viewer.setLabels(labels);
   }
 
   async run() {
@@ -148,7 +214,7 @@ class Session {
   async follow(id) {
     const side = byId("side");
     const running = new RunView(side, id);
-    this.job = "";
+    this.job = null;
     this.viewer.setLabels(null);
     this.following.abort();
     this.following = new AbortController();
@@ -171,13 +237,7 @@ class Session {
     const text = hasTable
       ? (await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal })).text()
       : null;
-    const probe = await request(`jobs/${job.id}/planes?to=1&step=1,9999,9999`, { signal });
-    const whole = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));
-    const labels = await fetchVolume(`jobs/${job.id}/planes`, {}, whole, signal, (volume) => {
-      if (viewer.scene.image === null) viewer.open(volume, null);
-    });
-    this.job = job.id;
-    viewer.setLabels(labels);
+    await this.#showLabels(job);
     viewer.waiting.textContent = "";
     const table = text && parseTable(await text);
     const segmentWith = async (/** @type {Record<string, string>} */ changed) => {
@@ -185,8 +245,13 @@ class Session {
       await this.inspect();
       await this.run();
     };
+    const times = {
+      at: () => this.times.at,
+      go: (/** @type {number} */ time) => this.goToTime(time),
+      target: this.moved,
+    };
     const { name, stack } = this;
-    showResult(byId("side"), job, { table, name, stack, viewer, abilities, signal, segmentWith });
+    showResult(byId("side"), job, { table, name, stack, viewer, abilities, signal, segmentWith, times });
     viewer.drawNow();
     remember({ job: job.id, thumbnail: viewer.thumbnail() });
   }
@@ -256,9 +321,9 @@ let abilities = { corrections: false, training: false, training_minutes: 0 };
 /** @type {Session | null} */
 let session = null;
 
-/** @param {"start" | "work" | "status" | "learn"} which */
+/** @param {"start" | "work" | "status" | "learn" | "compare"} which */
 function show(which) {
-  for (const view of ["start", "work", "status", "learn"]) byId(view).hidden = view !== which;
+  for (const view of ["start", "work", "status", "learn", "compare"]) byId(view).hidden = view !== which;
   byId("home").hidden = which === "start";
   byId("problem").hidden = true;
 }
@@ -369,6 +434,13 @@ async function openStatus(signal) {
   await watchStatus(byId("status"), signal, readModels);
 }
 
+/** @param {string[]} jobs @param {AbortSignal} signal */
+async function openCompare(jobs, signal) {
+  show("compare");
+  byId("title").textContent = "Two results side by side";
+  await showCompare(byId("compare"), jobs, signal);
+}
+
 async function readModels() {
   const served = await json("models");
   models = served.models;
@@ -381,6 +453,7 @@ let watching = new AbortController();
 /** @param {string} kind @param {string} id @param {string | null} model @param {AbortSignal} signal */
 async function openView(kind, id, model, signal) {
   if (kind === "status") return openStatus(signal);
+  if (kind === "compare" && id) return openCompare(id.split(","), signal);
   if (kind === "job" && id) return openJob(id);
   if (kind === "stack" && id) return openStack(id, model);
   if (kind === "training" && id) return openTraining(id, signal);

@@ -10,7 +10,14 @@ import { counted, median, number } from "./words.js";
 
 const ROW_PIXELS = 28;
 const SPARE_ROWS = 8;
-const TITLES = /** @type {Record<string, string>} */ ({ label: "#", touching_border: "Edge", confidence: "Sure" });
+const TITLES = /** @type {Record<string, string>} */ ({
+  label: "#",
+  touching_border: "Edge",
+  confidence: "Sure",
+  time: "Time",
+  track_id: "Track",
+  parent: "Parent",
+});
 
 export class ObjectsView extends EventTarget {
   /** @param {Table} table */
@@ -18,7 +25,11 @@ export class ObjectsView extends EventTarget {
     super();
     this.table = table;
     this.labels = column(table, "label");
-    this.rowOf = new Map([...this.labels].map((label, row) => [label, row]));
+    /** Time point of each row; of a single stack all are 0. */
+    this.times = column(table, "time");
+    /** The time point that the views show. */
+    this.time = this.times[0] ?? 0;
+    this.rowOf = new Map([...this.labels].map((label, row) => [key(label, this.times[row]), row]));
     this.names = shownColumns(table);
     this.sorted = "label";
     this.descending = false;
@@ -45,7 +56,7 @@ export class ObjectsView extends EventTarget {
     this.scroller.addEventListener("keydown", (event) => this.#onKey(event));
     this.body.addEventListener("click", (event) => {
       const row = /** @type {HTMLElement} */ (event.target).closest("tr");
-      if (row?.dataset.label) this.#choose(Number(row.dataset.label));
+      if (row?.dataset.row) this.#choose(Number(row.dataset.row));
     });
     this.histograms = this.#makeHistograms();
     this.root = element(
@@ -91,29 +102,34 @@ export class ObjectsView extends EventTarget {
     const { table } = this;
     if (table.length === 0) return "No objects.";
     const unit = table.unit === "um" ? "µm" : "voxels";
+    const points = new Set(this.times).size;
+    const tracks = table.columns.has("track_id")
+      ? ` in ${counted(new Set(column(table, "track_id")).size, "track")}`
+      : "";
+    const where = points > 1 ? `${tracks} at ${counted(points, "time point")}` : "";
     const cut = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
     const border = cut ? ` ${number(cut)} of them ${cut === 1 ? "reaches" : "reach"} the border.` : "";
-    return `${counted(table.length, "object")}, median diameter ${number(median(column(table, "equivalent_diameter_area")))} ${unit}.${border}`;
+    return `${counted(table.length, "object")}${where}, median diameter ${number(median(column(table, "equivalent_diameter_area")))} ${unit}.${border}`;
   }
 
   /** For each id whether it is hidden by the filters; null where none is. */
   get hidden() {
     if (this.rows.length === this.table.length) return null;
     const hidden = new Uint8Array(this.labels.reduce((most, label) => Math.max(most, label), 0) + 1).fill(1);
-    for (const row of this.rows) hidden[this.labels[row]] = 0;
+    for (const row of this.rows) if (this.times[row] === this.time) hidden[this.labels[row]] = 0;
     return hidden;
   }
 
   /** The middle of an object, in micrometres, or voxels where the voxel size is not known. @param {number} label */
   centroid(label) {
-    const row = this.rowOf.get(label);
+    const row = this.rowOf.get(key(label, this.time));
     return row === undefined ? null : [0, 1, 2].map((axis) => column(this.table, `centroid-${axis}`)[row]);
   }
 
   /** Show an object that was chosen elsewhere. @param {number} label */
   select(label) {
     this.selected = label;
-    const place = this.rows.indexOf(this.rowOf.get(label) ?? -1);
+    const place = this.rows.indexOf(this.rowOf.get(key(label, this.time)) ?? -1);
     const { scroller } = this;
     if (place >= 0) {
       const top = place * ROW_PIXELS;
@@ -124,8 +140,10 @@ export class ObjectsView extends EventTarget {
     this.#drawRows();
   }
 
-  /** @param {number} label */
-  #choose(label) {
+  /** @param {number} row of the table */
+  #choose(row) {
+    const label = this.labels[row];
+    this.time = this.times[row];
     this.selected = label;
     this.dispatchEvent(new CustomEvent("choose", { detail: label }));
     this.select(label);
@@ -144,9 +162,9 @@ export class ObjectsView extends EventTarget {
     const step = steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
-    const now = this.rows.indexOf(this.rowOf.get(this.selected) ?? -1);
+    const now = this.rows.indexOf(this.rowOf.get(key(this.selected, this.time)) ?? -1);
     const next = Math.max(0, Math.min(this.rows.length - 1, now < 0 ? 0 : now + step));
-    this.#choose(this.labels[this.rows[next]]);
+    this.#choose(this.rows[next]);
   }
 
   #filterBorder() {
@@ -214,19 +232,21 @@ export class ObjectsView extends EventTarget {
     const label = this.labels[row];
     const cells = this.names.map((name) => {
       const value = column(this.table, name)[row];
-      if (name === "label") {
+      if (name === "label" || name === "track_id") {
         const dot = element("span", { class: "dot" });
         dot.style.background = cssColour(label);
         return element("td", {}, dot, String(label));
       }
       if (name === "confidence") return element("td", {}, `${Math.round(value * 100)} %`);
-      return element("td", {}, name === "touching_border" ? (value ? "yes" : "") : number(value));
+      if (name === "touching_border") return element("td", {}, value ? "yes" : "");
+      return element("td", {}, name === "parent" && value === 0 ? "" : number(value));
     });
-    const chosen = label === this.selected;
+    const chosen = label === this.selected && this.times[row] === this.time;
     return element(
       "tr",
       {
         "data-label": String(label),
+        "data-row": String(row),
         "aria-rowindex": String(place + 2),
         "aria-selected": chosen ? "true" : undefined,
         class: chosen ? "chosen" : "",
@@ -234,6 +254,11 @@ export class ObjectsView extends EventTarget {
       ...cells,
     );
   }
+}
+
+/** @param {number} label @param {number} time @returns {number} that no other object of the table has */
+function key(label, time) {
+  return time * 2 ** 32 + label;
 }
 
 /** @param {number} rows that are not drawn */
@@ -246,7 +271,10 @@ function spacer(rows) {
 /** @param {Table} table */
 function shownColumns(table) {
   const intensities = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
-  return ["label", "equivalent_diameter_area", "area", ...intensities, "confidence", "touching_border"].filter((name) =>
+  // Where objects are linked, a label is the number of its track.
+  const linked = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
+  const sizes = ["equivalent_diameter_area", "area"];
+  return [...linked, ...sizes, ...intensities, "confidence", "touching_border"].filter((name) =>
     table.columns.has(name),
   );
 }

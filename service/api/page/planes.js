@@ -1,6 +1,7 @@
 /** Volumes in the browser: fetched in blocks from the middle outwards, in steps where the whole would be too large. */
 
-import { queryOf, request } from "./server.js";
+import { Problem, queryOf, request } from "./server.js";
+import { cut } from "./slices.js";
 
 /** @typedef {Uint8Array | Int8Array | Uint16Array | Int16Array | Uint32Array | Int32Array | Float32Array} Numbers */
 /** @typedef {[number, number, number]} Triple along z, y, x */
@@ -26,6 +27,7 @@ const MOST_VOXELS = 24_000_000;
 export const MOST_PLANE_VOXELS = 8_000_000;
 const BLOCK_VOXELS = 2_000_000;
 const AT_ONCE = 3;
+const BUSY_MILLISECONDS = 500;
 
 /** @param {Triple} whole @returns {Triple} the smallest steps with which a volume fits, and a plane into one answer */
 export function chooseStep(whole) {
@@ -52,19 +54,76 @@ export function count(shape) {
   return shape[0] * shape[1] * shape[2];
 }
 
+/** @param {Triple} whole @param {import("./slices.js").Axis} axis @returns {Triple} the steps with which one plane fits into one answer */
+function choosePlaneStep(whole, axis) {
+  for (let each = 1; ; each += 1) {
+    /** @type {Triple} */
+    const step = [each, each, each];
+    step[axis] = 1;
+    const shape = sampled(whole, step);
+    shape[axis] = 1;
+    if (count(shape) <= MOST_PLANE_VOXELS) return step;
+  }
+}
+
 /**
- * Fetch one plane along z as finely as it fits into one answer.
- * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole @param {number} z
- * @param {AbortSignal} signal
- * @returns {Promise<import("./slices.js").Plane>}
+ * Ask for planes; a service that has too many on their way is asked again.
+ * @param {string} address @param {Record<string, unknown>} query @param {AbortSignal} signal
+ * @returns {Promise<Numbers>}
  */
-export async function fetchPlane(address, parameters, whole, z, signal) {
-  const step = chooseStep([1, whole[1], whole[2]]);
-  const range = { from: z, to: z + 1, step: step.join() };
-  const response = await request(`${address}?${queryOf({ ...parameters, ...range })}`, { signal });
-  const kind = /** @type {keyof typeof TYPES} */ (response.headers.get("X-StackSeg-Dtype"));
-  const [, height, width] = sampled(whole, step);
-  return { data: new TYPES[kind](await response.arrayBuffer()), width, height };
+async function requestPlanes(address, query, signal) {
+  for (;;) {
+    try {
+      const response = await request(`${address}?${queryOf(query)}`, { signal });
+      const kind = /** @type {keyof typeof TYPES} */ (response.headers.get("X-StackSeg-Dtype"));
+      return new TYPES[kind](await response.arrayBuffer());
+    } catch (error) {
+      if (!(error instanceof Problem) || error.status !== 429) throw error;
+      await new Promise((resolve) => setTimeout(resolve, BUSY_MILLISECONDS));
+      signal.throwIfAborted();
+    }
+  }
+}
+
+/**
+ * Fetch one plane as finely as it fits into one answer.
+ * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole
+ * @param {import("./slices.js").Axis} axis across the plane @param {number} at voxel along it @param {AbortSignal} signal
+ * @returns {Promise<{plane: import("./slices.js").Plane, step: Triple}>}
+ */
+export async function fetchPlane(address, parameters, whole, axis, at, signal) {
+  const step = choosePlaneStep(whole, axis);
+  const range = { axis: "zyx"[axis], from: at, to: at + 1, step: step.join() };
+  const data = await requestPlanes(address, { ...parameters, ...range }, signal);
+  const shape = sampled(whole, step);
+  shape[axis] = 1;
+  return { plane: cut({ data, shape, step, whole }, axis, 0), step };
+}
+
+/**
+ * Fetch a small picture of the plane in the middle of a stack.
+ * @param {string} address @param {Record<string, unknown>} parameters @param {Triple} whole @param {number} pixels of the longer edge
+ * @param {AbortSignal} signal
+ * @returns {Promise<Volume>}
+ */
+export async function fetchMiddle(address, parameters, whole, pixels, signal) {
+  const coarse = Math.ceil(Math.max(whole[1], whole[2]) / pixels);
+  /** @type {Triple} */
+  const step = [1, coarse, coarse];
+  const from = whole[0] >> 1;
+  const data = await requestPlanes(address, { ...parameters, from, to: from + 1, step: step.join() }, signal);
+  const [, rows, columns] = sampled(whole, step);
+  return { data, shape: [1, rows, columns], step, whole };
+}
+
+/**
+ * The part of a stack that is looked at, as parameters of its planes.
+ * @param {import("./server.js").Description} file @param {Record<string, unknown>} parameters of the request
+ * @param {number | string | undefined} time point, where there are several @param {number | string | undefined} channel
+ */
+export function partOf(file, { axes }, time, channel) {
+  const index = file.channels.indexOf(String(channel ?? ""));
+  return { channel: index >= 0 ? index : (channel ?? 0), time: file.times > 1 ? (time ?? 0) : undefined, axes };
 }
 
 /**
@@ -91,10 +150,9 @@ export async function fetchVolume(address, parameters, whole, signal, onblock, s
   async function work() {
     for (let start = starts.shift(); start !== undefined; start = starts.shift()) {
       const range = { from: start * step[0], to: Math.min((start + thick) * step[0], whole[0]), step: step.join() };
-      const response = await request(`${address}?${queryOf({ ...parameters, ...range })}`, { signal });
-      const kind = /** @type {keyof typeof TYPES} */ (response.headers.get("X-StackSeg-Dtype"));
-      const block = new TYPES[kind](await response.arrayBuffer());
-      volume ??= { data: new TYPES[kind](count(shape)), shape, step, whole };
+      const block = await requestPlanes(address, { ...parameters, ...range }, signal);
+      const kind = /** @type {any} */ (block.constructor);
+      volume ??= { data: /** @type {Numbers} */ (new kind(count(shape))), shape, step, whole };
       volume.data.set(block, start * shape[1] * shape[2]);
       done += 1;
       onblock(volume, done / total);

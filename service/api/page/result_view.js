@@ -1,8 +1,8 @@
 /** The result of a job: its words, notes, objects and what can be taken; linked with the views of the stack. */
 
+import { describeResult, resultsOf } from "./compare_view.js";
 import { CorrectView } from "./correct_view.js";
 import { element } from "./elements.js";
-import { entries } from "./history.js";
 import { ObjectsView } from "./objects_view.js";
 import { warningText } from "./server.js";
 import { takeView } from "./take_view.js";
@@ -11,20 +11,24 @@ import { counted, number, setting, widths } from "./words.js";
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./viewer.js").Viewer} Viewer */
+/** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
 
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
  * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: {corrections: boolean, training: boolean, training_minutes: number}, signal: AbortSignal, segmentWith: (changed: Record<string, string>) => void}} shown
+ *   abilities: {corrections: boolean, training: boolean, training_minutes: number}, signal: AbortSignal,
+ *   segmentWith: (changed: Record<string, string>) => void, times: Times}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
- *   `segmentWith` segments the stack anew with these parameters changed
+ *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points
  */
-export function showResult(root, job, { table, name, stack, viewer, abilities, signal, segmentWith }) {
+export function showResult(root, job, { table, name, stack, viewer, abilities, signal, segmentWith, times }) {
   const objects = table && new ObjectsView(table);
   const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
   const take = takeView(job, name, objects !== null, () => viewer.picture());
-  const correct = job.objects === null ? null : new CorrectView(job, stack, name, viewer, abilities, signal);
+  // Labels of several time points cannot be kept as one annotated stack.
+  const correct =
+    job.objects === null || job.time_points ? null : new CorrectView(job, stack, name, viewer, abilities, signal);
   const pages = tabs([
     {
       text: "Objects",
@@ -58,13 +62,19 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
       ...pages,
     ),
   );
-  if (objects) connect(viewer, objects, signal);
+  if (objects) connect(viewer, objects, times, signal);
 }
 
-/** Link table and views in both directions. @param {Viewer} viewer @param {ObjectsView} objects @param {AbortSignal} signal */
-function connect(viewer, objects, signal) {
-  objects.addEventListener("choose", (event) => {
+/**
+ * Link table and views in both directions.
+ * @param {Viewer} viewer @param {ObjectsView} objects @param {Times} times @param {AbortSignal} signal
+ */
+function connect(viewer, objects, times, signal) {
+  const several = objects.table.columns.has("time");
+  if (several) objects.time = times.at();
+  objects.addEventListener("choose", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
+    if (several && objects.time !== times.at()) await times.go(objects.time);
     const middle = objects.centroid(label);
     const { image, voxel } = viewer.scene;
     if (!middle || !image) return;
@@ -72,6 +82,16 @@ function connect(viewer, objects, signal) {
     viewer.select(label, /** @type {Triple} */ (middle.map((place, axis) => place / edges[axis])));
   });
   objects.addEventListener("filter", () => viewer.hide(objects.hidden));
+  times.target.addEventListener(
+    "time",
+    () => {
+      if (!several) return;
+      objects.time = times.at();
+      viewer.hide(objects.hidden);
+      objects.select(viewer.scene.selected);
+    },
+    { signal },
+  );
   viewer.addEventListener("pick", (event) => objects.select(/** @type {CustomEvent<number>} */ (event).detail), {
     signal,
   });
@@ -118,17 +138,19 @@ function notes(job, segmentWith) {
 
 /** The results of the same stack, to go from one to the other without moving. @param {Job} job @param {string} stack */
 function versions(job, stack) {
-  const all = stack ? entries().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
+  const all = resultsOf(stack);
   if (all.length < 2) return null;
   const tags = all.map((entry) => {
-    const text = [entry.model, entry.parameters, counted(entry.objects ?? 0, "object")].filter(Boolean).join(" · ");
+    const text = describeResult(entry);
     const onclick = () => {
       location.hash = `job=${entry.job}`;
     };
     const current = entry.job === job.id ? "true" : undefined;
     return element("button", { type: "button", "aria-current": current, onclick }, text);
   });
-  return element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" }, ...tags);
+  const other = all.find((entry) => entry.job !== job.id)?.job;
+  const beside = element("a", { href: `#compare=${job.id},${other}`, class: "beside" }, "Side by side");
+  return element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" }, ...tags, beside);
 }
 
 /**

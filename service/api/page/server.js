@@ -5,13 +5,14 @@ import { pageWords } from "./words.js";
 /**
  * @typedef {{z: number, y: number, x: number}} VoxelSize micrometres
  * @typedef {{container: string, axes: string, stored_shape: number[], shape: number[], dtype: string,
- *   voxel_size: VoxelSize | null, voxel_size_from: string, channels: string[], times: number, notes: string[]}} Description
+ *   voxel_size: VoxelSize | null, voxel_size_from: string, channels: string[], colours: string[], times: number,
+ *   time_points: [number, number] | null, notes: string[]}} Description
  * @typedef {{file: Description, model: string, output: string | null, diameter: string | null, problem: string | null,
  *   estimate: {windows: number, host_bytes: number, device_bytes: number} | null, seconds: number | null}} Inspection
  * @typedef {{id: string, name: string, bytes: number}} Stack
  * @typedef {string | {detail?: string, message?: string, text?: string}} Warning
  * @typedef {{id: string, state: string, model: string, name: string, parameters: Record<string, unknown>, created: string,
- *   position: number | null, progress: {done: number, total: number}, seconds_left: number | null,
+ *   position: number | null, time_points: {done: number, total: number} | null, progress: {done: number, total: number}, seconds_left: number | null,
  *   seconds: Record<string, number>, confidence?: number | null, doubt?: {detail: string, try: string} | null, warnings: Warning[], diameter: string | null, objects: number | null,
  *   problem: {type: string, detail: string} | null}} Job
  * @typedef {{name: string, state: string, version: string | null, summary: string | null, decoding: string | null,

@@ -1,6 +1,8 @@
 /** What was understood of a stack, with a control for everything that a file leaves open, and the button that runs it. */
 
+import { channelPictures, nameOf } from "./channels.js";
 import { button, element, field } from "./elements.js";
+import { isRange } from "./series.js";
 import { counted, duration, number, pageWords, SETTINGS, size } from "./words.js";
 
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -71,6 +73,8 @@ export class StackView extends EventTarget {
     this.notes = element("ul", { class: "notes" });
     this.controls = element("div", { class: "controls" });
     this.run = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
+    // What is understood of the stack decides about the request.
+    this.run.disabled = true;
     this.estimate = element("p", { class: "muted", "aria-live": "polite" });
     this.name = element("h2", { class: "stack-name" });
     root.replaceChildren(
@@ -85,6 +89,10 @@ export class StackView extends EventTarget {
     this.controls.append(this.open, this.settings);
     /** @type {Inspection | null} */
     this.inspection = null;
+    /** Fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("./planes.js").Volume>) | null} */
+    this.fetchMiddle = null;
+    /** Pictures of the channels, made once for a reading of the axes. */
+    this.pictures = { axes: "", root: element("div") };
   }
 
   /** @param {string} name @param {number} bytes */
@@ -264,57 +272,9 @@ export class StackView extends EventTarget {
 
   /** @param {import("./server.js").Description} file */
   #ask(file) {
-    const { channel, time } = this.parameters;
-    const wanted = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
     const parts = [];
-    if (file.channels.length > 1) {
-      parts.push(
-        field(
-          "Channel to segment",
-          element(
-            "select",
-            {
-              id: "channel",
-              onchange: (/** @type {Event} */ event) =>
-                this.#change({ channel: /** @type {HTMLSelectElement} */ (event.target).value }),
-            },
-            ...(wanted > 1 || !channel
-              ? [
-                  element(
-                    "option",
-                    { value: "", selected: !channel },
-                    wanted > 1 ? "as many as the model takes" : "choose one",
-                  ),
-                ]
-              : []),
-            ...file.channels.map((name, index) =>
-              element(
-                "option",
-                { value: String(index), selected: channel === String(index) },
-                name ? `${index}: ${name}` : `Channel ${index}`,
-              ),
-            ),
-          ),
-        ),
-      );
-    }
-    if (file.times > 1) {
-      parts.push(
-        field(
-          "Time point",
-          element("input", {
-            type: "number",
-            id: "time",
-            min: "0",
-            max: String(file.times - 1),
-            value: time ?? "0",
-            onchange: (/** @type {Event} */ event) =>
-              this.#change({ time: /** @type {HTMLInputElement} */ (event.target).value }),
-          }),
-          element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
-        ),
-      );
-    }
+    if (file.channels.length > 1) parts.push(this.#channelField(file), this.#channelPictures(file));
+    if (file.times > 1) parts.push(...this.#timeFields(file));
     parts.push(this.#voxelField(file));
     const stated = this.parameters.axes ?? "";
     // Pages that were taken for planes may be time points or channels.
@@ -337,12 +297,106 @@ export class StackView extends EventTarget {
           id: "axes",
           // What was chosen of the dimensions need not be there with other ones.
           onchange: (/** @type {Event} */ event) =>
-            this.#change({ axes: /** @type {HTMLSelectElement} */ (event.target).value, channel: "", time: "" }),
+            this.#change({
+              axes: /** @type {HTMLSelectElement} */ (event.target).value,
+              channel: "",
+              time: "",
+              link: "",
+            }),
         },
         element("option", { value: "" }, stated ? "as in the file" : `${file.axes}, as in the file`),
         ...others.map((axes) => element("option", { value: axes, selected: axes === stated }, axes)),
       ),
     );
+  }
+
+  /** @param {import("./server.js").Description} file */
+  #channelField(file) {
+    const { channel } = this.parameters;
+    const wanted = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
+    const nothing = wanted > 1 ? "as many as the model takes" : "choose one";
+    const select = element(
+      "select",
+      { id: "channel", onchange: () => this.#change({ channel: select.value }) },
+      (wanted > 1 || !channel) && element("option", { value: "", selected: !channel }, nothing),
+      ...file.channels.map((name, index) => {
+        const text = name ? `${index}: ${name}` : nameOf(file, index);
+        return element("option", { value: String(index), selected: channel === String(index) }, text);
+      }),
+    );
+    return field("Channel to segment", select);
+  }
+
+  /** @param {import("./server.js").Description} file */
+  #channelPictures(file) {
+    const { channel } = this.parameters;
+    const chosen = channel === undefined || channel === "" ? -1 : Number(channel);
+    const { pictures, fetchMiddle } = this;
+    const reading = `${file.axes} ${file.stored_shape}`;
+    if (pictures.axes !== reading && fetchMiddle) {
+      const choose = (/** @type {number} */ index) => this.#change({ channel: String(index) });
+      this.pictures = { axes: reading, root: channelPictures(file, chosen, fetchMiddle, choose) };
+    }
+    const { root } = this.pictures;
+    for (const [index, made] of [...root.children].entries())
+      made.setAttribute("aria-pressed", String(index === chosen));
+    return root;
+  }
+
+  /** One time point, some of them, or all. @param {import("./server.js").Description} file */
+  #timeFields(file) {
+    const time = this.parameters.time ?? "0";
+    const several = isRange(time);
+    const [first, stop] = time === "all" ? ["", ""] : time.split(":");
+    /** @param {string} id @param {string} value @param {string} label */
+    const numeric = (id, value, label) =>
+      element("input", {
+        type: "number",
+        id,
+        min: "0",
+        max: String(file.times - 1),
+        value,
+        "aria-label": label,
+        onchange: () => this.#change({ time: read() }),
+      });
+    const one = numeric("time", first || "0", "Time point");
+    const from = numeric("time-from", first || "0", "First time point");
+    const last = numeric("time-last", String(Number(stop || file.times) - 1), "Last time point");
+    const kind = element(
+      "select",
+      {
+        id: "times",
+        onchange: () => this.#change(kind.value === "one" ? { time: read(), link: "" } : { time: read() }),
+      },
+      ...[
+        ["one", "one"],
+        ["some", "from … to"],
+        ["all", `all ${file.times}`],
+      ].map(([value, text]) =>
+        element("option", { value, selected: value === (several ? (time === "all" ? "all" : "some") : "one") }, text),
+      ),
+    );
+    const read = () => {
+      if (kind.value === "all") return "all";
+      if (kind.value === "one") return one.value || "0";
+      const begin = Math.min(Number(from.value), file.times - 1);
+      return `${begin}:${Math.max(begin, Math.min(Number(last.value), file.times - 1)) + 1}`;
+    };
+    const link = element("input", {
+      type: "checkbox",
+      id: "link",
+      checked: this.parameters.link === "overlap",
+      onchange: () => this.#change({ link: link.checked ? "overlap" : "" }),
+    });
+    const numbers = several ? time !== "all" && element("div", { class: "row tight" }, from, "to", last) : one;
+    return [
+      field(
+        "Time points",
+        element("div", { class: "row tight" }, kind, numbers),
+        element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
+      ),
+      ...(several ? [element("label", { class: "slim" }, link, "Give objects one number through time")] : []),
+    ];
   }
 
   /** @param {import("./server.js").Description} file */

@@ -8,16 +8,26 @@ import { ACROSS, cut, paintGrey, paintLabels } from "./slices.js";
 /** @typedef {import("./slices.js").Plane} Plane */
 /** @typedef {import("./planes.js").Triple} Triple */
 
+/** @typedef {[number, number, number]} Colour red, green, blue */
 /**
- * @typedef {object} Scene what all views of a stack show
+ * @typedef {object} Layer grey values in a colour
  * @property {Volume | null} image
+ * @property {Colour} colour of what is bright
+ * @property {[number, number]} contrast grey values that are black, and as bright as can be
+ * @property {[number, number]} range of the grey values
+ */
+/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} Sharp a plane, and every how many voxels of the whole it has */
+/** @typedef {Sharp & {at: number}} SharpPlane */
+
+/**
+ * @typedef {object} SceneParts what all views of a stack show
+ * @property {Layer[]} overlays other channels, which are added to the image
  * @property {Volume | null} labels
- * @property {{at: number, image: Plane, labels: Plane | null} | null} sharp the plane along z in full resolution
+ * @property {[SharpPlane | null, SharpPlane | null, SharpPlane | null]} sharp planes across each axis in full resolution
  * @property {Triple} voxel edges of a voxel of what is here, in micrometres
  * @property {Triple} at the voxel under the crosshair
  * @property {Triple} centre voxel in the middle of the views
  * @property {number} scale pixels of the screen for a micrometre
- * @property {[number, number]} contrast grey values that are black and white
  * @property {boolean} smooth
  * @property {boolean} shown whether objects are shown
  * @property {boolean} filled
@@ -25,6 +35,7 @@ import { ACROSS, cut, paintGrey, paintLabels } from "./slices.js";
  * @property {number} selected id of the selected object, 0: none
  * @property {Uint8Array | null} hidden for each id whether it is hidden
  */
+/** @typedef {Layer & SceneParts} Scene */
 
 export const NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
 const LETTERS = ["z", "y", "x"];
@@ -117,28 +128,55 @@ export class View {
 
   /** @param {Volume} image @param {import("./slices.js").Placement} place */
   #drawImage(image, place) {
-    const { contrast, at, smooth } = this.scene;
-    const sharp = this.#sharp()?.image;
-    const plane = sharp ?? cut(image, this.axis, at[this.axis]);
-    const finer = sharp ? fineness(sharp, image) : 1;
-    const ratio = this.ratio ?? 1;
-    this.offscreen.width = plane.width;
-    this.offscreen.height = plane.height;
-    this.offscreen.getContext("2d")?.putImageData(paintGrey(plane, ...contrast), 0, 0);
+    const { at, smooth, overlays } = this.scene;
     const context = this.base.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
+    context.globalCompositeOperation = "source-over";
     context.clearRect(0, 0, this.base.width, this.base.height);
     context.imageSmoothingEnabled = smooth;
-    const { left, top, scaleX, scaleY } = place;
-    context.setTransform(scaleX * finer * ratio, 0, 0, scaleY * finer * ratio, left * ratio, top * ratio);
+    const sharp = this.#sharp();
+    this.#paint(
+      context,
+      this.scene,
+      sharp?.image ?? cut(image, this.axis, at[this.axis]),
+      this.#fine(place, sharp?.step),
+    );
+    context.globalCompositeOperation = "lighter";
+    for (const layer of overlays) {
+      if (layer.image) this.#paint(context, layer, cut(layer.image, this.axis, at[this.axis]), place);
+    }
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} context @param {import("./view.js").Layer} layer
+   * @param {Plane} plane @param {import("./slices.js").Placement} place
+   */
+  #paint(context, { contrast, colour }, plane, { left, top, scaleX, scaleY }) {
+    const ratio = this.ratio ?? 1;
+    this.offscreen.width = plane.width;
+    this.offscreen.height = plane.height;
+    this.offscreen.getContext("2d")?.putImageData(paintGrey(plane, ...contrast, colour), 0, 0);
+    context.setTransform(scaleX * ratio, 0, 0, scaleY * ratio, left * ratio, top * ratio);
     context.drawImage(this.offscreen, 0, 0);
   }
 
   /** The plane in full resolution, where it has been fetched. */
   #sharp() {
     const { sharp, at } = this.scene;
-    return this.axis === 0 && sharp?.at === at[0] ? sharp : null;
+    return sharp[this.axis]?.at === at[this.axis] ? sharp[this.axis] : null;
+  }
+
+  /**
+   * The placement of a plane with smaller steps than the volume.
+   * @param {import("./slices.js").Placement} place @param {Triple | undefined} step
+   */
+  #fine(place, step) {
+    const { image } = this.scene;
+    if (!step || !image) return place;
+    const [down, right] = ACROSS[this.axis];
+    const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
+    return { ...place, scaleX: place.scaleX * scaleX, scaleY: place.scaleY * scaleY };
   }
 
   /** @param {import("./slices.js").Placement} place */
@@ -153,14 +191,14 @@ export class View {
     }
     const ratio = this.ratio ?? 1;
     const image = context.createImageData(this.over.width, this.over.height);
-    const sharp = this.#sharp()?.labels;
-    const plane = sharp ?? cut(labels, this.axis, at[this.axis]);
-    const finer = (sharp ? fineness(sharp, labels) : 1) * ratio;
+    const sharp = this.#sharp();
+    const plane = sharp?.labels ?? cut(labels, this.axis, at[this.axis]);
+    const fine = this.#fine(place, sharp?.labels ? sharp.step : undefined);
     const pixels = {
-      left: place.left * ratio,
-      top: place.top * ratio,
-      scaleX: place.scaleX * finer,
-      scaleY: place.scaleY * finer,
+      left: fine.left * ratio,
+      top: fine.top * ratio,
+      scaleX: fine.scaleX * ratio,
+      scaleY: fine.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
     paintLabels(plane, image, pixels, { filled, selected, hidden, thickness });
@@ -179,11 +217,6 @@ export class View {
   moveCross() {
     this.#moveCross();
   }
-}
-
-/** The edge of a pixel of a plane in voxels of a coarser volume. @param {Plane} plane @param {Volume} volume */
-function fineness(plane, volume) {
-  return Math.ceil(volume.whole[2] / plane.width) / volume.step[2];
 }
 
 /** @param {number} value @param {number} length */

@@ -1,7 +1,7 @@
 /** Three orthogonal views with one crosshair and one scale, and the maximum projection beside them. */
 
 import { button, element } from "./elements.js";
-import { paintGrey, project, quantiles } from "./slices.js";
+import { ACROSS, paintGrey, project, quantiles } from "./slices.js";
 import { clamp, View } from "./view.js";
 import { number } from "./words.js";
 
@@ -10,8 +10,10 @@ import { number } from "./words.js";
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./view.js").Scene} Scene */
 
-/** @typedef {{image: import("./slices.js").Plane, labels: import("./slices.js").Plane | null}} Sharp */
+/** @typedef {import("./view.js").Layer} Layer */
+/** @typedef {import("./view.js").Sharp} Sharp */
 
+const AXES = /** @type {Axis[]} */ ([0, 1, 2]);
 const IDLE_MILLISECONDS = 200;
 const MOST_ZOOM = 60;
 const CLICK_PIXELS = 4;
@@ -24,13 +26,16 @@ export class Viewer extends EventTarget {
     /** @type {Scene} */
     this.scene = {
       image: null,
+      overlays: [],
       labels: null,
-      sharp: null,
+      sharp: [null, null, null],
       voxel: [1, 1, 1],
       at: [0, 0, 0],
       centre: [0, 0, 0],
       scale: 1,
+      colour: [255, 255, 255],
       contrast: [0, 1],
+      range: [0, 1],
       smooth: true,
       shown: true,
       filled: false,
@@ -38,17 +43,20 @@ export class Viewer extends EventTarget {
       selected: 0,
       hidden: null,
     };
-    /** Fetches the plane z of the whole stack as it is. @type {((z: number, signal: AbortSignal) => Promise<Sharp>) | null} */
+    /** The layer that the sliders of contrast are for. @type {Layer} */
+    this.adjusted = this.scene;
+    /** Fetches a plane of the whole stack as it is. @type {((axis: Axis, at: number, signal: AbortSignal) => Promise<Sharp>) | null} */
     this.fetchSharp = null;
     /** Fetches the whole stack in full resolution. @type {((signal: AbortSignal, onblock: (volume: Volume, share: number) => void) => Promise<Volume>) | null} */
     this.fetchWhole = null;
+    /** By axis the plane that is being fetched. */
+    this.awaited = [-1, -1, -1];
     this.sharpening = new AbortController();
     this.timer = 0;
     this.zoom = 1;
     this.views = /** @type {[View, View, View]} */ (
       [0, 1, 2].map((axis) => new View(/** @type {Axis} */ (axis), this.scene))
     );
-    this.range = [0, 1];
     /** @type {{volume: Volume, plane: import("./slices.js").Plane} | undefined} */
     this.projected = undefined;
     this.dirty = new Set();
@@ -92,7 +100,7 @@ export class Viewer extends EventTarget {
     this.grid = element("div", { class: "views" }, this.views[0].root, this.views[2].root, this.views[1].root, corner);
     this.toolbar = this.#makeToolbar();
     root.replaceChildren(this.toolbar, this.grid, this.waiting);
-    root.classList.add("empty");
+    root.classList.add("viewer", "empty");
     for (const view of this.views) this.#listen(view);
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
     this.projection.addEventListener("click", (event) => this.#jump(event));
@@ -158,7 +166,7 @@ export class Viewer extends EventTarget {
     const { scene } = this;
     const same = scene.image !== null && String(scene.image.whole) === String(image.whole);
     scene.image = image;
-    scene.sharp = null;
+    this.#forgetSharp();
     this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
     if (!same) {
@@ -184,11 +192,8 @@ export class Viewer extends EventTarget {
 
   /** Set the contrast from the stack, and make its projection. */
   settle() {
-    const { image } = this.scene;
-    if (image === null) return;
-    const [least, low, high, most] = quantiles(image.data, [0, 0.01, 0.998, 1]);
-    this.range = [least, Math.max(most, least + 1e-9)];
-    this.#showContrast(low, high);
+    stretch(this.scene);
+    this.adjust(this.adjusted);
     this.#drawProjection();
     this.draw();
   }
@@ -196,7 +201,7 @@ export class Viewer extends EventTarget {
   /** @param {Volume | null} labels */
   setLabels(labels) {
     this.scene.labels = labels;
-    this.scene.sharp = null;
+    this.#forgetSharp();
     this.scene.selected = 0;
     this.scene.hidden = null;
     this.objectTools?.toggleAttribute("hidden", labels === null);
@@ -297,21 +302,57 @@ export class Viewer extends EventTarget {
     this.#layOut();
   }
 
-  /** Have the plane fetched in full resolution once the reader stays on it, where what is here is coarser. */
+  /** Have planes fetched in full resolution once the reader stays on them, where what is here is coarser. */
   #sharpen() {
     const { image, labels, at, sharp } = this.scene;
-    if (image === null || this.fetchSharp === null || image.step[1] === 1) return;
-    if (sharp?.at === at[0] && (sharp.labels !== null) === (labels !== null)) return;
+    if (image === null || this.fetchSharp === null) return;
+    const wanted = AXES.filter((axis) => {
+      const here = sharp[axis];
+      const done = here?.at === at[axis] && (here.labels !== null) === (labels !== null);
+      return !done && this.awaited[axis] !== at[axis] && ACROSS[axis].some((across) => image.step[across] > 1);
+    });
+    if (wanted.length === 0) return;
     clearTimeout(this.timer);
-    this.timer = window.setTimeout(async () => {
-      this.sharpening.abort();
-      this.sharpening = new AbortController();
-      const wanted = at[0];
-      const found = await this.fetchSharp?.(wanted * image.step[0], this.sharpening.signal).catch(() => null);
-      if (!found || this.scene.at[0] !== wanted) return;
-      this.scene.sharp = { at: wanted, ...found };
-      this.draw(0);
-    }, IDLE_MILLISECONDS);
+    this.timer = window.setTimeout(() => this.#fetchSharpPlanes(image, wanted), IDLE_MILLISECONDS);
+  }
+
+  /** @param {Volume} image @param {Axis[]} axes */
+  async #fetchSharpPlanes(image, axes) {
+    const { scene, sharpening } = this;
+    await Promise.all(
+      axes.map(async (axis) => {
+        const wanted = scene.at[axis];
+        this.awaited[axis] = wanted;
+        const found = await this.fetchSharp?.(axis, wanted * image.step[axis], sharpening.signal).catch(() => null);
+        if (this.awaited[axis] === wanted) this.awaited[axis] = -1;
+        if (!found || sharpening.signal.aborted || scene.at[axis] !== wanted) return;
+        scene.sharp[axis] = { at: wanted, ...found };
+        this.draw(axis);
+      }),
+    );
+  }
+
+  #forgetSharp() {
+    this.sharpening.abort();
+    this.sharpening = new AbortController();
+    this.scene.sharp = [null, null, null];
+    this.awaited = [-1, -1, -1];
+  }
+
+  /** Show the same place at the same scale and contrast as another viewer does. @param {Viewer} other */
+  follow(other) {
+    const { scene } = this;
+    const { at, centre, contrast } = other.scene;
+    if (scene.image === null || other.scene.image === null) return;
+    const theirs = String([at, centre, other.zoom, contrast]);
+    if (theirs === String([scene.at, scene.centre, this.zoom, scene.contrast])) return;
+    scene.at = [...at];
+    scene.centre = [...centre];
+    scene.contrast = [...contrast];
+    this.zoom = other.zoom;
+    this.#setScale();
+    this.adjust(this.adjusted);
+    this.drawNow();
   }
 
   /** The picture of all three views, with their outlines, as they are seen. @returns {Promise<Blob>} */
@@ -572,25 +613,25 @@ export class Viewer extends EventTarget {
 
   #setContrast() {
     if (!this.low || !this.high) return;
-    const [least, most] = this.range;
+    const [least, most] = this.adjusted.range;
     const [low, high] = [this.low, this.high].map(
       (slider) => least + (Number(slider.value) / 1000) ** 2 * (most - least),
     );
-    this.scene.contrast = [low, Math.max(high, low + (most - least) / 1e4)];
+    this.adjusted.contrast = [low, Math.max(high, low + (most - least) / 1e4)];
     this.#drawProjection();
     this.draw();
   }
 
-  /** @param {number} low @param {number} high */
-  #showContrast(low, high) {
+  /** Have the sliders show and set the contrast of a layer. @param {Layer} layer */
+  adjust(layer) {
+    this.adjusted = layer;
     if (!this.low || !this.high) return;
-    const [least, most] = this.range;
-    this.scene.contrast = [low, Math.max(high, low + 1e-9)];
+    const [least, most] = layer.range;
     for (const [slider, value] of /** @type {[HTMLInputElement, number][]} */ ([
-      [this.low, low],
-      [this.high, high],
+      [this.low, layer.contrast[0]],
+      [this.high, layer.contrast[1]],
     ])) {
-      slider.value = String(Math.sqrt((value - least) / (most - least)) * 1000);
+      slider.value = String(Math.sqrt(Math.max(0, value - least) / (most - least)) * 1000);
     }
   }
 
@@ -614,6 +655,14 @@ export class Viewer extends EventTarget {
     this.projected = undefined;
     this.#drawProjection();
   }
+}
+
+/** Set the contrast of a layer by its grey values. @param {Layer} layer */
+export function stretch(layer) {
+  if (layer.image === null) return;
+  const [least, low, high, most] = quantiles(layer.image.data, [0, 0.01, 0.998, 1]);
+  layer.range = [least, Math.max(most, least + 1e-9)];
+  layer.contrast = [low, Math.max(high, low + 1e-9)];
 }
 
 /** @param {Map<number, [number, number]>} pointers */

@@ -1,0 +1,166 @@
+/** Channels of a stack: pictures to choose one by, and an overlay of several in the views. */
+
+import { element } from "./elements.js";
+import { cut, paintGrey, quantiles } from "./slices.js";
+import { stretch } from "./viewer.js";
+
+/** @typedef {import("./server.js").Description} Description */
+/** @typedef {import("./planes.js").Volume} Volume */
+/** @typedef {import("./view.js").Layer} Layer */
+/** @typedef {import("./view.js").Colour} Colour */
+/** @typedef {(channel: number, signal: AbortSignal, onblock: (volume: Volume) => void) => Promise<Volume>} Fetch */
+
+/** Of channels whose file states none. @type {Colour[]} */
+const COLOURS = [
+  [0, 255, 0],
+  [255, 0, 255],
+  [0, 200, 255],
+  [255, 200, 0],
+  [255, 80, 80],
+  [255, 255, 255],
+];
+
+/** @param {Description} file @param {number} channel @returns {Colour} */
+export function colourOf(file, channel) {
+  const stated = /^#(\w\w)(\w\w)(\w\w)$/.exec(file.colours[channel] ?? "");
+  // What is black or nearly so would be seen as nothing.
+  const parts = stated?.slice(1).map((part) => Number.parseInt(part, 16));
+  if (parts && Math.max(...parts) > 60) return /** @type {Colour} */ (parts);
+  return COLOURS[channel % COLOURS.length];
+}
+
+/** @param {Description} file @param {number} channel */
+export function nameOf(file, channel) {
+  return file.channels[channel] || `Channel ${channel}`;
+}
+
+/** @param {Description} file @param {number} channel */
+function swatch(file, channel) {
+  const made = element("span", { class: "dot" });
+  made.style.background = `rgb(${colourOf(file, channel).join(" ")})`;
+  return made;
+}
+
+/**
+ * Buttons with the picture, colour and name of each channel.
+ * @param {Description} file @param {number} chosen -1: none
+ * @param {(channel: number) => Promise<Volume>} fetchMiddle fetches a small plane from the middle of the stack
+ * @param {(channel: number) => void} onchoose
+ */
+export function channelPictures(file, chosen, fetchMiddle, onchoose) {
+  const buttons = file.channels.map((_, channel) => {
+    const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
+    fetchMiddle(channel).then(
+      (volume) => drawSmall(canvas, volume, colourOf(file, channel)),
+      () => canvas.remove(),
+    );
+    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === chosen) };
+    const onclick = () => onchoose(channel);
+    const words = element("span", {}, swatch(file, channel), nameOf(file, channel));
+    return element("button", { ...properties, onclick }, canvas, words);
+  });
+  return element("div", { class: "channels", role: "group", "aria-label": "Channels by their pictures" }, ...buttons);
+}
+
+/** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Colour} colour */
+function drawSmall(canvas, volume, colour) {
+  const [low, high] = quantiles(volume.data, [0.01, 0.995]);
+  const plane = cut(volume, 0, 0);
+  const whole = element("canvas", { width: plane.width, height: plane.height });
+  whole.getContext("2d")?.putImageData(paintGrey(plane, low, Math.max(high, low + 1e-9), colour), 0, 0);
+  const scale = Math.max(canvas.width / plane.width, canvas.height / plane.height);
+  const [width, height] = [plane.width * scale, plane.height * scale];
+  canvas.getContext("2d")?.drawImage(whole, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+}
+
+/** Toggles for the channels in the toolbar of the views: those that are on are added to the one that is segmented. */
+export class ChannelTools {
+  /** @param {import("./viewer.js").Viewer} viewer */
+  constructor(viewer) {
+    this.viewer = viewer;
+    /** Layers of channels that are shown beside the one that is segmented. @type {Map<number, Layer>} */
+    this.layers = new Map();
+    this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Channels that are shown" });
+    this.target = element("select", {
+      "aria-label": "Channel whose contrast is set",
+      onchange: () => viewer.adjust(this.layers.get(Number(this.target.value)) ?? viewer.scene),
+    });
+    this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.target);
+    this.loading = new AbortController();
+  }
+
+  /**
+   * Show the channels of a stack, of which the views have one already.
+   * @param {Description} file @param {number} primary the channel that the views have
+   * @param {Fetch} fetchChannel
+   */
+  show(file, primary, fetchChannel) {
+    this.file = file;
+    this.primary = primary;
+    this.fetchChannel = fetchChannel;
+    this.root.hidden = file.channels.length < 2;
+    this.loading.abort();
+    this.loading = new AbortController();
+    const shown = [...this.layers].filter(([channel]) => channel !== primary && channel < file.channels.length);
+    this.layers = new Map(shown);
+    for (const [channel, layer] of this.layers) this.#fetch(channel, layer);
+    this.#update();
+  }
+
+  /** @param {number} channel */
+  toggle(channel) {
+    if (!this.layers.delete(channel) && this.file) {
+      /** @type {Layer} */
+      const layer = { image: null, colour: colourOf(this.file, channel), contrast: [0, 1], range: [0, 1] };
+      this.layers.set(channel, layer);
+      this.#fetch(channel, layer);
+    }
+    this.#update();
+  }
+
+  /** @param {number} channel @param {Layer} layer */
+  async #fetch(channel, layer) {
+    const fresh = layer.image === null;
+    const { signal } = this.loading;
+    try {
+      await this.fetchChannel?.(channel, signal, (volume) => {
+        const first = layer.image !== volume;
+        layer.image = volume;
+        if (first && fresh) stretch(layer);
+        this.viewer.draw();
+      });
+      if (fresh) stretch(layer);
+      this.viewer.adjust(this.viewer.adjusted);
+      this.viewer.draw();
+    } catch (error) {
+      if (!signal.aborted) this.viewer.waiting.textContent = /** @type {Error} */ (error).message;
+    }
+  }
+
+  #update() {
+    const { file, viewer, layers } = this;
+    if (!file) return;
+    const all = [this.primary ?? 0, ...layers.keys()];
+    viewer.scene.overlays = [...layers.values()];
+    viewer.scene.colour = layers.size ? colourOf(file, all[0]) : [255, 255, 255];
+    this.toggles.replaceChildren(
+      ...file.channels.map((_, channel) => {
+        const own = channel === this.primary;
+        const properties = { type: "button", class: "quiet toggle", "aria-pressed": String(all.includes(channel)) };
+        const onclick = () => this.toggle(channel);
+        const title = own ? "The channel that is segmented" : "Show this channel too";
+        const words = [swatch(file, channel), nameOf(file, channel)];
+        return element("button", { ...properties, title, disabled: own, onclick }, ...words);
+      }),
+    );
+    const chosen = Math.max(0, [viewer.scene, ...layers.values()].indexOf(viewer.adjusted));
+    this.target.replaceChildren(
+      ...all.map((channel, place) =>
+        element("option", { value: String(channel), selected: place === chosen }, nameOf(file, channel)),
+      ),
+    );
+    this.target.hidden = layers.size === 0;
+    viewer.adjust([viewer.scene, ...layers.values()][chosen]);
+    viewer.draw();
+  }
+}
