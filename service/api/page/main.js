@@ -19,7 +19,7 @@ import { startTheme } from "./theme.js";
 import { TimeSlider } from "./time_slider.js";
 import { trainingDialog, trainingsList, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
-import { pageWords } from "./words.js";
+import { pageWords, size } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -166,8 +166,11 @@ class Session {
     if (this.inspection === null) return;
     const [first, stop] = this.inspection.file.time_points ?? [0, 1];
     this.times.show(first, stop, time);
+    // Of linked objects the same one stays chosen.
+    const chosen = this.job?.parameters.link ? this.viewer.scene.selected : 0;
     if (this.job) this.viewer.setLabels(null);
     await Promise.all([this.#showPlanes(this.inspection), this.job && this.#showLabels(this.job)]);
+    this.viewer.select(chosen);
     this.moved.dispatchEvent(new Event("time"));
   }
 
@@ -347,10 +350,19 @@ function report(error) {
 
 /** @param {Blob} file @param {string} name */
 async function openFile(file, name) {
+  const giving = new AbortController();
   const bar = element("progress", { max: 1, "aria-label": "Upload" });
-  byId("start").replaceChildren(element("section", { class: "drop" }, element("h2", {}, `Uploading ${name}`), bar));
+  const words = element("p", { class: "muted", role: "status" }, size(file.size));
+  const cancel = button("Cancel", () => giving.abort(), "secondary");
+  const parts = [element("h2", {}, `Uploading ${name}`), bar, words, cancel];
+  byId("start").replaceChildren(element("section", { class: "drop" }, ...parts));
+  /** @param {number} share */
+  const show = (share) => {
+    bar.value = share;
+    words.textContent = `${size(file.size * share)} of ${size(file.size)}`;
+  };
   try {
-    const stack = await upload(file, name, (share) => (bar.value = share));
+    const stack = await upload(file, name, show, giving.signal);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
     showHome();

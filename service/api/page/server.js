@@ -105,9 +105,10 @@ export function queryOf(parameters) {
 /**
  * Upload a stack, telling how far that has come: only XMLHttpRequest can.
  * @param {Blob} file @param {string} name @param {(share: number) => void} onprogress
+ * @param {AbortSignal} [signal]
  * @returns {Promise<Stack>}
  */
-export async function upload(file, name, onprogress) {
+export async function upload(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
   const sent = await new Promise((resolve, reject) => {
     const sending = new XMLHttpRequest();
@@ -117,13 +118,15 @@ export async function upload(file, name, onprogress) {
     for (const [header, value] of Object.entries(keyHeaders())) sending.setRequestHeader(header, value);
     sending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
     sending.onload = () => resolve(sending);
+    sending.onabort = () => reject(signal?.reason);
+    signal?.addEventListener("abort", () => sending.abort());
     sending.onerror = () => reject(new Problem("unreachable", "The upload broke off; try again.", 0));
     sending.send(file);
   });
   const answer = new Response(sent.responseText || "{}", { status: sent.status || 500 });
   if (answer.status === 401) {
     useKey(await askForKey(Boolean(sessionStorage.getItem(KEY))));
-    return upload(file, name, onprogress);
+    return upload(file, name, onprogress, signal);
   }
   if (!answer.ok) throw await readProblem(answer);
   return answer.json();

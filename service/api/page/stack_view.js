@@ -324,7 +324,7 @@ export class StackView extends EventTarget {
         return element("option", { value: String(index), selected: channel === String(index) }, text);
       }),
     );
-    return field("Channel to segment", select);
+    return field(SETTINGS.channel, select);
   }
 
   /** @param {import("./server.js").Description} file */
@@ -366,6 +366,7 @@ export class StackView extends EventTarget {
       "select",
       {
         id: "times",
+        "aria-label": "Time points",
         onchange: () => this.#change(kind.value === "one" ? { time: read(), link: "" } : { time: read() }),
       },
       ...[

@@ -1,0 +1,163 @@
+"""Several results, time points and channels on the page, and stacks that it does not hold whole; in a real browser."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from browsing import SECONDS, Open, check_accessibility, put, segment
+from fakes import until
+from live import Live, as_tiff
+from numpy.typing import NDArray
+from paths import ROOT
+from playwright.sync_api import Page, expect
+
+# How many pixels of the XY view are red, green, and both.
+COLOURS = """() => {
+  const canvas = document.querySelector(".view[data-axis=z] canvas.base");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const counts = [0, 0, 0];
+  for (let p = 0; p < data.length; p += 4) {
+    counts[0] += data[p] > 99; counts[1] += data[p + 1] > 99; counts[2] += data[p] > 99 && data[p + 1] > 99;
+  }
+  return counts;
+}"""
+
+COUNT_COMMON = """async ([one, other]) => {
+  const { countCommon } = await import("/page/agreement.js");
+  return countCommon({ data: Uint16Array.from(one) }, { data: Uint16Array.from(other) });
+}"""
+
+
+@pytest.fixture(scope="module")
+def sample() -> NDArray[Any]:
+    return np.asarray(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:124, 40:104])
+
+
+def submit(live: Live, stack: str, **parameters: Any) -> str:
+    job = str(live.client.post("/jobs", params={"stack": stack, **parameters}).json()["id"])
+    until(lambda: live.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
+    return job
+
+
+def test_two_results_are_looked_at_side_by_side(nuclei: Live, open_page: Open, sample: NDArray[Any]) -> None:
+    tiff = {"Content-Type": "image/tiff"}
+    stack = nuclei.client.post("/stacks", content=as_tiff(sample), headers=tiff).json()["id"]
+    jobs = [submit(nuclei, stack, diameter="15px", minimum_size=least) for least in ("1um3", "60um3")]
+    counts = [nuclei.client.get(f"/jobs/{job}").json()["objects"] for job in jobs]
+    assert counts[0] > counts[1] > 0
+    page = open_page(nuclei)
+    page.goto(f"/#compare={','.join(jobs)}")
+    sides = page.locator(".side-by-side")
+    only = f"{counts[1]} objects in both (they share more than half), {counts[0] - counts[1]} on the left alone, 0 on"
+    expect(page.locator("#compare footer")).to_contain_text(only)
+    for side, count in zip(sides.all(), counts, strict=True):
+        expect(side).to_contain_text(f"{count} objects")
+    check_accessibility(page)
+    first, second = sides.all()
+    first.locator(".view[data-axis=z] .stage").click(position={"x": 120, "y": 100})
+    expect(second.locator(".caption").nth(1)).to_have_text(first.locator(".caption").nth(1).inner_text())
+    expect(second).to_contain_text("Here: ")
+    second.get_by_label("Plane along z").fill("3")
+    expect(first.locator(".caption").first).to_contain_text("z 4 / 24")
+    second.get_by_role("button", name="+", exact=True).click()
+    expect(first.locator(".scale-bar")).to_have_text(second.locator(".scale-bar").inner_text())
+    first.get_by_role("link", name="Open this result").click()
+    expect(page.locator("#side")).to_contain_text(f"{counts[0]} objects")
+
+
+def test_objects_are_the_same_where_they_share_more_than_half(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    rng = np.random.default_rng(0)
+    one, other = (rng.integers(0, 4, 60).repeat(5) for _ in range(2))
+    mixed = np.where(rng.random(300) < 0.8, one, other)
+    common = sum(
+        2 * np.sum((one == a) & (mixed == b)) > np.sum((one == a) | (mixed == b))
+        for a in range(1, 4)
+        for b in range(1, 4)
+    )
+    assert common > 0
+    assert page.evaluate(COUNT_COMMON, [one.tolist(), mixed.tolist()]) == common
+    assert page.evaluate(COUNT_COMMON, [one.tolist(), one.tolist()]) == 3
+    assert page.evaluate(COUNT_COMMON, [one.tolist(), np.zeros(300, int).tolist()]) == 0
+
+
+def test_a_series_is_segmented_and_looked_at_through_time(nuclei: Live, open_page: Open, sample: NDArray[Any]) -> None:
+    page = open_page(nuclei)
+    points = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 0, 1, 2)])
+    put(page, as_tiff(points, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
+    page.locator("#times").select_option("some")
+    page.locator("#time-from").fill("1")
+    page.locator("#time-from").press("Tab")
+    expect(page.get_by_label("Time point that is shown")).to_have_attribute("min", "1")
+    page.locator("#link").check()
+    page.get_by_label("How the diameter is found").select_option("none")
+    check_accessibility(page)
+    segment(page)
+    expect(page.locator("#words")).to_contain_text("at 3 time points")
+    job = nuclei.client.get("/jobs").json()["jobs"][0]
+    assert (job["parameters"]["time"], job["parameters"]["link"]) == ("1:4", "overlap")
+    expect(page.locator("#words")).to_contain_text("tracks")
+    expect(page.locator("table.objects thead")).to_contain_text("Parent")
+    page.get_by_role("button", name="Time", exact=True).click()
+    row = page.locator("tr[data-row]").first
+    track = row.get_attribute("data-label")
+    row.click()
+    expect(page.locator(".toolbar")).to_contain_text("3 of 1 to 3")
+    expect(page.locator(".readout")).to_contain_text(f"object {track}")
+    page.get_by_role("button", name="Earlier").click()
+    expect(page.locator("tr[aria-selected='true']")).to_contain_text("2")
+    page.get_by_role("tab", name="Take").click()
+    expect(page.get_by_role("button", name="NumPy")).to_have_count(0)
+
+
+def test_a_channel_is_chosen_by_its_picture_and_shown_over_another(fake: Live, open_page: Open) -> None:
+    pixels = np.zeros((4, 2, 32, 32), np.uint16)
+    pixels[:, 0, :20] = pixels[:, 1, 12:] = 900
+    channels = {"Name": ["left", "right"], "Color": [-16776961, 0x00FF00FF]}
+    tifffile.imwrite(stack := io.BytesIO(), pixels, ome=True, metadata={"axes": "ZCYX", "Channel": channels})
+    page = open_page(fake)
+    put(page, stack.getvalue())
+    pictures = page.get_by_role("group", name="Channels by their pictures")
+    pictures.get_by_role("button", name="left").click()
+    expect(page.locator("#channel")).to_have_value("0")
+    expect(pictures.get_by_role("button", name="left")).to_have_attribute("aria-pressed", "true")
+    shown = page.get_by_role("group", name="Channels that are shown")
+    shown.get_by_role("button", name="right").click()
+    page.get_by_label("Channel whose contrast is set").select_option("1")
+    check_accessibility(page)
+    until(lambda: colours(page)[2] > 0, SECONDS)
+    red, green, both = colours(page)
+    assert red > both
+    assert green > both
+    pictures.get_by_role("button", name="right").click()
+    until(lambda: colours(page)[2] == colours(page)[0] == colours(page)[1] > 0, SECONDS)
+
+
+def colours(page: Page) -> list[int]:
+    found: list[int] = page.evaluate(COLOURS)
+    return found
+
+
+def test_every_view_of_a_stack_that_is_too_large_is_fetched_as_it_is(fake: Live, open_page: Open) -> None:
+    large = as_tiff(np.zeros((7, 1900, 1900), np.uint8), compression="zlib")
+    page = open_page(fake)
+    with page.expect_response(lambda told: "axis=y" in told.url) as across, page.expect_response("**axis=x**") as along:
+        put(page, large)
+    assert across.value.headers["x-stackseg-shape"] == "7,1,1900"
+    assert along.value.headers["x-stackseg-shape"] == "7,1900,1"
+    expect(page.locator(".caption").nth(1)).to_contain_text("/ 1900")
+
+
+def test_an_upload_tells_how_far_it_is_and_can_be_cancelled(fake: Live, open_page: Open) -> None:
+    page = open_page(fake)
+    page.route("**/stacks", lambda _route: None)
+    put(page, as_tiff(np.zeros((4, 16, 16), np.uint8)))
+    expect(page.get_by_role("progressbar", name="Upload")).to_be_visible()
+    expect(page.locator("#start")).to_contain_text("kB")
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
+    expect(page.locator("#problem")).to_be_hidden()
