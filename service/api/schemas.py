@@ -255,12 +255,14 @@ class Loaded(BaseModel):
 class ModelInfo(BaseModel):
     """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
 
+    picture  where what it finds in its sample is drawn; None without such a picture
     lineage  of a model that was trained here: its parent, and scores before and after
     devices  on which it is loaded
     """
 
     name: str
     state: str
+    picture: str | None = None
     version: str | None = None
     summary: str | None = None
     licence: str | None = None

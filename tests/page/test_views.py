@@ -161,3 +161,19 @@ def test_an_upload_tells_how_far_it_is_and_can_be_cancelled(fake: Live, open_pag
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_each_model_has_a_picture_of_what_it_finds(nuclei: Live, open_page: Open, sample: NDArray[Any]) -> None:
+    for model in nuclei.client.get("/models").json()["models"]:
+        picture = nuclei.client.get(model["picture"])
+        assert (picture.headers["content-type"], picture.content[:4]) == ("image/png", b"\x89PNG")
+    page = open_page(nuclei)
+    put(page, as_tiff(sample))
+    expect(page.get_by_role("img", name="Objects that nuclei finds in its sample")).to_be_visible()
+    page.locator("select:has(option[value=membranes])").select_option("membranes")
+    expect(page.get_by_role("img", name="Objects that membranes finds in its sample")).to_be_visible()
+
+
+def test_a_model_without_a_picture_says_so(fake: Live) -> None:
+    assert [model["picture"] for model in fake.client.get("/models").json()["models"]] == [None]
+    assert fake.client.get("/models/bands/picture").status_code == 404

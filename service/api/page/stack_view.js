@@ -3,6 +3,7 @@
 import { channelPictures, nameOf } from "./channels.js";
 import { button, element, field } from "./elements.js";
 import { isRange } from "./series.js";
+import { request } from "./server.js";
 import { counted, duration, number, pageWords, SETTINGS, size } from "./words.js";
 
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -110,6 +111,7 @@ export class StackView extends EventTarget {
 
   #makeSettings() {
     this.summary = element("p", { class: "muted small" });
+    this.example = element("img", { class: "example", alt: "", hidden: true });
     this.model = element(
       "select",
       { onchange: () => this.#change({ model: this.model?.value ?? "" }) },
@@ -138,6 +140,7 @@ export class StackView extends EventTarget {
       "div",
       {},
       field("Model", this.model, this.summary),
+      this.example,
       field("Object diameter", element("div", { class: "row tight" }, this.diameterKind, this.diameter)),
       element(
         "details",
@@ -227,6 +230,7 @@ export class StackView extends EventTarget {
     this.#ask(file);
     const model = this.models.find((each) => each.name === this.parameters.model);
     if (this.summary) this.summary.textContent = model?.summary ?? "";
+    this.#showExample(model);
     const { estimate } = inspection;
     this.run.disabled = inspection.problem !== null;
     this.estimate.classList.toggle("warning-text", inspection.problem !== null);
@@ -308,6 +312,25 @@ export class StackView extends EventTarget {
         ...others.map((axes) => element("option", { value: axes, selected: axes === stated }, axes)),
       ),
     );
+  }
+
+  /** Show what a model finds in its sample. @param {Model | undefined} model */
+  async #showExample(model) {
+    const { example } = this;
+    if (!example || example.dataset.model === model?.name) return;
+    example.dataset.model = model?.name ?? "";
+    example.hidden = true;
+    if (!model?.picture) return;
+    // Relative to the page; an address in the document could not carry the key.
+    const picture = await request(model.picture.slice(1)).then(
+      (found) => found.blob(),
+      () => null,
+    );
+    if (!picture || example.dataset.model !== model.name) return;
+    URL.revokeObjectURL(example.src);
+    example.src = URL.createObjectURL(picture);
+    example.alt = `Objects that ${model.name} finds in its sample`;
+    example.hidden = false;
   }
 
   /** @param {import("./server.js").Description} file */

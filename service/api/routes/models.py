@@ -25,6 +25,12 @@ SAMPLE: dict[int | str, dict[str, Any]] = {
     }
 }
 
+PICTURE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A PNG.", "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}}
+}
+# In the model's folder.
+PICTURE_FILE = "example.png"
+
 
 @router.get("/models")
 async def list_models(runtime: RuntimeDependency) -> ModelList:
@@ -49,6 +55,15 @@ async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
     return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
 
 
+@router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE)
+async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
+    """A picture of what the model finds in its sample, as a PNG. Models without one answer 404."""
+    file = runtime.models.spec(name).folder / PICTURE_FILE
+    if not file.is_file():
+        raise HTTPException(404)
+    return FileResponse(file, media_type="image/png")
+
+
 @router.post("/models/reload")
 async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
     """Read the model folders again, for an admin: add, replace and remove models without a restart.
@@ -69,6 +84,7 @@ def _describe(model: ModelState) -> ModelInfo:
         state=model.state,
         version=spec.version,
         summary=spec.summary,
+        picture=f"/models/{spec.name}/picture" if (spec.folder / PICTURE_FILE).is_file() else None,
         licence=spec.licence,
         training_data=spec.training_data,
         architecture=spec.network,

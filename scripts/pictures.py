@@ -1,0 +1,141 @@
+"""Draw the pictures of this repository: of the page for the README, and of each model's sample for its folder.
+
+python scripts/pictures.py    # needs Debian's chromium, and the extras dev and demo
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import tifffile
+from PIL import Image
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
+
+from service.core.volume import Segmentation, Selection
+from service.formats import thumbnail, tiff_reader
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+LIMIT = 2**30
+SECONDS = 300
+VIEW: ViewportSize = {"width": 1280, "height": 760}
+
+
+def draw_models() -> None:
+    """Write the middle plane of every bundled model's sample, with the outlines that are expected of it."""
+    for folder in sorted((ROOT / "models").iterdir()):
+        volume = tiff_reader.read(folder / "sample.tif", Selection(), LIMIT, None)
+        labels = tiff_reader.read(folder / "expected.tif", Selection(), LIMIT, None).array()[0]
+        save(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
+
+
+def save(picture: bytes, path: Path) -> None:
+    """Write a PNG with at most 256 colours, which is a third as large and looks the same."""
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(path, optimize=True)
+    sys.stdout.write(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes\n")
+
+
+@contextmanager
+def serve() -> Iterator[str]:
+    """Serve the bundled models; return the address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
+        command = [sys.executable, "-m", "service", "serve", "--port", port, "--models", str(ROOT / "models")]
+        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+        server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python
+        try:
+            await_ready(f"http://127.0.0.1:{port}/")
+            yield f"http://127.0.0.1:{port}/"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def await_ready(address: str) -> None:
+    """Wait until the service is ready. Raises TimeoutError."""
+    for _ in range(SECONDS):
+        try:
+            urllib.request.urlopen(f"{address}health/ready").close()  # noqa: S310 - a service of our own
+        except OSError:
+            time.sleep(1)
+        else:
+            return
+    raise TimeoutError(address)
+
+
+def draw_result(page: Page) -> None:
+    """Segment the sample, and show an object of it in the views, in the table and in three dimensions."""
+    page.get_by_role("button", name="Try the sample").click()
+    segment(page)
+    page.locator("tr[data-row]").nth(4).click()
+    page.get_by_role("button", name="3D").click()
+    page.wait_for_timeout(1500)
+    save(page.screenshot(), IMAGES / "page.png")
+
+
+def draw_comparison(page: Page) -> None:
+    """Segment the sample with another width of objects, and show both results side by side."""
+    page.get_by_label("How the diameter is found").select_option("px")
+    page.get_by_label("Diameter in voxels").fill("40")
+    page.get_by_label("Diameter in voxels").press("Tab")
+    page.wait_for_timeout(1000)
+    segment(page)
+    page.get_by_role("link", name="Side by side").click()
+    expect(page.locator("#compare footer")).to_contain_text("in both")
+    page.locator(".side-by-side .view[data-axis=z] .stage").first.click(position={"x": 112, "y": 144})
+    page.wait_for_timeout(500)
+    save(page.screenshot(), IMAGES / "compare.png")
+
+
+def draw_question(page: Page) -> None:
+    """Open a stack whose dimensions have no names and of which a channel has to be chosen."""
+    sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[16:32]
+    other = sample[:, ::-1] // 3
+    tifffile.imwrite(stack := io.BytesIO(), np.stack([sample, other], 1), metadata={"axes": "QRYX"})
+    page.set_input_files("#file", {"name": "export.tif", "mimeType": "image/tiff", "buffer": stack.getvalue()})
+    page.get_by_role("button", name="ZCYX", exact=True).click()
+    page.locator("button.channel").first.click()
+    page.get_by_role("group", name="Channels that are shown").get_by_role("button", name="Channel 1").click()
+    page.wait_for_timeout(1500)
+    save(page.screenshot(), IMAGES / "ambiguous.png")
+
+
+def segment(page: Page) -> None:
+    """Press the button, and wait for the table of objects."""
+    page.get_by_role("button", name="Segment", exact=True).click()
+    expect(page.get_by_role("heading", name="Segmenting")).to_be_visible()
+    expect(page.locator("#words")).to_contain_text("objects, median diameter")
+
+
+def draw_page() -> None:
+    """Write the pictures of the page."""
+    chromium = shutil.which("chromium")
+    expect.set_options(timeout=1000 * SECONDS)
+    with serve() as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_context(viewport=VIEW, color_scheme="dark").new_page()
+        page.goto(address)
+        draw_result(page)
+        draw_comparison(page)
+        page.goto(address)
+        draw_question(page)
+        browser.close()
+
+
+if __name__ == "__main__":
+    draw_models()
+    draw_page()
