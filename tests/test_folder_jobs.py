@@ -244,6 +244,14 @@ def test_what_cannot_be_done_is_refused(service: Service, host: Path) -> None:
     assert not (host / "results" / "day 1").exists()
 
 
+def test_labels_of_a_named_file_have_no_hash_of_another(service: Service, host: Path) -> None:
+    report = service.wait(submit(service, input=f"scans/day 1/{NAMES[0]}", output_to="results/a.tif"), "done")
+    assert report["stacks"] is None
+    with tifffile.TiffFile(host / "results" / "a.tif") as file:
+        assert NAMES[0] in str(file.ome_metadata)
+        assert "source_blake3" not in str(file.ome_metadata)
+
+
 def test_only_jobs_take_folders(service: Service) -> None:
     for path in ("/segment", "/inspect"):
         response = service.client.post(path, params=PLACES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -142,10 +143,15 @@ def _read_series(  # noqa: PLR0913
     read = partial(reader.read, source, scratch=folder, shared=shared, cancelled=cancelled)
 
     def read_point(time: int) -> tuple[Volume, Volume | None]:
-        volume = measured = read(replace(selection, time=time))
-        if query.measurements is not None and selection.channel is not None:
-            measured = read(replace(selection, time=time, channel=None))
-        return volume, None if query.measurements is None else measured
+        try:
+            volume = measured = read(replace(selection, time=time))
+            if query.measurements is not None and selection.channel is not None:
+                measured = read(replace(selection, time=time, channel=None))
+            return volume, None if query.measurements is None else measured
+        finally:
+            # Whoever gave up may have deleted the folder before this has made it again.
+            if cancelled():
+                shutil.rmtree(folder, ignore_errors=True)
 
     series = Series.of(description, read_point, query.link)
     if large:
