@@ -27,6 +27,8 @@ from service.formats.zarr_store import Store
 # Of one file of metadata; consolidated metadata of a large plate have a few MB.
 MAX_JSON_BYTES = 2**24
 _MAX_DIMENSIONS = 16
+# Along one dimension; beyond all that is stored, and the product of all dimensions is still a float.
+_MAX_LENGTH = 2**60
 # Of the parts of one shard, whose index has 16 bytes for each.
 _MAX_SHARD_PARTS = 2**20
 _KINDS = "buif"
@@ -244,7 +246,7 @@ def _parse_sharding(codecs: Any, shard: tuple[int, ...]) -> tuple[Sharding, tupl
     inner = codecs[0]["configuration"]
     chunks = _lengths(inner["chunk_shape"])
     index_codecs = [codec["name"] for codec in inner["index_codecs"]]
-    if len(chunks) != len(shard) or min(chunks) < 1 or any(starmap(mod, zip(shard, chunks, strict=True))):
+    if len(chunks) != len(shard) or min(*chunks, *shard) < 1 or any(starmap(mod, zip(shard, chunks, strict=True))):
         raise BadFile(f"The Zarr array has shards of {shard}, which chunks of {chunks} do not fill.")
     if index_codecs not in (["bytes"], ["bytes", "crc32c"]):
         raise BadFile(f"The Zarr array has an index of shards with codecs {index_codecs}. {_UNUSUAL}")
@@ -271,7 +273,7 @@ def _parse_codecs(codecs: Any, data_type: Any, dimensions: int) -> Coding:
 
 def _lengths(numbers: Any) -> tuple[int, ...]:
     lengths = tuple(numbers)
-    if not all(type(length) is int for length in lengths):
+    if not all(type(length) is int and length <= _MAX_LENGTH for length in lengths):
         raise ValueError(numbers)
     return lengths
 

@@ -141,6 +141,7 @@ def edit(store: Path, name: str, **changes: Any) -> None:
 BLOSC = {"id": "blosc"}
 HOSTILE: dict[str, tuple[str, dict[str, Any], type[RequestError], str]] = {
     "a huge shape": ("0/.zarray", {"shape": [2**40, 2**40, 2**40]}, TooLarge, "decodes to"),
+    "a shape beyond numbers": ("0/.zarray", {"shape": [10**400, 5, 5]}, BadFile, "makes no sense"),
     "huge chunks": ("0/.zarray", {"chunks": [2**40, 16, 16]}, TooLarge, "chunk .* decodes to"),
     "tiny chunks": ("0/.zarray", {"shape": [100, 400, 400], "chunks": [1, 1, 1]}, TooLarge, "larger ones"),
     "larger chunks": ("0/.zarray", {"chunks": [32, 32, 32]}, BadFile, "decodes to|cannot be decoded"),
@@ -200,6 +201,7 @@ def test_hostile_metadata_are_refused(name: str, reader: Reader, tmp_path: Path)
     [
         ({"codecs__0__configuration__chunk_shape": [3, 16, 16]}, "do not fill"),
         ({"codecs__0__configuration__chunk_shape": [0, 16, 16]}, "do not fill"),
+        ({"chunk_grid__configuration__chunk_shape": [0, 32, 32]}, "do not fill"),
         ({"codecs__0__configuration__index_codecs": [{"name": "zstd"}]}, "index of shards"),
         ({"codecs__0__configuration__codecs": []}, "makes no sense"),
         ({"codecs": [{"name": "bytes"}, {"name": "zstd"}, {"name": "zstd"}]}, "not read"),
