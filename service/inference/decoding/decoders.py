@@ -81,9 +81,9 @@ class HostDecoder:
 
 
 class StreamDecoder:
-    """Decoder in a stream of its own of a CUDA device, so that it waits for nothing but its own work.
+    """Decoder in a stream of its own of a CUDA device: windows that are launched later do not wait for it.
 
-    make  makes the decoder; the device must be done with the scores that are added
+    make  makes the decoder
     """
 
     def __init__(self, make: Callable[[], Decoder], device: torch.device) -> None:
@@ -98,6 +98,8 @@ class StreamDecoder:
         if self._stream is not None:
             # Their memory belongs to the stream of the windows, which may use it again once they are dropped.
             scores.record_stream(self._stream)
+            # Their last operation may still be on its way.
+            self._stream.wait_stream(torch.cuda.current_stream(scores.device))
         with self._current():
             self._decoder.add(z0, y0, scores)
 
