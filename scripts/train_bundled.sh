@@ -25,10 +25,10 @@ train() {
 run_stage() {
     case $1 in
     nuclei-1) train "$1" --kind nuclei --minutes 32 --learning-rate 3e-3 --seed 1 ;;
-    nuclei-2) train "$1" --kind nuclei --minutes 48 --learning-rate 2e-3 --seed 50 --keep-statistics --stated 0.7 \
+    nuclei-2) train "$1" --kind nuclei --minutes 34 --learning-rate 2e-3 --seed 50 --keep-statistics --stated 0.7 \
         --pool 48 --init "$folder/nuclei-1/weights.safetensors" ;;
     membranes-1) train "$1" --kind membranes --minutes 40 --learning-rate 4e-3 --seed 2 --pool 32 --stated 0.85 ;;
-    membranes-2) train "$1" --kind membranes --minutes 44 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
+    membranes-2) train "$1" --kind membranes --minutes 36 --learning-rate 2.5e-3 --seed 52 --keep-statistics \
         --stated 0.85 --pool 32 --init "$folder/membranes-1/weights.safetensors" ;;
     *)
         echo "There is no stage $1; there are nuclei-1, nuclei-2, membranes-1 and membranes-2." >&2

@@ -46,7 +46,7 @@ class Scene:
     dividing        share of nuclei in division, as bright plates
     bleed           light of another channel, a grained body around each nucleus
     walls           number of thin bright shells, as of autofluorescent cell walls
-    shell           thickness of a stained nuclear envelope over the radius (a standard deviation); 0: filled nuclei
+    envelope        thickness of a stained nuclear envelope over the radius (a standard deviation); 0: filled nuclei
     tissue          brightness of the tissue around, which varies over the stack and is grained
     """
 
@@ -75,7 +75,7 @@ class Scene:
     dividing: float = 0.0
     bleed: float = 0.0
     walls: int = 0
-    shell: float = 0.0
+    envelope: float = 0.0
     tissue: float = 0.0
 
     @classmethod
@@ -123,7 +123,7 @@ class Scene:
             case 0:
                 return scene._as_spots(rng)
             case 1:
-                return scene._as_shells(rng)
+                return scene._as_envelopes(rng)
             case 2:
                 return replace(scene, tissue=log_uniform(rng, 0.05, 0.8), shading=float(rng.uniform(0.2, 0.6)))
             case _:
@@ -152,7 +152,7 @@ class Scene:
             walls=0,
         )
 
-    def _as_shells(self, rng: Generator) -> Self:
+    def _as_envelopes(self, rng: Generator) -> Self:
         """Return the scene with nuclei whose envelope is stained, and little inside."""
         anisotropy = min(self.anisotropy, 3.0)
         return replace(
@@ -160,7 +160,7 @@ class Scene:
             diameter=log_uniform(rng, max(14.0, 6.0 * anisotropy), 44.0),
             anisotropy=anisotropy,
             fill=float(rng.uniform(0.1, 0.5)),
-            shell=log_uniform(rng, 0.06, 0.16),
+            envelope=log_uniform(rng, 0.06, 0.16),
             margin=1.0,
             overreach=1.0,
             blur=log_uniform(rng, 0.4, 1.2),
@@ -312,8 +312,8 @@ class _Surface:
 def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
     """Return the light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin, dark nucleoli."""
     brightness = rng.lognormal(0, scene.spread)
-    if scene.shell:
-        profile = np.exp(-0.5 * ((gauge - np.float32(0.92)) / np.float32(scene.shell)) ** 2)
+    if scene.envelope:
+        profile = np.exp(-0.5 * ((gauge - np.float32(0.92)) / np.float32(scene.envelope)) ** 2)
         grain = np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 6), 0.1, 3)
         return np.asarray(np.where(gauge <= 1, brightness * (profile + rng.uniform(0, 0.25)) * grain, 0), np.float32)
     rim = rng.uniform(-0.45, 0.35)

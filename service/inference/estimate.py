@@ -33,7 +33,7 @@ from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.inference.windows.views import View, choose_views, views_bytes
+from service.inference.windows.views import BEST, Views, views_bytes
 from service.models.module_tree import iter_modules
 from service.models.spec import Instances, ModelSpec
 
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     skip_below: float | Literal["auto"] | None = None
     steering: Steering = Steering()
     decode_on_host: bool = False
-    views: tuple[View, ...] = ()
+    views: Views = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         estimated=_needs_diameter(spec, options),
         skip_below=None if below == "none" else below,
         steering=options.steering,
-        views=choose_views(scaled=spec.input.diameter is not None) if best else (),
+        views=BEST if best else (),
     )
 
 

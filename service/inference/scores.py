@@ -19,7 +19,7 @@ from service.inference.engine_selector import EngineSelector, ReadyEngine
 from service.inference.estimate import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
-from service.inference.windows.views import AveragedViews, View
+from service.inference.windows.views import AveragedViews, Views
 
 
 class ScoreConsumer(Protocol):
@@ -155,7 +155,7 @@ class ScoreComputer:
                 window = self._smaller_windows[batch_size] = self._make_window(batch_size)
             return window
 
-    def _with_views(self, window: SlidingWindow, views: tuple[View, ...]) -> SlidingWindow:
+    def _with_views(self, window: SlidingWindow, views: Views) -> SlidingWindow:
         """Return windows that are scored in several views, the same object for the same: requests share batches."""
         with self._lock:
             viewed = self._viewed_windows.get(window)

@@ -96,8 +96,8 @@ class Query(BaseModel):
     quality: Annotated[
         Quality | None,
         Field(
-            description="best: every window is scored three times, also mirrored and smaller, and overlaps the next by "
-            "half of its edge unless overlap says otherwise, for some ten times the time. fast if not given."
+            description="best: every window is scored three times, also mirrored, and overlaps the next by half of its "
+            "edge unless overlap says otherwise, for some ten times the time. fast if not given."
         ),
     ] = None
     skip_below: Annotated[

@@ -86,7 +86,7 @@ def test_bits_bound_the_camera() -> None:
 
 
 def test_an_envelope_is_brighter_than_what_it_encloses() -> None:
-    image, labels = synthesise(np.random.default_rng(0), (32, 48, 48), scene(shell=0.08, diameter=24, fill=0.1))
+    image, labels = synthesise(np.random.default_rng(0), (32, 48, 48), scene(envelope=0.08, diameter=24, fill=0.1))
     inside = edt.edt(labels > 0)
     assert image[(inside > 0) & (inside < 4)].mean() > 1.5 * image[inside > 7].mean()
 
