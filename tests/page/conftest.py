@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 expect.set_options(timeout=1000 * SECONDS)
 
 
-@pytest.fixture(scope="package")
+# While playwright runs, its event loop is that of this thread, and tests of other folders begin loops of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("there is no chromium: apt-get install chromium")
