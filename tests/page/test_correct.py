@@ -69,6 +69,7 @@ def result(nuclei: Live) -> Result:
 
 def look_at(result: Result, open_page: Open) -> Page:
     page = open_page(result.live, accept_downloads=True)
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     page.goto(f"/#job={result.job}")
     expect(page.locator("#words")).to_contain_text("objects, median diameter")
     return page

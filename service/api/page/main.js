@@ -238,11 +238,11 @@ class Session {
     viewer.waiting.textContent = "Fetching the labels";
     const hasTable = job.parameters.measurements === "zip";
     const text = hasTable
-      ? (await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal })).text()
+      ? await (await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal })).text()
       : null;
     await this.#showLabels(job);
     viewer.waiting.textContent = "";
-    const table = text && parseTable(await text);
+    const table = text ? parseTable(text) : null;
     const segmentWith = async (/** @type {Record<string, string>} */ changed) => {
       this.settings.restore({ ...this.settings.parameters, ...changed });
       await this.inspect();
