@@ -20,7 +20,7 @@ const SOLID_MILLISECONDS = 400;
 /** @type {Record<Kind, string>} */
 const DONE = { merge: "merged", split: "split", delete: "deleted", add: "outlined", paint: "painted", erase: "erased" };
 
-/** What is shown instead of the result while it is corrected. @typedef {{editor: LabelEditor, tools: EditTools, image: Volume, before: {image: Volume, labels: Volume}}} Mode */
+/** What is shown instead of the result while it is corrected. @typedef {{editor: LabelEditor, tools: EditTools, image: Volume, before: {image: Volume, labels: Volume, overlays: import("./view.js").Layer[]}}} Mode */
 
 export class CorrectView {
   /**
@@ -125,7 +125,8 @@ export class CorrectView {
       const own = await this.#fetchLabels(labels, signal);
       const whole = await this.#fetchImage(image, signal);
       const edits = await kept.load(this.job.id);
-      if (!signal.aborted) await this.#begin(own, whole ?? own, edits, { image, labels });
+      const { overlays } = this.viewer.scene;
+      if (!signal.aborted) await this.#begin(own, whole ?? own, edits, { image, labels, overlays });
     } catch (error) {
       if (!signal.aborted)
         this.root.replaceChildren(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
@@ -141,6 +142,8 @@ export class CorrectView {
     const voxel = /** @type {Triple} */ (viewer.scene.voxel.map((edge, axis) => edge / before.image.step[axis]));
     const editor = new LabelEditor(labels, voxel);
     const fitting = editor.restore(edits);
+    // Other channels of a large stack are here in coarse steps, which do not fit.
+    if (image !== before.image) viewer.scene.overlays = [];
     showImage(viewer, image);
     viewer.setLabels(labels);
     const told = { changed: () => this.#changed(), say: (/** @type {string} */ text) => this.#say(text) };
@@ -197,7 +200,10 @@ export class CorrectView {
     this.mode = null;
     viewer.waiting.textContent = "";
     if (mode === null) return;
-    if (viewer.scene.image === mode.image) showImage(viewer, mode.before.image);
+    if (viewer.scene.image === mode.image && mode.image !== mode.before.image) {
+      viewer.scene.overlays = mode.before.overlays;
+      showImage(viewer, mode.before.image);
+    }
     if (viewer.scene.labels === mode.editor.labels) viewer.setLabels(mode.before.labels);
   }
 
