@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
 
 from service.core import hardware
 from service.core.config import Settings, override_settings
@@ -97,10 +98,10 @@ def fine_tune(  # noqa: PLR0913
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
     scoring = time.monotonic() - began
-    trained, content, sample = _train(
+    trained, content = _train(
         parts, base, out, settings, max(60 * minutes - 2 * scoring, LEAST_SHARE * 60 * minutes), report
     )
-    spec = write_model(trained.network, content, out, sample, settings)
+    spec = write_model(trained.network, content, out, _read_sample(base), settings)
     after = score_model(spec, held_out, eager)
     better = (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
     remark = (
@@ -216,8 +217,8 @@ class _Trained(NamedTuple):
 
 def _train(  # noqa: PLR0913, PLR0917
     parts: Sequence[Annotated], base: ModelSpec, out: Path, settings: Settings, seconds: float, report: Report
-) -> tuple[_Trained, dict[str, Any], Any]:
-    """Train; return the network, the keys of its model file, and the image of which its sample is a part."""
+) -> tuple[_Trained, dict[str, Any]]:
+    """Train; return the network and the keys of its model file."""
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.
@@ -237,7 +238,17 @@ def _train(  # noqa: PLR0913, PLR0917
     trainer.follow = _Follower(report)
     network = trainer.run()
     (out / CHECKPOINT).unlink(missing_ok=True)
-    return _Trained(network, trainer.state.describe_failure()), content, parts[0].pair[0]
+    return _Trained(network, trainer.state.describe_failure()), content
+
+
+def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
+    """Return the image of the parent's sample, [Z, Y, X]; None where it has none.
+
+    Everybody who may use a model sees its sample, so that it must not be a part of an annotated stack.
+    """
+    if base.sample is None:
+        return None
+    return tiff_reader.read(base.folder / base.sample.input, Selection(), LIMIT_BYTES).array()[0]
 
 
 def resample(stack: Annotated, diameter: float | None) -> Pair:

@@ -55,16 +55,18 @@ def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> d
 
 
 def write_model(
-    network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any], settings: Settings
+    network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any] | None, settings: Settings
 ) -> ModelSpec:
     """Write weights, model file and a sample into `folder`, and read them back. Raises BrokenModel.
 
-    The sample is the middle of `image` [Z, Y, X], as large as a window; engines are compared on it.
+    The sample is the middle of `image` [Z, Y, X], as large as a window; engines are compared on it. None: no sample.
     """
     save_weights(network, folder)
     digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
-    stated = content | {"weights": {"file": "weights.safetensors", "sha256": digest}, "sample": Sample().model_dump()}
-    _write_sample(ModelSpec.model_validate({**stated, "folder": folder}), image, settings)
+    stated = content | {"weights": {"file": "weights.safetensors", "sha256": digest}}
+    if image is not None:
+        stated |= {"sample": Sample().model_dump()}
+        _write_sample(ModelSpec.model_validate({**stated, "folder": folder}), image, settings)
     text = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
     (folder / FILE_NAME).write_text(text, encoding="utf-8")
     return read_spec(folder)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.volume import Segmentation, VoxelSize
-from service.formats import tiff_writer
+from service.core.volume import Segmentation, Selection, VoxelSize
+from service.formats import tiff_reader, tiff_writer
 from service.models.repository import read_spec
-from service.models.spec import ModelSpec
+from service.models.spec import ModelSpec, Sample
 from service.training.fine_tune import Annotated, Stack, _hold_out, fine_tune, read_stack, resample
 
 SIZE = VoxelSize(0.5, 0.25, 0.25)
@@ -63,6 +63,19 @@ def test_a_model_is_made_and_says_what_came_of_it(base: ModelSpec, tmp_path: Pat
     assert rounds[0] == 0
     assert len(rounds) > 1
     assert "checkpoint.pt" not in {path.name for path in (tmp_path / "mine").iterdir()}
+    # Others may use the model, and would see a part of the stack.
+    assert spec.sample is None
+
+
+def test_the_sample_is_the_parents(base: ModelSpec, tmp_path: Path) -> None:
+    image = np.random.default_rng(1).integers(0, 999, (16, 16, 16), np.uint16)
+    tiff_writer.write(Segmentation(image, "labels"), base.folder / "sample.tif")
+    parent = base.model_copy(update={"sample": Sample()})
+    stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
+    spec = fine_tune([stack], parent, tmp_path / "mine", settings(base), minutes=0.01, report=lambda _: None).spec
+    assert spec.sample is not None
+    sample = tiff_reader.read(spec.folder / spec.sample.input, Selection(), 2**20).array()[0]
+    assert np.array_equal(sample, image)
 
 
 def test_only_the_annotated_part_is_read(tmp_path: Path) -> None:
