@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
 from service.core.volume import Segmentation, Size, Volume, VoxelSize, label_dtype
 from service.formats import tiff_writer
@@ -26,8 +27,10 @@ IMAGE, LABELS, RECORD = "image.ome.tif", "labels.ome.tif", "annotation.json"
 _ID = re.compile(r"[0-9a-f]{32}")
 # What a process that was killed has written by half; no stack takes that long.
 _ABANDONED_SECONDS = 24 * 3600.0
-# Numbers up to this are counted in a table, larger ones by sorting.
-_TABLE_NUMBERS = 2**24
+# Numbers up to this are counted in a table, larger ones by sorting, of which there may be so many.
+_TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
+# Of one owner: each call of an owner reads all of their records.
+MOST_STACKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,13 @@ class Annotation:
 class AnnotationStore:
     """A folder with a folder for every annotated stack. Safe to use from threads, and by several processes.
 
-    `quota_bytes`: of one owner. Nothing is deleted for something new: labels are somebody's work.
+    `quota_bytes` and `most` annotated stacks: of one owner. Nothing is deleted for something new: labels are somebody's
+    work.
     Methods raise OutOfStorage for a full disk and StorageUnavailable for other faults of it.
     """
 
-    def __init__(self, folder: Path, *, quota_bytes: int) -> None:
-        self.folder, self.quota_bytes = folder, quota_bytes
+    def __init__(self, folder: Path, *, quota_bytes: int, most: int = MOST_STACKS) -> None:
+        self.folder, self.quota_bytes, self.most = folder, quota_bytes, most
         # Held while the room of an owner is counted and taken.
         self._lock = threading.Lock()
 
@@ -213,12 +217,11 @@ class AnnotationStore:
             (found.folder / RECORD).unlink()
             shutil.rmtree(found.folder)
 
-    def used_bytes(self, owner: str | None) -> int:
-        """Return the bytes that an owner's annotated stacks take."""
-        return sum(annotation.nbytes for annotation in self.newest(owner))
-
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
-        if (used := self.used_bytes(owner)) + nbytes > self.quota_bytes:
+        kept = self.newest(owner)
+        if len(kept) >= self.most:
+            raise OutOfStorage(f"You keep {len(kept):,} annotated stacks, and no more are kept; delete some.")
+        if (used := sum(annotation.nbytes for annotation in kept)) + nbytes > self.quota_bytes:
             raise OutOfStorage(
                 f"Your annotated stacks take {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), and this"
                 " one has no room; delete some."
@@ -264,8 +267,8 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
         raise BadParameter("The labels have numbers below 0; objects are numbered from 1, and background is 0.")
     highest = max(high for _, high in extremes)
     counted = np.zeros(min(highest, _TABLE_NUMBERS) + 1, np.bool_)
-    large: set[int] = set()
-    pixels = np.empty(labels.shape[1:], label_dtype(highest))
+    large = np.empty(0, np.uint32)
+    pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest))
     z0, z1 = (0, len(planes)) if region is None else region.z
     inside = (slice(None), slice(None)) if region is None else region.slices[1:]
     for z in planes:
@@ -273,7 +276,12 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
         if z0 <= z < z1:
             part = pixels[z][inside]
             counted[part[part < len(counted)]] = True
-            large.update(np.unique(part[part >= len(counted)]).tolist())
+            large = np.union1d(large, part[part >= len(counted)])
+            if len(large) > _MOST_SORTED:
+                raise BadParameter(
+                    f"The labels have more than {_MOST_SORTED:,} numbers beyond {_TABLE_NUMBERS:,}; number the objects"
+                    " from 1 on."
+                )
     objects = int(np.count_nonzero(counted[1:])) + len(large)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects

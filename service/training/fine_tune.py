@@ -248,7 +248,8 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
     """
     if base.sample is None:
         return None
-    return tiff_reader.read(base.folder / base.sample.input, Selection(), LIMIT_BYTES).array()[0]
+    sample: NDArray[Any] = tiff_reader.read(base.folder / base.sample.input, Selection(), LIMIT_BYTES).array()[0]
+    return sample
 
 
 def resample(stack: Annotated, diameter: float | None) -> Pair:
