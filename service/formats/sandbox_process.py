@@ -126,6 +126,9 @@ class ReaderProcess:
             if "output_bytes" in reply:
                 self._send({}, files.make_output(reply["output_bytes"]))
             elif "open" in reply:
+                # A child that asks for one file after the other is never silent.
+                if cancelled():
+                    raise Cancelled("given up while its file was read")
                 with files.open_part(reply["open"]) as part:
                     self._send({}, part)
             else:

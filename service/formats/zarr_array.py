@@ -291,7 +291,7 @@ def _compressor(name: str) -> str:
 def _dtype(name: Any) -> np.dtype[Any]:
     try:
         dtype = np.dtype(name) if isinstance(name, str) else None
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         dtype = None
     if dtype is None or dtype.kind not in _KINDS or dtype.itemsize > 8:
         raise BadFile(
@@ -307,7 +307,9 @@ def _separator(text: str) -> str:
 
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the value of voxels whose chunks are missing."""
+    """Return the value of voxels whose chunks are missing. Raises ValueError for what is no number."""
+    if isinstance(value, list):
+        raise ValueError(value)  # noqa: TRY004 - of the same kind as text that is no number
     if isinstance(value, str) and value.startswith("0x"):
         return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
     return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]

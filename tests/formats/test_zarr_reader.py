@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,15 @@ import zarr
 from zarr.codecs import BloscCodec, GzipCodec, TransposeCodec, ZstdCodec
 from zarr_files import pack, write_zarr
 
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge, UnsupportedMedia
+from service.core.errors import (
+    AmbiguousAxes,
+    BadFile,
+    BadParameter,
+    Cancelled,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
 from service.core.volume import Selection, TimeInterval, VoxelSize
 from service.formats import tiff_reader
 from service.formats.sandbox import Reader
@@ -102,6 +113,25 @@ def test_only_chunks_of_the_selection_are_opened(movie: np.ndarray, reader: Read
         reader.read(store, Selection(channel=2, time=1), tmp_path)
 
 
+def test_reading_is_given_up_between_two_chunks(tmp_path: Path) -> None:
+    store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint8), version="0.4", chunks=(1, 1, 1))
+    edit(store, "0/.zarray", shape=[64, 128, 128])
+    with (
+        Reader(memory_bytes=2**29, seconds=120, decoded_bytes=LIMIT, processes=1) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reader.await_start()
+        began = time.monotonic()
+        cancelled = threading.Event()
+        reading = pool.submit(reader.read, store, Selection(), tmp_path, cancelled=cancelled.is_set)
+        with pytest.raises(TimeoutError):
+            reading.result(0.5)
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            reading.result(60)
+        assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("shards", [None, (4, 16, 16)])
 def test_missing_chunks_have_the_fill_value(shards: Any, reader: Reader, tmp_path: Path) -> None:
     pixels = np.full((8, 20, 30), 7, np.float32)
@@ -161,8 +191,12 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], type[RequestError], str]] = {
     "structures": ("0/.zarray", {"dtype": [["a", "<u2"]]}, BadFile, "not supported"),
     "long doubles": ("0/.zarray", {"dtype": "<f16"}, BadFile, "not supported"),
     "another dtype than its chunks": ("0/.zarray", {"dtype": "<u4"}, BadFile, "decodes to|cannot be decoded"),
+    "half a dtype": ("0/.zarray", {"dtype": "(1,2,"}, BadFile, "not supported"),
+    "a dtype of no size": ("0/.zarray", {"dtype": "(999999999,999999999)u1"}, BadFile, "not supported"),
     "a strange separator": ("0/.zarray", {"dimension_separator": "/../"}, BadFile, "makes no sense"),
     "a strange fill": ("0/.zarray", {"fill_value": {"a": 1}}, BadFile, "makes no sense"),
+    "a fill of several": ("0/.zarray", {"shape": [99, 30, 30], "fill_value": [1, 2]}, BadFile, "makes no sense"),
+    "a fill of nothing": ("0/.zarray", {"shape": [99, 30, 30], "fill_value": []}, BadFile, "makes no sense"),
     "a path out": (".zattrs", {"multiscales__0__datasets__0__path": "../secret"}, BadFile, "no path within"),
     "a path from the root": (".zattrs", {"multiscales__0__datasets__0__path": "/etc"}, BadFile, "no path within"),
     "a path to nothing": (".zattrs", {"multiscales__0__datasets__0__path": "7"}, BadFile, "no array '7'"),
