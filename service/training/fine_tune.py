@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -226,13 +225,12 @@ def _train(  # noqa: PLR0913, PLR0917
     device = hardware.choose_device(settings.device.name)
     chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stackseg-training-") as folder:
-        pace = _measure_pace(prepare_training(pairs, settings, content, base)(Path(folder), chosen.dtype), device)
+    out.mkdir(parents=True, exist_ok=True)
+    pace = _measure_pace(prepare_training(pairs, settings, content, base)(out, chosen.dtype), device)
     left = max(seconds - (time.monotonic() - began), LEAST_SHARE * seconds)
     steps = min(max(round(STEPS_SHARE * left / pace), LEAST_STEPS), MOST_STEPS)
     report({"steps": steps})
     timed = {"steps": steps, "every": -(-steps // VALIDATIONS), "minutes": left / 60}
-    out.mkdir(parents=True, exist_ok=True)
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed), content, base)
     trainer = make_trainer(out, chosen.dtype)
     trainer.follow = _Follower(report)

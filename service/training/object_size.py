@@ -15,6 +15,9 @@ def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
 
     Objects at the border, of which only a part is known, count only where there are fewer than three others.
     """
+    if labels.max(initial=0) > labels.size:
+        # `find_objects` has a place in memory for every number up to the largest.
+        labels = np.searchsorted(np.union1d([0], labels), labels)
     boxes = [box for box in find_objects(labels) if box is not None]
     whole = [box for box in boxes if _is_inside(box, labels.shape)]
     extents = [[s.stop - s.start for s in box] for box in (whole if len(whole) > 2 else boxes)]
