@@ -23,7 +23,7 @@ from service.core.config import Settings
 from service.core.errors import BadParameter, NotReady, QueueFull, StackSegError, SwitchedOff, UnknownTraining
 from service.core.errors import without_folders as shorten
 from service.formats.sandbox_process import child_environment
-from service.models.repository import FILE_NAME
+from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
 from service.serving.annotation_store import Annotation, AnnotationStore
 from service.serving.runtime import Runtime
@@ -168,11 +168,13 @@ class Trainings:
         self._save(record)
 
     def _check_name(self, name: str) -> None:
-        """Raise BadParameter where a model has the name, or is about to have it."""
-        taken = {state.name for state in self._runtime.models.states()}
+        """Raise BadParameter where a model has the name, or is about to have it, and for names of default models."""
+        models = self._settings.models
+        taken = {DEFAULT_NAME, models.default, *models.serve}
+        taken |= {state.name for state in self._runtime.models.states()}
         taken |= {record.name for record in self._records.values() if not record.over}
         if name in taken or (self._settings.trained_folder / name).exists():
-            raise BadParameter(f"name: there is a model called {name!r}, or will be one; choose another name.")
+            raise BadParameter(f"name: {name!r} is the name of a model, or kept for one; choose another name.")
 
     def _check_room(self, owner: str | None) -> None:
         if self._stopped or self._runtime.draining:

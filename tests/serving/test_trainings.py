@@ -185,7 +185,9 @@ def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
 
 
 def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:
-    for changes, text in (({"minutes": 121.0}, "no more than 120"), ({"name": "base"}, "another name")):
+    # A model called nuclei would become the default one.
+    names = [({"name": name}, "another name") for name in ("base", "nuclei")]
+    for changes, text in (({"minutes": 121.0}, "no more than 120"), *names):
         with pytest.raises(BadParameter, match=text):
             service.submit(**{"name": "x"} | changes)
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
