@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import statistics
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.core.volume import Selection, TimeInterval, VoxelSize
 from service.formats import tiff_reader
+from service.inference.distance_tracking import missing_library
 
 POINTS = 5
 # No resampling, and no estimate.
@@ -196,6 +199,18 @@ def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint
     assert show(live, job)["state"] == "cancelled"
     until(lambda: not live.runtime.running and live.leftovers() == [])
     assert live.client.get(f"/jobs/{job['id']}/result").status_code == 410
+
+
+@pytest.mark.skipif(missing_library() is not None, reason=str(missing_library()))
+def test_objects_are_linked_by_least_movement(live: Live, pixels: NDArray[np.uint8]) -> None:
+    """As they hardly move, tracks go through all time points."""
+    response = live.segment(as_series(pixels), time="all", diameter=WIDTH, link="laptrack", measurements="csv")
+
+    assert response.status_code == 200, response.text
+    rows = list(csv.DictReader(io.StringIO(response.text)))
+    points = Counter(row["track_id"] for row in rows)
+    assert {row["track_id"] for row in rows if row["time"] == "0"} <= set(points)
+    assert statistics.median(points.values()) >= len(pixels) - 1
 
 
 @pytest.mark.parametrize(

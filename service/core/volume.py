@@ -21,7 +21,7 @@ StackShape = tuple[int, int, int, int]
 OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
 """Whether windows are scored once, or overlap more and are scored in several views that are averaged."""
-Linking = Literal["overlap"]
+Linking = Literal["overlap", "laptrack"]
 """How objects get one number through time: by the overlap of their labels at neighbouring time points."""
 
 

@@ -37,6 +37,7 @@ from service.core.volume import (
 )
 from service.inference.confidence import Doubt
 from service.inference.diameter import Sizing
+from service.inference.distance_tracking import link_by_distance
 from service.inference.empty_windows import Skipped
 from service.inference.measurements import Table, measure
 from service.inference.result import Result, SeriesFacts
@@ -244,11 +245,16 @@ class _Points:
         pixels, count, tracks = self._pixels[: self.done], self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
-                tracks = link_by_overlap(pixels)
+                tracks = self._link(pixels, self._series.link)
                 pixels, count = self._renumber(tracks), tracks.count
         last, interval = self.last.segmentation, self._series.interval
         segmentation = replace(last, pixels=pixels, count=count, objects=None, time_interval=interval)
         return segmentation, self._make_table(tracks)
+
+    def _link(self, pixels: Array, how: Linking) -> Tracks:
+        if how == "overlap":
+            return link_by_overlap(pixels)
+        return link_by_distance(pixels, self.last.segmentation.voxel_size)
 
     def _renumber(self, tracks: Tracks) -> Array:
         """Give every object the number of its track."""

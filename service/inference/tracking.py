@@ -52,11 +52,11 @@ def link_by_overlap(labels: Array) -> Tracks:
     Args:
         labels: [T, Z, Y, X], at each time point numbered from 1; of the first the numbers are the tracks
     """
-    sizes = _sizes(labels[0])
+    sizes = count_voxels(labels[0])
     parents = [0] * len(sizes)
     tracks = [np.where(sizes > 0, np.arange(len(sizes)), 0)]
     for number in range(1, len(labels)):
-        before, sizes = sizes, _sizes(labels[number])
+        before, sizes = sizes, count_voxels(labels[number])
         links, mothers = _match(_overlaps(labels[number - 1], labels[number]), before, sizes)
         known = tracks[-1]
         tracks.append(np.zeros(len(sizes), np.int64))
@@ -78,15 +78,16 @@ class _Overlaps(NamedTuple):
     voxels: Integers
 
 
-def _slabs(shape: tuple[int, ...]) -> list[slice]:
+def slabs(shape: tuple[int, ...]) -> list[slice]:
+    """Cut planes into slices of about as many voxels as are compared together."""
     planes = max(1, _SLAB_VOXELS // max(1, math.prod(shape[1:])))
     return [slice(z, z + planes) for z in range(0, shape[0], planes)]
 
 
-def _sizes(labels: Array) -> Integers:
+def count_voxels(labels: Array) -> Integers:
     """Return the voxels of every label, 0 for the background."""
     largest = int(labels.max(initial=0))
-    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in _slabs(labels.shape))
+    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in slabs(labels.shape))
     sizes = np.asarray(counts, np.int64)
     sizes[0] = 0
     return sizes
@@ -95,7 +96,7 @@ def _sizes(labels: Array) -> Integers:
 def _overlaps(before: Array, after: Array) -> _Overlaps:
     base = int(after.max(initial=0)) + 1
     codes, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for slab in _slabs(before.shape):
+    for slab in slabs(before.shape):
         line = before[slab].ravel().astype(np.int64) * base + after[slab].ravel()
         # Neighbours mostly have the same labels: there are far fewer runs than voxels.
         starts = np.flatnonzero(np.diff(line, prepend=-1))

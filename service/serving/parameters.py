@@ -24,6 +24,7 @@ from service.core.volume import (
     parse_skip_below,
     parse_time,
 )
+from service.inference.distance_tracking import missing_library
 
 # What is told of the faults of a request: it may have thousands.
 MAX_FAULTS = 3
@@ -162,7 +163,10 @@ class Query(BaseModel):
 
     link: Annotated[
         Linking | None,
-        Field(description="Of several time points: give each object one number through time, by their overlap."),
+        Field(
+            description="Of several time points: give each object one number through time. overlap: as the one that it "
+            "shares most voxels with; laptrack: by the least movement of all, for objects that leave their place."
+        ),
     ] = None
 
     measurements: Annotated[
@@ -236,6 +240,8 @@ class Query(BaseModel):
     def _check_link(cls, link: Linking | None, field: ValidationInfo) -> Linking | None:
         if link is not None and not isinstance(parse_time(field.data.get("time") or "0"), TimeRange):
             raise ValueError("objects are linked through several time points, as of time=all or time=2:5")
+        if link == "laptrack" and (missing := missing_library()):
+            raise ValueError(missing)
         return link
 
     @cached_property

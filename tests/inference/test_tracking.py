@@ -3,20 +3,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from label_series import Labels, boxes
 
 from service.inference.tracking import link_by_overlap
-
-Labels = NDArray[np.uint16]
-
-
-def boxes(*times: list[tuple[int, int]]) -> Labels:
-    """Time points with boxes from one x to another in a volume of two planes, numbered in this order."""
-    labels = np.zeros((len(times), 2, 4, 60), np.uint16)
-    for time, spans in enumerate(times):
-        for number, (start, stop) in enumerate(spans, 1):
-            labels[time, :, :, start:stop] = number
-    return labels
 
 
 def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:

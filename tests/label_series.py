@@ -1,0 +1,17 @@
+"""Series of labels for tests of tracking."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Labels = NDArray[np.uint16]
+
+
+def boxes(*times: list[tuple[int, int]]) -> Labels:
+    """Time points with boxes from one x to another in a volume of two planes, numbered in this order."""
+    labels = np.zeros((len(times), 2, 4, 60), np.uint16)
+    for time, spans in enumerate(times):
+        for number, (start, stop) in enumerate(spans, 1):
+            labels[time, :, :, start:stop] = number
+    return labels
