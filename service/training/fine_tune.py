@@ -25,7 +25,7 @@ from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
 from service.training.examples import LIMIT_BYTES, Pair, zoom_pair
-from service.training.model_folder import draft_content, write_model
+from service.training.model_folder import describe_stacks, draft_content, write_model
 from service.training.object_size import median_extents
 from service.training.train import prepare_training
 from service.training.trainer import CHECKPOINT, Trainer, split
@@ -221,7 +221,7 @@ def _train(  # noqa: PLR0913, PLR0917
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
     # Everybody may see it, and names of stacks are their owners' own.
-    content["training_data"] = f"{base.training_data} Then: {len(parts)} annotated stacks."
+    content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
     device = hardware.choose_device(settings.device.name)
     chosen = precision.choose(settings.engine.precision, hardware.native_precisions(device))
     began = time.monotonic()
@@ -310,5 +310,5 @@ def _explain(lineage: Lineage, failure: str | None, *, unseen: bool) -> str:
     else:
         text = f"The new model is not better: {scores}. Correct more objects, or train for longer."
     if failure is not None:
-        text += " No validation was better than the one before the first step, so it has the weights of the start."
+        text += " It is the model that it began with: nothing learned was better on what was held out."
     return text if unseen else f"{text} Scored on objects that chose its weights, as too few are annotated."

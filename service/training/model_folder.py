@@ -36,6 +36,11 @@ NEW_MODEL: dict[str, Any] = {
 """Keys of the model file of a network that is trained from random weights; `Instances` has defaults for the rest."""
 
 
+def describe_stacks(count: int) -> str:
+    """Return how many annotated stacks there are, in words."""
+    return f"{count} annotated {'stack' if count == 1 else 'stacks'}"
+
+
 def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
     """Return the keys of a new model file but `weights`: those of `base`, or `NEW_MODEL`."""
     content = (
@@ -49,7 +54,7 @@ def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> d
         **content,
         "name": name,
         "version": "1",
-        "summary": f"Trained on {len(trained_on)} annotated stacks" + (f", from {base.identifier}." if base else "."),
+        "summary": f"Trained on {describe_stacks(len(trained_on))}" + (f", from {base.identifier}." if base else "."),
         "training_data": start + ", ".join(trained_on),
     }
 

@@ -97,12 +97,34 @@ def test_the_page_speaks_of_its_own_settings_and_asks_whether_pages_are_planes(f
     page.locator("#axes").select_option("")
     expect(page.locator("#settings .facts")).to_contain_text("24 × 16 × 5")
     words = page.evaluate("""async () => (await import("./page/words.js")).pageWords(
-        "Objects seem to be 7,51.5,52px wide; state diameter= where that is wrong, or diameter=none. Try diameter=4px."
+        "Objects seem to be 7,51.5,52px wide; state diameter= where that is wrong, or diameter=none. Try diameter=4px. "
+        + "Doubtful (confidence 0.37). Resampled from 48 x 192 x 160 to 64 x 162 x 135 voxels."
     )""")
     assert words == (
         "Objects seem to be 52 × 51.5 × 7 voxels wide; state “Object diameter” where that is wrong, or “Object "
-        "diameter: as sampled”. Try “Object diameter: 4 voxels”."
+        "diameter: as sampled”. Try “Object diameter: 4 voxels”. Doubtful (confidence 37 %). "
+        "Resampled from 160 × 192 × 48 to 135 × 162 × 64 voxels."
     )
+
+
+def test_nothing_is_cut_off_on_a_laptop_and_on_a_tablet(nuclei: Live, open_page: Open) -> None:
+    page = open_page(nuclei)
+    sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
+    pixels = np.stack([sample, sample], 1)
+    put(
+        page,
+        as_tiff(pixels, metadata={"axes": "ZCYX", "spacing": 0.49945, "unit": "um"}, resolution=(1 / 0.51183,) * 2),
+    )
+    page.locator("#channel").select_option("0")
+    segment(page)
+    expect(page.locator("#side table")).to_contain_text("Mean 1")
+    expect(page.get_by_label("Voxel size along x")).to_have_value("0.51183")
+    for width, height in ((1280, 720), (820, 1180)):
+        page.set_viewport_size({"width": width, "height": height})
+        cut = page.locator(".voxel-size input, #side .scroller, .view-foot").evaluate_all(
+            "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.outerHTML)"
+        )
+        assert cut == []
 
 
 def test_of_several_time_points_one_is_segmented(fake: Live, open_page: Open) -> None:

@@ -59,7 +59,7 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     curve = training.get_by_role("img", name="Loss after")
     assert f"in training {report['loss'][-1][1]:.3g}"[:15] in (curve.get_attribute("aria-label") or "")
     check_accessibility(page)
-    training.get_by_role("button", name="Segment the stack with mine").click()
+    training.get_by_role("button", name="Open the stack with mine").click()
     expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
     segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")

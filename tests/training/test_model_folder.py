@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from service.models.architectures import ShuffleUNet
-from service.training.model_folder import save_weights
+from service.training.model_folder import draft_content, save_weights
 
 
 def test_saved_weights_load_again(tmp_path: Path) -> None:
@@ -20,3 +20,8 @@ def test_layers_that_are_listed_twice_are_stored_twice(tmp_path: Path) -> None:
     network["other"] = network["one"]
     save_weights(network, tmp_path)
     network.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+
+
+def test_the_summary_counts_the_annotated_stacks() -> None:
+    assert draft_content(None, "mine", ["a"])["summary"] == "Trained on 1 annotated stack."
+    assert draft_content(None, "mine", ["a", "b"])["summary"] == "Trained on 2 annotated stacks."

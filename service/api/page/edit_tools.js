@@ -28,7 +28,7 @@ export const TOOLS = [
     key: "x",
     hint: "Draw a line across an object: it is cut through all planes of this view.",
   },
-  { name: "delete", text: "Delete", key: "d", hint: "Click the objects that are none." },
+  { name: "delete", text: "Delete", key: "d", hint: "Click what is not an object: it is deleted." },
   {
     name: "add",
     text: "Outline",

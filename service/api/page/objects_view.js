@@ -109,7 +109,7 @@ export class ObjectsView extends EventTarget {
     const where = points > 1 ? `${tracks} at ${counted(points, "time point")}` : "";
     const cut = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
     const border = cut ? ` ${number(cut)} of them ${cut === 1 ? "reaches" : "reach"} the border.` : "";
-    return `${counted(table.length, "object")}${where}, median diameter ${number(median(column(table, "equivalent_diameter_area")))} ${unit}.${border}`;
+    return `${counted(table.length, "object")}${where}, median diameter ${number(median(column(table, "equivalent_diameter_area")))}\u00a0${unit}.${border}`;
   }
 
   /** For each id whether it is hidden by the filters; null where none is. */

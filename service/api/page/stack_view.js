@@ -442,7 +442,7 @@ export class StackView extends EventTarget {
     );
     return element(
       "fieldset",
-      { class: edges ? "field" : "field wanted" },
+      { class: edges ? "field voxel-size" : "field voxel-size wanted" },
       element("legend", { class: "field-name" }, "Voxel size x, y, z in µm"),
       element("div", { class: "row tight" }, ...inputs),
     );

@@ -230,7 +230,7 @@ class TrainingView {
         done &&
           annotations.length > 0 &&
           button(
-            `Segment the stack with ${model}`,
+            `Open the stack with ${model}`,
             () => this.actions.segment(annotations[0], model),
             better === false ? "secondary" : "primary",
           ),

@@ -20,6 +20,8 @@ export const SETTINGS = {
 const VALUES = { "diameter=none": "as sampled", "diameter=auto": "estimated from the stack", "voxel_size=Z,Y,X": "" };
 const PARAMETER = new RegExp(`\\b(${Object.keys(SETTINGS).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const WIDTHS = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
+const LENGTHS = /\b(\d+) x (\d+) x (\d+)\b/g;
+const CONFIDENCE = /\(confidence (\d\.\d+)\)/g;
 
 /** @param {string} name of a parameter @param {string} value "" where it has yet to be chosen */
 export function setting(name, value) {
@@ -30,7 +32,10 @@ export function setting(name, value) {
 /** What the service says, with the page's settings in place of parameters, and lengths along x, y, z. @param {string} text */
 export function pageWords(text) {
   const named = text.replace(PARAMETER, (_, name, value) => `“${setting(name, value)}”`);
-  return widths(named).replace(" (docs/models.md)", "");
+  return widths(named)
+    .replace(LENGTHS, "$3 × $2 × $1")
+    .replace(CONFIDENCE, (_, share) => `(confidence ${Math.round(share * 100)} %)`)
+    .replace(" (docs/models.md)", "");
 }
 
 /** Lengths of the service, which are along z, y, x, in the order and the units of this page. @param {string} text */
