@@ -42,6 +42,11 @@ def test_from_the_sample_to_the_labels_on_disk(nuclei: Live, open_page: Open, tm
     page.get_by_role("button", name="3D").click()
     expect(page.locator("canvas.solid")).to_be_visible()
     until(lambda: page.evaluate(SHADES) > 50, SECONDS)
+    slices = page.locator(".view[data-axis=z]")
+    page.get_by_role("button", name="Enlarge").click()
+    expect(slices).to_be_hidden()
+    page.keyboard.press("Escape")
+    expect(slices).to_be_visible()
     page.get_by_role("tab", name="Take").click()
     check_accessibility(page)
     with page.expect_download() as downloading:

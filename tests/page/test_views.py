@@ -112,6 +112,8 @@ def test_a_series_is_segmented_and_looked_at_through_time(nuclei: Live, open_pag
     expect(page.locator("tr[aria-selected='true']")).to_contain_text("2")
     page.get_by_role("tab", name="Take").click()
     expect(page.get_by_role("button", name="NumPy")).to_have_count(0)
+    page.get_by_role("tab", name="Correct").click()
+    expect(page.get_by_role("tabpanel", name="Correct")).to_contain_text("Segment one time point")
 
 
 def test_a_channel_is_chosen_by_its_picture_and_shown_over_another(fake: Live, open_page: Open) -> None:

@@ -251,6 +251,7 @@ export class CorrectView {
         button("NumPy", () => this.#save("npy"), "secondary"),
         abilities.training && button("Improve the model", () => this.#improve(), "secondary"),
       ),
+      element("p", { class: "muted small" }, "The table under Objects is of the labels before they were corrected."),
       button("Discard all corrections", () => this.#discard(), "link"),
     );
     this.#count();

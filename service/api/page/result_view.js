@@ -13,6 +13,9 @@ import { counted, number, setting, widths } from "./words.js";
 /** @typedef {import("./viewer.js").Viewer} Viewer */
 /** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
 
+const ONE_TIME_POINT =
+  "Labels of several time points cannot be corrected here. Segment one time point, and correct its labels.";
+
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
@@ -37,6 +40,9 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
     { text: "Take", page: take },
     ...(correct
       ? [{ text: "Correct", page: correct.root, onshow: (/** @type {boolean} */ shown) => switchMode(shown) }]
+      : []),
+    ...(job.objects !== null && job.time_points
+      ? [{ text: "Correct", page: element("p", { class: "muted" }, ONE_TIME_POINT) }]
       : []),
   ]);
   /** @param {boolean} shown */

@@ -97,6 +97,9 @@ export class Viewer extends EventTarget {
         button("Fit", () => this.fit()),
       ),
     );
+    corner.addEventListener("keydown", ({ key }) => {
+      if (key === "Escape" && this.grid.classList.contains("alone")) this.#enlarge();
+    });
     this.grid = element("div", { class: "views" }, this.views[0].root, this.views[2].root, this.views[1].root, corner);
     this.toolbar = this.#makeToolbar();
     root.replaceChildren(this.toolbar, this.grid, this.waiting);
