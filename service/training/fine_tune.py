@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Diameter, Options, Selection, Volume, VoxelSize
+from service.core.volume import Diameter, Options, Selection, Size, Volume, VoxelSize
 from service.engine import precision
 from service.formats import tiff_reader
 from service.inference.segmenter import Segmenter
@@ -28,7 +30,7 @@ from service.training.examples import LIMIT_BYTES, Pair, zoom_pair
 from service.training.model_folder import describe_stacks, draft_content, write_model
 from service.training.object_size import median_extents
 from service.training.train import prepare_training
-from service.training.trainer import CHECKPOINT, Trainer, split
+from service.training.trainer import CHECKPOINT, Trainer
 
 Widths = tuple[float, float, float]
 Report = Callable[[dict[str, Any]], None]
@@ -61,11 +63,15 @@ class Annotated:
 
     pair    image and labels [Z, Y, X]
     widths  of the objects along (z, y, x) in voxels; None without any object
+    whole   digest of the pixels of the whole image
+    start   first voxel (z, y, x) of the part in that image
     """
 
     name: str
     pair: Pair
     widths: Widths | None
+    whole: bytes = b""
+    start: Size = (0, 0, 0)
 
     @property
     def objects(self) -> int:
@@ -92,7 +98,9 @@ def fine_tune(  # noqa: PLR0913
     BadFile, BrokenModel, ConfigError.
     """
     began = time.monotonic()
-    parts, held_out, unseen = _hold_out([read_stack(stack) for stack in stacks], settings.training.validation)
+    annotated = [read_stack(stack) for stack in stacks]
+    _check_apart(annotated)
+    parts, held_out, unseen = _hold_out(annotated, settings.training.validation, base.input.diameter)
     eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     before = score_model(base, held_out, eager)
     report({"before": round(before.f1, 4)})
@@ -127,7 +135,9 @@ def read_stack(stack: Stack) -> Annotated:
         raise BadParameter(f"{stack.name}: image and labels differ in shape: {image.shape} and {labels.shape}.")
     part = stack.region or (slice(None),) * 3
     pair = image.array()[0][part], np.ascontiguousarray(labels.array()[0][part])
-    return Annotated(stack.name, pair, _find_widths(stack, pair, image.voxel_size))
+    whole = hashlib.sha256(np.ascontiguousarray(image.array()).data).digest()
+    z, y, x = (edges.start or 0 for edges in part)
+    return Annotated(stack.name, pair, _find_widths(stack, pair, image.voxel_size), whole, (z, y, x))
 
 
 def _find_widths(stack: Stack, pair: Pair, voxel_size: VoxelSize | None) -> Widths | None:
@@ -140,37 +150,49 @@ def _find_widths(stack: Stack, pair: Pair, voxel_size: VoxelSize | None) -> Widt
     return z, y, x
 
 
-def _hold_out(stacks: Sequence[Annotated], share: float) -> tuple[list[Annotated], list[Annotated], bool]:
+def _check_apart(stacks: Sequence[Annotated]) -> None:
+    """Raise BadParameter where parts of one image overlap: one would teach what the other holds out."""
+    for (first, one), (second, other) in itertools.combinations(enumerate(stacks, 1), 2):
+        starts = np.array([one.start, other.start])
+        ends = starts + np.array([one.pair[0].shape, other.pair[0].shape])
+        if one.whole == other.whole and (starts.max(0) < ends.min(0)).all():
+            raise BadParameter(
+                f"Annotated stacks {first} ({one.name}) and {second} ({other.name}) have labels for the same place of"
+                " one image, so that what one holds out the other would teach; choose one of them."
+            )
+
+
+def _hold_out(
+    stacks: Sequence[Annotated], share: float, diameter: float | None
+) -> tuple[list[Annotated], list[Annotated], bool]:
     """Return what is trained on, what is scored, and whether the training never sees the latter.
 
-    Where too few objects are annotated, the part of validation is scored. Raises BadParameter without any object there.
+    Where too few objects are annotated, the part of validation is scored: of stacks that are resampled to `diameter`,
+    the last `share` along the axis that is the longest then. Raises BadParameter without any object there.
     """
-    usable = [stack for stack in stacks if _can_split(stack, share)]
+    usable = [stack for stack in stacks if _can_split(stack, share, diameter)]
     if not usable:
         raise BadParameter(
             f"The annotated stacks have too few objects: some are needed in the first {1 - share:.0%} of a stack along"
             " its longest axis, and some in the rest. Annotate more."
         )
-    cut = [_cut(stack, HELD_OUT) for stack in usable]
+    cut = [_cut(stack, HELD_OUT, diameter) for stack in usable]
     rest, held_out = [first for first, _ in cut], [last for _, last in cut]
-    if sum(part.objects for part in held_out) >= LEAST_OBJECTS and all(_can_split(part, share) for part in rest):
+    enough = sum(part.objects for part in held_out) >= LEAST_OBJECTS
+    if enough and all(_can_split(part, share, diameter) for part in rest):
         return rest, held_out, True
-    return usable, [_cut(stack, share)[1] for stack in usable], False
+    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
 
 
-def _can_split(stack: Annotated, share: float) -> bool:
+def _can_split(stack: Annotated, share: float, diameter: float | None) -> bool:
     """Return whether both parts of a stack have objects."""
-    try:
-        split([stack.pair], share)
-    except BadParameter:
-        return False
-    return True
+    return all(part.pair[1].any() for part in _cut(stack, share, diameter))
 
 
-def _cut(stack: Annotated, share: float) -> tuple[Annotated, Annotated]:
-    """Return the first part of a stack along its longest axis, and the last `share`."""
+def _cut(stack: Annotated, share: float, diameter: float | None) -> tuple[Annotated, Annotated]:
+    """Return the first part of a stack and the last `share`, along the longest axis once it is resampled."""
     image, labels = stack.pair
-    axis = int(np.argmax(image.shape))
+    axis = int(np.argmax(np.round(image.shape * find_factors(stack, diameter))))
     place = [round(image.shape[axis] * (1 - share))]
     images, numbers = np.split(image, place, axis), np.split(labels, place, axis)
     first, last = (replace(stack, pair=(images[side], numbers[side])) for side in (0, 1))
@@ -250,13 +272,22 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
     return sample
 
 
-def resample(stack: Annotated, diameter: float | None) -> Pair:
-    """Return image and labels in which the objects are about `diameter` voxels wide; None: as they are sampled."""
-    image, labels = stack.pair
+def find_factors(stack: Annotated, diameter: float | None) -> NDArray[np.float64]:
+    """Return the factors along (z, y, x) by which a stack is resampled to objects about `diameter` voxels wide.
+
+    All are 1 where that is None, the width of its objects is not known, or it is about that already.
+    """
     if diameter is None or stack.widths is None:
-        return stack.pair
+        return np.ones(3)
     factors = np.clip(diameter / np.asarray(stack.widths), 1 / MOST_ZOOM, MOST_ZOOM)
-    if np.all((factors < NEAR) & (factors > 1 / NEAR)):
+    return np.ones(3) if np.all((factors < NEAR) & (factors > 1 / NEAR)) else factors
+
+
+def resample(stack: Annotated, diameter: float | None) -> Pair:
+    """Return image and labels resampled by `find_factors`. Raises BadParameter where these are too large."""
+    image, labels = stack.pair
+    factors = find_factors(stack, diameter)
+    if np.all(factors == 1):
         return stack.pair
     if image.size * np.prod(factors) > MOST_VOXELS:
         raise BadParameter(

@@ -16,7 +16,8 @@ from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import tiff_reader, tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
-from service.training.fine_tune import Annotated, Stack, _hold_out, fine_tune, read_stack, resample
+from service.training.fine_tune import Annotated, Stack, _check_apart, _hold_out, fine_tune, read_stack, resample
+from service.training.trainer import split
 
 SIZE = VoxelSize(0.5, 0.25, 0.25)
 
@@ -93,17 +94,44 @@ def test_only_the_annotated_part_is_read(tmp_path: Path) -> None:
 def test_what_is_held_out_is_not_trained_on_where_there_is_enough(tmp_path: Path) -> None:
     labels = grid((12, 24, 60))
     large, small = (Annotated("a", (part, part), None) for part in (labels, labels[:6, :6]))
-    parts, held_out, unseen = _hold_out([large], 0.2)
+    parts, held_out, unseen = _hold_out([large], 0.2, None)
     assert unseen
     assert (parts[0].pair[1].shape, held_out[0].pair[1].shape) == ((12, 24, 48), (12, 24, 12))
-    parts, held_out, unseen = _hold_out([small], 0.2)
+    parts, held_out, unseen = _hold_out([small], 0.2, None)
     assert not unseen
     assert parts == [small]
     assert held_out[0].objects == 2
     empty = Annotated("b", (labels * 0, labels * 0), None)
-    assert _hold_out([empty, large], 0.2)[0][0].pair[1].shape == (12, 24, 48)
+    assert _hold_out([empty, large], 0.2, None)[0][0].pair[1].shape == (12, 24, 48)
     with pytest.raises(BadParameter, match="too few objects"):
-        _hold_out([empty], 0.2)
+        _hold_out([empty], 0.2, None)
+
+
+def test_what_is_scored_of_few_objects_is_what_the_training_validates_on_and_does_not_learn() -> None:
+    labels = grid((12, 12, 16))
+    # Resampled it is longest along z.
+    stack = Annotated("a", (labels, labels), (2.0, 4.0, 4.0))
+    parts, scored, unseen = _hold_out([stack], 0.5, 4.0)
+    assert not unseen
+    training, validation = split([resample(parts[0], 4.0)], 0.5)
+    learned, validated, judged = (
+        set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored[0].pair[1])
+    )
+    assert judged == validated
+    assert not judged & learned
+
+
+def test_parts_of_one_image_that_overlap_are_refused(base: ModelSpec, tmp_path: Path) -> None:
+    image, labels = synthesise(np.random.default_rng(0), (16, 32, 64))
+    whole = slice(None)
+    stacks = [
+        write_stack(tmp_path / name, image, labels, region=(whole, whole, slice(*edges)))
+        for name, edges in (("a", (0, 40)), ("b", (40, 64)), ("c", (30, 64)))
+    ]
+    _check_apart([read_stack(stack) for stack in stacks[:2]])
+    _check_apart([read_stack(stacks[0]), read_stack(write_stack(tmp_path / "d", image + 1, labels))])
+    with pytest.raises(BadParameter, match="the same place"):
+        fine_tune([stacks[0], stacks[2]], base, tmp_path / "mine", settings(base), minutes=0.03, report=lambda _: None)
 
 
 def test_objects_get_the_width_that_the_model_works_at() -> None:
