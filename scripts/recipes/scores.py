@@ -1,8 +1,8 @@
-"""Score the bundled models on stacks that none of them was trained on: `python -m scripts.recipes.scores FOLDER`.
+"""Score the bundled models on recorded stacks: `python -m scripts.recipes.scores FOLDER`.
 
 FOLDER has the recorded stacks, each in a subfolder with `image.tif` and, where objects are known, `mask.tif`. Nothing
-is told but the voxel size that a file states. `--grid` prints instead scores on synthetic nuclei by diameter and by
-signal-to-noise ratio, which needs no FOLDER.
+is told but the voxel size that a file states. Which stacks a model has learned from is in its README. `--grid` prints
+instead scores on synthetic nuclei by diameter and by signal-to-noise ratio, which needs no FOLDER.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ WIDTHS, RATIOS, SEEDS = (4, 7, 12, 20, 32), (2, 4, 8, 16), 2
 SPOT_SIGMA, SPOT_THRESHOLD = 1.5, 8.0
 
 
-class Goal(NamedTuple):
-    """A recorded stack, the model that it is for, how it is scored, and the score that is asked for."""
+class Recorded(NamedTuple):
+    """A recorded stack, the model that it is for, and how it is scored."""
 
     stack: str
     model: str
     measure: str
-    wanted: float | None
 
 
-GOALS = (
-    Goal("mouse_embryo_8cell", "nuclei", "F1", 0.95),
-    Goal("arabidopsis_ovule_nuclei_1135", "nuclei", "F1", 0.88),
-    Goal("synthetic_nuclei_stardist", "nuclei", "F1", 0.95),
-    Goal("celegans_membrane_t046", "membranes", "F1", 0.85),
-    Goal("mesospim_brain_nuclei_c5", "nuclei", "recall of spots", 0.8),
-    Goal("drosophila_nuclear_envelope", "nuclei", "largest half", None),
+STACKS = (
+    Recorded("mouse_embryo_8cell", "nuclei", "F1"),
+    Recorded("arabidopsis_ovule_nuclei_1135", "nuclei", "F1"),
+    Recorded("synthetic_nuclei_stardist", "nuclei", "F1"),
+    Recorded("celegans_membrane_t046", "membranes", "F1"),
+    Recorded("mesospim_brain_nuclei_c5", "nuclei", "recall of spots"),
+    Recorded("drosophila_nuclear_envelope", "nuclei", "part that is fragments"),
 )
 
 
@@ -81,17 +80,17 @@ def share_of_fragments(labels: NDArray[Any]) -> float:
 
 def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> Iterator[str]:
     """Yield the lines of the table of recorded stacks."""
-    yield "| stack | model | measure | score | asked for | found | width | seconds |\n|---|---|---|---|---|---|---|---|"
-    for goal in GOALS:
-        path = folder / goal.stack / "image.tif"
-        selection = Selection(axes="ZYX") if goal.stack in {"mesospim_brain_nuclei_c5"} else Selection()
+    yield "| stack | model | measure | score | found | width | seconds |\n|---|---|---|---|---|---|---|"
+    for recorded in STACKS:
+        path = folder / recorded.stack / "image.tif"
+        selection = Selection(axes="ZYX") if recorded.stack in {"mesospim_brain_nuclei_c5"} else Selection()
         volume = tiff_reader.read(path, selection, LARGEST_BYTES)
-        segmenter = segmenters[goal.model]
+        segmenter = segmenters[recorded.model]
         began = time.perf_counter()
         result = segmenter.segment(volume, options)
         seconds = time.perf_counter() - began
         labels = result.segmentation.pixels
-        match goal.measure:
+        match recorded.measure:
             case "F1":
                 truth = tiff_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES).array()[0]
                 scores = score(truth, labels)
@@ -100,10 +99,9 @@ def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> It
                 count = len(find_spots(volume.array()[0]))
                 value, found = f"{recall_of_spots(volume.array()[0], labels):.2f}", f"{labels.max()} of {count}"
             case _:
-                value, found = f"{share_of_fragments(labels):.2f} fragments", str(labels.max())
-        wanted = "none" if goal.wanted is None else str(goal.wanted)
+                value, found = f"{share_of_fragments(labels):.2f}", str(labels.max())
         width = result.width or "as sampled"
-        cells = [goal.stack, segmenter.spec.name, goal.measure, value, wanted, found, width, f"{seconds:.1f}"]
+        cells = [recorded.stack, segmenter.spec.name, recorded.measure, value, found, width, f"{seconds:.1f}"]
         yield f"| {' | '.join(cells)} |"
 
 
