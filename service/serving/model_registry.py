@@ -74,7 +74,7 @@ class ModelRegistry:
 
     def read_repository(self) -> None:
         """Read every model file. A model that cannot be read has failed, and keeps no other from being served."""
-        self._serve(_read_models(self._folders))
+        self._serve(_read_models(self._folders, self._trained))
         wanted = self._names_at_start(self._states)
         self.load_first = tuple(name for name in self.specs if name in wanted)
         for name in sorted(wanted - self._states.keys()):
@@ -91,7 +91,7 @@ class ModelRegistry:
             raise NotReady("The models are being reloaded already; try again when that is done.")
         try:
             folders = repository.find_model_folders(self._settings.folder, self._settings.serve, self._trained)
-            return self._reload(_read_models(folders))
+            return self._reload(_read_models(folders, self._trained))
         except ConfigError as error:
             raise BrokenModel(str(error)) from error
         finally:
@@ -255,11 +255,17 @@ class ModelRegistry:
         return {device: model for device, model in devices.items() if model is not None}
 
 
-def _read_models(folders: Sequence[Path]) -> dict[str, ModelState]:
-    """Return the model of each folder by its name; one that cannot be read has failed, under the folder's name."""
+def _read_models(folders: Sequence[Path], trained: Path | None) -> dict[str, ModelState]:
+    """Return the model of each folder by its name; one that cannot be read has failed, under the folder's name.
+
+    Of two with one name none is served, but for one below `trained`, which the other takes the place of.
+    """
     states: dict[str, ModelState] = {}
     for folder in folders:
         state = _read_model(folder)
+        if state.name in states and folder.parent == trained:
+            log.error("%s is not served: %r is the name of a model of another folder.", folder, state.name)
+            continue
         if state.name in states:
             problem = f"{folder}: the name {state.name!r} is taken by another folder; give one of them another."
             log.error("%s", problem)

@@ -69,6 +69,20 @@ def test_two_folders_with_models_of_one_name_are_not_served(bands_repository: Pa
         assert "second: the name 'bands' is taken" in (state.problem or "")
 
 
+def test_a_trained_model_does_not_keep_one_of_the_operators_from_being_served(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    chosen = settings(bands_repository, tmp_path, jobs={"folder": tmp_path / "jobs"})
+    shutil.copytree(bands_repository / "bands", chosen.trained_folder / "bands")
+    with running(chosen) as runtime:
+        for _ in range(2):
+            (state,) = runtime.models.states()
+            assert state.problem is None
+            assert state.spec is not None
+            assert state.spec.folder.parent == bands_repository
+            assert runtime.models.reload().broken == {}
+
+
 def test_repository_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
         Runtime(settings(tmp_path / "nowhere", tmp_path), FakeSegmenter)
