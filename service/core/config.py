@@ -253,7 +253,7 @@ class Trainings(_Section):
 
     enabled       whether callers may train who are named in access.trainers or access.admins, without keys those on the
                   service's host
-    minutes       longest that a request may ask for
+    minutes       longest that a request may ask for; twice as long, reading and scoring included, a training is ended
     waiting       that wait, beyond the one that runs; one key has half of these places at most
     memory_bytes  of the process that trains, beyond the libraries that it loads
     niceness      of that process: 0 shares the processor evenly with requests, 19 leaves it to them

@@ -41,9 +41,14 @@ MOST_RECORDS = 100
 RETRY_SECONDS = 60
 RELOAD_SECONDS = 120.0
 JOIN_SECONDS = 10.0
+# The process is ended after so many times `trainings.minutes`, whatever it does.
+MOST_TIMES = 2
 SECTIONS = ("device", "engine", "windows", "limits", "training")
 UNEXPECTED = "Something went wrong while the model was trained; the service's log tells more."
 KILLED = "The process that trained was killed, most likely because the host ran out of memory; use fewer stacks."
+TOO_LONG = (
+    "The training was ended, since reading and scoring took too long beside it; use fewer or smaller annotated stacks."
+)
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +277,14 @@ class Trainings:
                 if self._settle(record):
                     return record.message
                 process = self._process = self._start_child(complaints)
+            # Scoring is beside the minutes that are asked for, and takes as long as the annotated stacks are large.
+            seconds = MOST_TIMES * 60 * limits.minutes
+            overdue = threading.Timer(seconds, process.kill)
+            overdue.daemon = True
+            overdue.start()
+            began = time.monotonic()
             failure = self._follow(process, request, record)
+            overdue.cancel()
             with self._changed:
                 self._process = None
                 if self._settle(record):
@@ -284,6 +296,8 @@ class Trainings:
         log.error("training %s ended with status %d: %s %s", record.id, process.returncode, failure, text)
         if failure is not None:
             return shorten(failure)
+        if time.monotonic() - began >= seconds:
+            return TOO_LONG
         return KILLED if process.returncode < 0 else UNEXPECTED
 
     def _start_child(self, complaints: Any) -> subprocess.Popen[bytes]:

@@ -167,6 +167,19 @@ def test_a_killed_child_is_told_from_a_failure(service: Service) -> None:
     assert "memory" in service.wait(record, "failed").message
 
 
+def test_a_training_that_does_not_end_is_ended_and_the_next_begins(service: Service) -> None:
+    limits = service.settings.trainings.model_copy(update={"minutes": 0.02})
+    short = service.settings.model_copy(update={"trainings": limits})
+    trainings = Trainings(short, service.store, fake_training.__name__)
+    service.trainings.stop()
+    service.trainings = trainings
+    trainings.start(service.runtime)
+    record = service.wait(service.submit("hangs", minutes=0.01), "failed")
+    assert "too long" in record.message
+    assert service.wait(service.submit("mine", minutes=0.01), "done", "failed").state == "done"
+    assert leftovers(service) == []
+
+
 def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
     service.hang()
     mine = [service.submit(f"mine{number}") for number in range(4)]
