@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -26,7 +27,12 @@ MAX_ENTRIES = 200_000
 
 
 def open_below(folder: int, parts: Sequence[str], *, make: bool = False) -> int:
-    """Open a folder by the names that lead to it from an open one; `make` those that are missing. Raises OSError."""
+    """Open a folder by the names that lead to it from an open one; `make` those that are missing.
+
+    Raises OSError, also for a name that leads out of a folder.
+    """
+    if ".." in parts:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     folder = os.dup(folder)
     try:
         for part in parts:
