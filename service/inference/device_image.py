@@ -93,7 +93,7 @@ class SentVolume:
     def takes(volume: Volume) -> bool:
         """Return whether pixels are integers of up to 16 bits, and few enough to be on a device as a whole."""
         counted = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
-        return counted and count_planes(volume.shape[0], as_size(volume.shape[1:]), 1) == volume.shape[1]
+        return counted and is_kept_whole(volume.shape[0], as_size(volume.shape[1:]))
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, as `percentiles.CountedChannel` says."""
@@ -159,6 +159,11 @@ class DeviceImage:
             return
         for channel, target in zip(self._source[0, :, first:end].numpy(), out, strict=True):
             target.copy_(self._upload(channel))
+
+
+def is_kept_whole(channels: int, size: Size) -> bool:
+    """Return whether all planes of an image of `size` (Z, Y, X) are on the device."""
+    return count_planes(channels, size, 1) == size[0]
 
 
 def count_planes(channels: int, size: Size, depth: int) -> int:

@@ -28,10 +28,10 @@ from service.core.volume import (
 from service.inference.decoding.decoders import estimate_decoding
 from service.inference.decoding.steering import check_steering, minimum_voxels
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.device_image import buffer_bytes, count_planes, planes_sent
+from service.inference.device_image import buffer_bytes, count_planes, is_kept_whole, planes_sent
 from service.inference.resample import working_size
 from service.inference.windows.blending import count_buffered_floats
-from service.inference.windows.grid import Grid
+from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.inference.windows.views import BEST, Views, views_bytes
 from service.models.module_tree import iter_modules
@@ -185,12 +185,10 @@ def estimate(  # noqa: PLR0913
     image = 4 * spec.input.channels * (math.prod(size) + math.prod(volume.shape[1:])) if resampled else 0
     # Planes on a device, with those of two channels that have just come.
     there = spec.input.channels * count_planes(spec.input.channels, size, grid.roi[0]) + 2 * planes_sent(size)
-    # Pixels as they are stored, and a block of them while it is counted.
-    sent = (
-        2 * math.prod(volume.shape) + 24 * math.prod(volume.shape[2:]) * planes_sent(size)
-        if "prepare" in asynchronous
-        else 0
-    )
+    stored, sent = as_size(volume.shape[1:]), 0
+    if "prepare" in asynchronous and is_kept_whole(volume.shape[0], stored):
+        # Pixels as they are stored, and a block of them while it is counted.
+        sent = 2 * math.prod(volume.shape) + 24 * math.prod(stored[1:]) * planes_sent(stored)
     at_once = min(streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     kept = count_buffered_floats(grid, len(spec.outputs), by_kernel=on_host and kernel.supports(CPU))
     # A device of its own may have slabs of three batches: two that were launched, and one that is handed over.

@@ -181,6 +181,21 @@ def test_a_deeper_stack_takes_no_more_of_a_device_where_scores_leave_it(random_n
     assert tight.estimate.host_bytes > 4 * 640**3
 
 
+def test_pixels_that_are_sent_as_stored_take_memory_of_a_device_unless_they_are_too_many(random_nuclei):
+    plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
+
+    def sent(depth):
+        volume = volume_of_shape((1, depth, 1024, 1024))
+        with_them, without = (
+            estimate(random_nuclei, volume, plan, 0, on_host=False, asynchronous=stages)
+            for stages in (("prepare",), ())
+        )
+        return with_them.device_bytes - without.device_bytes
+
+    assert sent(256) >= 2 * 256 * 1024**2
+    assert sent(257) == 0
+
+
 def test_a_window_that_is_alone_is_not_summed_up(bands):
     plan = Plan("classes", 2, 0.0)
     alone, two = (
