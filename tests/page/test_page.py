@@ -110,6 +110,8 @@ def test_the_page_speaks_of_its_own_settings_and_asks_whether_pages_are_planes(f
         "diameter: as sampled”. Try “Object diameter: 4 voxels”. Doubtful (confidence 37 %). "
         "Resampled from 160 × 192 × 48 to 135 × 162 × 64 voxels."
     )
+    size = page.evaluate("""async () => (await import("./page/words.js")).setting("voxel_size", "0.5,0.2,0.2")""")
+    assert size == "Voxel size: 0.2 × 0.2 × 0.5 µm"
 
 
 def test_nothing_is_cut_off_on_a_laptop_and_on_a_tablet(nuclei: Live, open_page: Open) -> None:

@@ -19,7 +19,7 @@ import { startTheme } from "./theme.js";
 import { TimeSlider } from "./time_slider.js";
 import { trainingDialog, trainingsList, watchTraining } from "./training.js";
 import { Viewer } from "./viewer.js";
-import { pageWords, size } from "./words.js";
+import { pageWords, setting, size } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./server.js").Inspection} Inspection */
@@ -200,7 +200,7 @@ class Session {
       /** @type {Job} */
       const job = await json(`jobs?${query}`, { method: "POST" });
       const { model: _, ...others } = settings.parameters;
-      const parameters = Object.entries(others).flatMap(([name, value]) => (value ? [`${name} ${value}`] : []));
+      const parameters = Object.entries(others).flatMap(([name, value]) => (value ? [setting(name, value)] : []));
       const { stack, name } = this;
       const thumbnail = this.viewer.thumbnail();
       remember({ job: job.id, stack, name, model: job.model, parameters: parameters.join(", "), thumbnail });

@@ -25,7 +25,8 @@ const CONFIDENCE = /\(confidence (\d\.\d+)\)/g;
 
 /** @param {string} name of a parameter @param {string} value "" where it has yet to be chosen */
 export function setting(name, value) {
-  const shown = VALUES[`${name}=${value}`] ?? value;
+  const known = VALUES[`${name}=${value}`] ?? value;
+  const shown = name === "voxel_size" && known ? `${known}um` : known;
   return shown ? `${SETTINGS[name] ?? name}: ${widths(shown)}` : (SETTINGS[name] ?? name);
 }
 
