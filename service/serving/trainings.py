@@ -230,8 +230,6 @@ class Trainings:
             self._end(record, "failed", failure)
         else:
             self._serve(record)
-            self._end(record, "done", record.message)
-            log.info("training %s has made the model %s: %s", record.id, record.name, record.message)
 
     def _make_model(self, record: TrainingRecord) -> str | None:
         """Make the model's folder, whole or not at all; return why there is none. Raises StackSegError."""
@@ -337,18 +335,32 @@ class Trainings:
         return failure
 
     def _serve(self, record: TrainingRecord) -> None:
+        """Serve a model, which goes where that fails, or was cancelled meanwhile. Raises StackSegError."""
+        try:
+            self._reload()
+            self._runtime.models.servable_spec(record.name)
+            self._end(record, "done", record.message)
+        finally:
+            if record.state == "done":
+                log.info("training %s has made the model %s: %s", record.id, record.name, record.message)
+            else:
+                shutil.rmtree(self._settings.trained_folder / record.name, ignore_errors=True)
+                with suppress(StackSegError):
+                    self._reload()
+
+    def _reload(self) -> None:
         """Have the registry read the models again. Raises StackSegError."""
         deadline = time.monotonic() + RELOAD_SECONDS
         while True:
             try:
                 self._runtime.models.reload()
-                break
             except NotReady:
                 # Another reload is under way, which may have begun before the model was there.
                 if time.monotonic() > deadline or self._stopped:
                     raise
                 time.sleep(0.1)
-        self._runtime.models.servable_spec(record.name)
+            else:
+                return
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -131,6 +131,19 @@ def test_a_training_is_cancelled_while_it_waits_and_while_it_runs(service: Servi
         service.trainings.find(first.id, "ann")
 
 
+def test_nothing_is_left_of_a_model_that_is_cancelled_before_it_is_served(service: Service) -> None:
+    made = service.settings.trained_folder / "mine"
+    # Somebody else reloads the models.
+    with service.runtime.models._reloading:
+        record = service.submit("mine")
+        until(made.exists, 60)
+        service.trainings.cancel(record.id, "ann")
+    until(lambda: not made.exists(), 60)
+    assert service.wait(service.submit("other"), "done", "failed").state == "done"
+    assert [state.name for state in service.runtime.models.states()] == ["base", "other"]
+    assert record.state == "cancelled"
+
+
 def test_what_the_service_does_not_finish_is_interrupted(service: Service) -> None:
     records = [service.hang(), service.submit("waits")]
     process = service.trainings._process
