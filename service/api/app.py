@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
@@ -151,15 +151,13 @@ def create_app(settings: Settings) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
     async_jobs: AsyncJobs = app.state.async_jobs
+    trainings: Trainings = app.state.trainings
     begin_file_threads()
-    runtime.start()
-    try:
+    async with AsyncExitStack() as started:
+        runtime.start()
+        started.push_async_callback(asyncio.to_thread, runtime.stop)
         async_jobs.start(runtime)
-        app.state.trainings.start(runtime)
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(app.state.trainings.stop)
-            await asyncio.to_thread(async_jobs.stop)
-    finally:
-        await asyncio.to_thread(runtime.stop)
+        started.push_async_callback(asyncio.to_thread, async_jobs.stop)
+        trainings.start(runtime)
+        started.push_async_callback(asyncio.to_thread, trainings.stop)
+        yield

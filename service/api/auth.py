@@ -25,6 +25,7 @@ DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/[a-z_.]+|openapi\.json)
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_REQUEST_HEADERS = (
     "Authorization",
+    "Content-Encoding",
     "Content-Type",
     "If-None-Match",
     "Prefer",

@@ -255,6 +255,7 @@ class Trainings(_Section):
                   service's host
     minutes       longest that a request may ask for; twice as long, reading and scoring included, a training is ended
     waiting       that wait, beyond the one that runs; one key has half of these places at most
+    models        that have been trained and are kept in models.trained_folder; beyond, no training begins
     memory_bytes  of the process that trains, beyond the libraries that it loads
     niceness      of that process: 0 shares the processor evenly with requests, 19 leaves it to them
     """
@@ -262,6 +263,7 @@ class Trainings(_Section):
     enabled: bool = True
     minutes: PositiveFloat = 120.0
     waiting: PositiveInt = 8
+    models: PositiveInt = 200
     memory_bytes: PositiveInt = 8 * 2**30
     niceness: Annotated[int, Field(ge=0, le=19)] = 19
 

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotReady, QueueFull, StackSegError, SwitchedOff, UnknownTraining
+from service.core.errors import (
+    BadParameter,
+    NotReady,
+    OutOfStorage,
+    QueueFull,
+    StackSegError,
+    SwitchedOff,
+    UnknownTraining,
+)
 from service.core.errors import without_folders as shorten
 from service.formats.sandbox_process import child_environment
 from service.models.repository import DEFAULT_NAME, FILE_NAME
@@ -184,7 +192,13 @@ class Trainings:
     def _check_room(self, owner: str | None) -> None:
         if self._stopped or self._runtime.draining:
             raise NotReady("The service is stopping; start the training again when it is back.")
-        order, most = self._order(), self._settings.trainings.waiting
+        order, most, models = self._order(), self._settings.trainings.waiting, self._settings.trainings.models
+        unfinished = sum(not record.over for record in self._records.values())
+        if len(list(self._settings.trained_folder.glob("[!.]*"))) + unfinished >= models:
+            raise OutOfStorage(
+                f"There are {models} trained models (trainings.models); its operator may remove folders of some from"
+                " models.trained_folder, and then POST /models/reload."
+            )
         if len(order) >= most:
             raise QueueFull("Too many trainings wait; try again when one is done.", RETRY_SECONDS)
         if sum(record.owner == owner for record in order) >= max(1, most // 2):

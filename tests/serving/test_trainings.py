@@ -14,7 +14,7 @@ from fakes import FakeSegmenter, until
 from runtimes import running, settings
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotReady, QueueFull, SwitchedOff, UnknownTraining
+from service.core.errors import BadParameter, NotReady, OutOfStorage, QueueFull, SwitchedOff, UnknownTraining
 from service.core.volume import Volume
 from service.models.spec import ModelSpec
 from service.serving.annotation_store import AnnotationStore
@@ -209,6 +209,19 @@ def test_owners_take_turns_and_leave_places_to_others(service: Service) -> None:
     assert len(service.trainings.newest("bob", everyone=True)) == 9
     with pytest.raises(UnknownTraining):
         service.trainings.cancel(mine[0].id, "bob")
+
+
+def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
+    limits = service.settings.trainings.model_copy(update={"models": 2})
+    service.trainings.stop()
+    few = service.settings.model_copy(update={"trainings": limits})
+    service.trainings = Trainings(few, service.store, fake_training.__name__)
+    service.trainings.start(service.runtime)
+    service.wait(service.submit("mine"), "done")
+    waiting = service.hang()
+    with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
+        service.submit("third")
+    service.trainings.cancel(waiting.id, "ann")
 
 
 def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:
