@@ -33,11 +33,12 @@ serve: $(STAMP)run kernels ## serve until interrupted (CONFIG=configs/default.ya
 kernels: $(STAMP)run ## compile the C++ kernels for this processor again, where their sources have changed
 	@$(BIN)/python hatch_build.py
 
-# Many tests wait for servers, so that two at a time take little longer than one. Those of a module share its servers.
+# Many tests wait for servers, so that two at a time take little longer than one. Those of a module share its servers,
+# and idle threads of one process leave the processor to the others.
 .PHONY: test
 test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", --cov, or -n 0 to have one at a time)
 	$(BIN)/python hatch_build.py --all
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: test ## the tests, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
