@@ -25,7 +25,7 @@ import atheris
 with atheris.instrument_imports(include=["service.formats", "tifffile"]):
     from service.core.errors import RequestError
     from service.core.volume import Selection
-    from service.formats import tiff_reader
+    from service.formats import stack_reader
 
 LIMIT_BYTES = 2**34
 MEMORY_BYTES = 2 * 2**30
@@ -57,8 +57,8 @@ class Fuzzer:
             self._keep(data, "memory")
 
     def _read(self, selection: Selection) -> None:
-        described = tiff_reader.inspect(self._path, selection, LIMIT_BYTES)
-        volume = tiff_reader.read(self._path, selection, LIMIT_BYTES, self._scratch)
+        described = stack_reader.inspect(self._path, selection, LIMIT_BYTES)
+        volume = stack_reader.read(self._path, selection, LIMIT_BYTES, self._scratch)
         if volume.shape != described.shape:
             raise AssertionError(f"described as {described.shape}, read as {volume.shape}")
 

@@ -20,7 +20,7 @@ import yaml
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings, read_settings
 from service.core.volume import Options, Segmentation, Selection, Volume
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.batcher import open_batcher
 from service.inference.label_agreement import share_differing
 from service.inference.segmenter import Segmenter
@@ -76,7 +76,7 @@ def open_way(model: str | None, settings: Settings) -> Iterator[Segment]:
 
 def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> tuple[float, str]:
     """Segment a stack in both ways; return the share of voxels that differ, and the row that says more."""
-    volume = tiff_reader.read(path, selection, 2**40)
+    volume = stack_reader.read(path, selection, 2**40)
     found, seconds = [], []
     for segment in ways:
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from typing import Any
 from figure import draw
 
 from service.core.volume import Selection
-from service.formats import tiff_reader
+from service.formats import stack_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 600
@@ -118,8 +118,8 @@ def main() -> None:
         name = headers["x-stackseg-model"].partition("/")[0]
         engine = get_json(f"{address}/models/{name}")["engine"]
 
-    volume = tiff_reader.read(arguments.stack, Selection(), LIMIT, None)
-    labels = tiff_reader.read(labels_path, Selection(), LIMIT, None)
+    volume = stack_reader.read(arguments.stack, Selection(), LIMIT, None)
+    labels = stack_reader.read(labels_path, Selection(), LIMIT, None)
     draw(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
 
     size = "not stated" if volume.voxel_size is None else " x ".join(f"{s:g}" for s in volume.voxel_size) + " um"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from skimage.segmentation import find_boundaries
 
 from service.core.volume import Selection, VoxelSize
-from service.formats import tiff_reader
+from service.formats import stack_reader
 
 BACKGROUND = "#0b0e14"
 TEXT = "#c9d1d9"
@@ -123,8 +123,8 @@ def main() -> None:
     parser.add_argument("labels", type=Path)
     parser.add_argument("figure", type=Path)
     arguments = parser.parse_args()
-    volume = tiff_reader.read(arguments.stack, Selection(), LIMIT, None)
-    labels = tiff_reader.read(arguments.labels, Selection(), LIMIT, None)
+    volume = stack_reader.read(arguments.stack, Selection(), LIMIT, None)
+    labels = stack_reader.read(arguments.labels, Selection(), LIMIT, None)
     draw(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from service.core.volume import Segmentation, Selection
-from service.formats import thumbnail, tiff_reader
+from service.formats import stack_reader, thumbnail
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -36,8 +36,8 @@ VIEW: ViewportSize = {"width": 1280, "height": 760}
 def draw_models() -> None:
     """Write the middle plane of every bundled model's sample, with the outlines that are expected of it."""
     for folder in sorted((ROOT / "models").iterdir()):
-        volume = tiff_reader.read(folder / "sample.tif", Selection(), LIMIT, None)
-        labels = tiff_reader.read(folder / "expected.tif", Selection(), LIMIT, None).array()[0]
+        volume = stack_reader.read(folder / "sample.tif", Selection(), LIMIT, None)
+        labels = stack_reader.read(folder / "expected.tif", Selection(), LIMIT, None).array()[0]
         save(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
 
 

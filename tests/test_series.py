@@ -23,7 +23,7 @@ from paths import ROOT
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.core.volume import Selection, TimeInterval, VoxelSize
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.distance_tracking import missing_library
 
 POINTS = 5
@@ -100,7 +100,7 @@ def test_each_time_point_has_the_labels_that_it_has_alone(
     assert int(response.headers["x-stackseg-objects"]) == sum(int(alone[time].max()) for time in times) > 0
     path = tmp_path / "labels.ome.tif"
     path.write_bytes(response.content)
-    found = tiff_reader.inspect(path, Selection(), 2**20)
+    found = stack_reader.inspect(path, Selection(), 2**20)
     assert (found.axes, found.stored_shape) == ("TZYX", (len(times), *pixels.shape[1:]))
     assert (found.voxel_size, found.time_interval) == (VoxelSize(0.5, 0.2, 0.2), TimeInterval(5, "min"))
     with tifffile.TiffFile(path) as file:

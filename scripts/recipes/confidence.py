@@ -28,7 +28,7 @@ from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.bundled import bundled_folder
 from service.core.config import Settings
 from service.core.volume import Diameter, DiameterSetting, Options, Selection, Size, Volume
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.confidence import Features
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
@@ -168,11 +168,11 @@ def recorded(folder: Path, model: str, scratch: Path) -> Iterator[Case]:
         path = folder / name / "image.tif"
         if not path.exists():
             continue
-        volume = tiff_reader.read(path, SELECTIONS.get(name, Selection()), LARGEST_BYTES, scratch)
+        volume = stack_reader.read(path, SELECTIONS.get(name, Selection()), LARGEST_BYTES, scratch)
         if judged is not None:
             yield Case(name, "default", volume, judged)
             continue
-        truth = tiff_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES, scratch).array()[0]
+        truth = stack_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES, scratch).array()[0]
         yield from variants(Case(name, "default", volume, truth), _extents(truth), seed, model)
 
 

@@ -22,7 +22,7 @@ from scripts.recipes.synthetic_nuclei import Scene, synthesise
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.volume import Options, Selection, Volume
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.segmenter import Segmenter
 from service.training.evaluate import score
 
@@ -84,7 +84,7 @@ def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> It
     for recorded in STACKS:
         path = folder / recorded.stack / "image.tif"
         selection = Selection(axes="ZYX") if recorded.stack in {"mesospim_brain_nuclei_c5"} else Selection()
-        volume = tiff_reader.read(path, selection, LARGEST_BYTES)
+        volume = stack_reader.read(path, selection, LARGEST_BYTES)
         segmenter = segmenters[recorded.model]
         began = time.perf_counter()
         result = segmenter.segment(volume, options)
@@ -92,7 +92,7 @@ def rows(folder: Path, segmenters: dict[str, Segmenter], options: Options) -> It
         labels = result.segmentation.pixels
         match recorded.measure:
             case "F1":
-                truth = tiff_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES).array()[0]
+                truth = stack_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), LARGEST_BYTES).array()[0]
                 scores = score(truth, labels)
                 value, found = f"{scores.f1:.2f}", f"{scores.found} of {scores.true}"
             case "recall of spots":

@@ -79,12 +79,12 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
     from service.core.volume import Selection  # noqa: PLC0415
-    from service.formats import tiff_reader  # noqa: PLC0415
+    from service.formats import stack_reader  # noqa: PLC0415
 
     selected = int(channel) if channel and channel.isdecimal() else channel
     limit = settings.limits.decoded_bytes
-    volume = tiff_reader.read(image, Selection(channel=selected), limit)
-    truth = tiff_reader.read(labels, Selection(), limit)
+    volume = stack_reader.read(image, Selection(channel=selected), limit)
+    truth = stack_reader.read(labels, Selection(), limit)
     if truth.shape != (1, *volume.shape[1:]):
         raise BadParameter(f"{image} and {labels} differ in shape: {volume.shape[1:]} and {truth.shape}.")
     return volume, truth.array()[0]

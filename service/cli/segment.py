@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
     from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
-    from service.formats import tiff_reader  # noqa: PLC0415
+    from service.formats import stack_reader  # noqa: PLC0415
     from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.estimate import Estimator  # noqa: PLC0415
@@ -204,7 +204,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
                 if table is None:
                     every_channel = replace(query.selection, channel=None)
                     table = measure(
-                        result.segmentation, tiff_reader.read(options.input, every_channel, limit, Path(scratch))
+                        result.segmentation, stack_reader.read(options.input, every_channel, limit, Path(scratch))
                     )
                 write_csv(table, options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
@@ -236,12 +236,12 @@ def _warn(result: Result) -> int:
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
     """Raise what the options and the header of the file tell already, which need not wait for pixels and weights."""
-    from service.formats import tiff_reader  # noqa: PLC0415
+    from service.formats import stack_reader  # noqa: PLC0415
 
     kind = estimator.output(query.options)
     check_output(kind, query, measured=options.measurements is not None)
     _check_form(kind, query, options.result)
-    description = tiff_reader.inspect(options.input, query.selection, limit_bytes)
+    description = stack_reader.inspect(options.input, query.selection, limit_bytes)
     if not description.problem:
         estimator.plan_request(description, query.options)
 

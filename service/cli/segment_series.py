@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.cli.progress import ProgressBar
 from service.core.volume import Options, TimeRange, Volume
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.batcher import WindowBatcher
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
@@ -20,18 +20,18 @@ from service.serving.results import Pixels
 def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:
     """Read the volume, or describe the time points, that the query asks for.
 
-    Time points come with what objects are measured in, where they are `measured`. Raises what `tiff_reader` raises.
+    Time points come with what objects are measured in, where they are `measured`. Raises what `stack_reader` raises.
     """
     selection = query.selection
     if not isinstance(selection.time, TimeRange):
-        return tiff_reader.read(path, selection, limit_bytes, scratch)
-    description = tiff_reader.inspect(path, selection, limit_bytes)
+        return stack_reader.read(path, selection, limit_bytes, scratch)
+    description = stack_reader.inspect(path, selection, limit_bytes)
 
     def read_point(time: int) -> tuple[Volume, Volume | None]:
-        volume = tiff_reader.read(path, replace(selection, time=time), limit_bytes, scratch)
+        volume = stack_reader.read(path, replace(selection, time=time), limit_bytes, scratch)
         if not measured or selection.channel is None:
             return volume, volume if measured else None
-        return volume, tiff_reader.read(path, replace(selection, time=time, channel=None), limit_bytes, scratch)
+        return volume, stack_reader.read(path, replace(selection, time=time, channel=None), limit_bytes, scratch)
 
     return Series.of(description, read_point, query.link)
 
@@ -43,7 +43,7 @@ def read_pixels(path: Path, query: Query, limit_bytes: int, scratch: Path, *, me
         return Pixels(segmented, None)
     if query.selection.channel is None:
         return Pixels(segmented, segmented)
-    return Pixels(segmented, tiff_reader.read(path, replace(query.selection, channel=None), limit_bytes, scratch))
+    return Pixels(segmented, stack_reader.read(path, replace(query.selection, channel=None), limit_bytes, scratch))
 
 
 def segment(  # noqa: PLR0913, PLR0917

@@ -15,9 +15,9 @@ import numpy as np
 
 from service.core.errors import BadFile, BadParameter, TooLarge
 from service.core.volume import Selection, Size
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.formats.pixels import Placement
-from service.formats.tiff_reader import Extract
+from service.formats.stack_reader import Extract
 
 _GZIP, _NPY = b"\x1f\x8b", b"\x93NUMPY"
 _TYPES = {"uint8", "uint16", "uint32", "int32"}
@@ -27,10 +27,10 @@ _BLOCK_BYTES = 2**20
 
 
 def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
-    """Locate labels of one channel in an open file, or decode them to another one, as `tiff_reader.extract` does.
+    """Locate labels of one channel in an open file, or decode them to another one, as `stack_reader.extract` does.
 
     `file` is a descriptor, which is closed. `shape` (Z, Y, X) is that of the stack which they belong to: nothing is
-    decoded of labels with another one. Raises BadFile, BadParameter, and what `tiff_reader.extract` raises.
+    decoded of labels with another one. Raises BadFile, BadParameter, and what `stack_reader.extract` raises.
     """
     start = os.pread(file, len(_NPY), 0)
     if start == _NPY or start.startswith(_GZIP):
@@ -44,7 +44,7 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Extrac
 def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
     limit = 4 * math.prod(shape)
     try:
-        located = tiff_reader.extract(file, Selection(), limit, make_output, sys.maxsize)
+        located = stack_reader.extract(file, Selection(), limit, make_output, sys.maxsize)
     except TooLarge as error:
         text = f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits."
         raise BadParameter(text) from error

@@ -26,7 +26,7 @@ from service.core.volume import Description, Selection, Size, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import make_file, map_file
 from service.formats.sandbox_process import NONSENSE, Cancelling, ReaderProcess, never
-from service.formats.tiff_reader import Extract
+from service.formats.stack_reader import Extract
 from service.formats.zarr_store import open_below
 
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
@@ -79,7 +79,7 @@ class Reader:
     def inspect(
         self, source: Source, selection: Selection, *, shared: bool = False, cancelled: Cancelling = never
     ) -> Description:
-        """Describe a file and the selected part, as `tiff_reader.inspect` does.
+        """Describe a file and the selected part, as `stack_reader.inspect` does.
 
         Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time, and ReaderKilled.
         """
@@ -96,13 +96,13 @@ class Reader:
         shared: bool = False,
         cancelled: Cancelling = never,
     ) -> Volume:
-        """Read the selected part of a file, as `tiff_reader.read` does.
+        """Read the selected part of a file, as `stack_reader.read` does.
 
         Decoded pixels go to a file without a name in the folder `scratch`, which is made when it is needed. The volume
         maps that file or the uploaded one, or shares the memory of `source`. Others may change a `shared` file at any
         time, so it is read and never mapped: access to a mapped file that became shorter kills the process.
 
-        Raises the errors of `tiff_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time,
+        Raises the errors of `stack_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time,
         and ReaderKilled.
         """
         request = self._request("extract", selection, shared=shared, small_bytes=sys.maxsize)

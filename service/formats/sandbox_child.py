@@ -17,9 +17,9 @@ from typing import Any
 
 from service.core.errors import RequestError, TooLarge
 from service.core.volume import Description, Selection, TimeRange, VoxelSize
-from service.formats import label_reader, tiff_reader
+from service.formats import label_reader, stack_reader
 from service.formats.confinement import confine
-from service.formats.tiff_reader import Extract, Source
+from service.formats.stack_reader import Extract, Source
 from service.formats.zarr_store import FolderStore
 
 
@@ -44,14 +44,14 @@ def answer(request: dict[str, Any], file: Source, make_output: Callable[[int], i
     limit_bytes = request["limit_bytes"]
     try:
         if request["call"] == "inspect":
-            return {"result": tiff_reader.inspect(file, selection, limit_bytes)}
+            return {"result": stack_reader.inspect(file, selection, limit_bytes)}
         extract: Extract | Description
         if request["call"] == "labels":
             z, y, x = request["shape"]
             assert isinstance(file, int)  # noqa: S101 - labels are one file
             extract = label_reader.extract(file, (z, y, x), make_output)
         else:
-            extract = tiff_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
+            extract = stack_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
     except RequestError as error:
         return {"error": error.slug, "message": str(error)}
     except MemoryError:

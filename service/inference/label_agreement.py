@@ -14,7 +14,7 @@ from torch.nn import functional
 from service.core.errors import NonFiniteScores, StackSegError
 from service.core.progress import step
 from service.core.volume import Array, OutputKind, Segmentation, Selection
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.decoding.decoders import make_decoder
 from service.inference.resample import prepare_tensor
 from service.inference.windows.grid import as_size
@@ -110,7 +110,7 @@ def noise(shape: tuple[int, ...]) -> Tensor:
 def _sample(spec: ModelSpec) -> Tensor | None:
     if spec.sample is None:
         return None
-    volume = tiff_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
+    volume = stack_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
     if volume.shape[0] != spec.input.channels:
         return None
     return prepare_tensor(volume, spec)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from service.core.errors import BadParameter
 from service.core.volume import Selection
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.training.instance_targets import instance_targets
 
 Floats = NDArray[np.float32]
@@ -38,7 +38,9 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
         raise BadParameter(f"Every image needs its labels: there are {len(images)} images and {len(labels)} labels.")
     pairs = []
     for image, truth in zip(images, labels, strict=True):
-        pixels, numbers = (tiff_reader.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth))
+        pixels, numbers = (
+            stack_reader.read(path, Selection(), LIMIT_BYTES, None).array()[0] for path in (image, truth)
+        )
         if pixels.shape != numbers.shape:
             raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {numbers.shape}.")
         pairs.append((pixels, numbers))

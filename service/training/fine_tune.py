@@ -21,7 +21,7 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.volume import Diameter, Options, Selection, Size, Volume, VoxelSize
 from service.engine import precision
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.segmenter import Segmenter
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
@@ -130,7 +130,7 @@ def fine_tune(  # noqa: PLR0913
 
 def read_stack(stack: Stack) -> Annotated:
     """Read the annotated part of a stack. Raises BadFile, and BadParameter for unequal shapes."""
-    image, labels = (tiff_reader.read(path, Selection(), LIMIT_BYTES) for path in (stack.image, stack.labels))
+    image, labels = (stack_reader.read(path, Selection(), LIMIT_BYTES) for path in (stack.image, stack.labels))
     if image.shape != labels.shape:
         raise BadParameter(f"{stack.name}: image and labels differ in shape: {image.shape} and {labels.shape}.")
     part = stack.region or (slice(None),) * 3
@@ -268,7 +268,7 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
     """
     if base.sample is None:
         return None
-    sample: NDArray[Any] = tiff_reader.read(base.folder / base.sample.input, Selection(), LIMIT_BYTES).array()[0]
+    sample: NDArray[Any] = stack_reader.read(base.folder / base.sample.input, Selection(), LIMIT_BYTES).array()[0]
     return sample
 
 

@@ -16,7 +16,7 @@ from scripts.recipes.synthetic_nuclei import synthesise
 from service.__main__ import main
 from service.core.config import read_settings
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff_reader, tiff_writer
+from service.formats import stack_reader, tiff_writer
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
@@ -72,7 +72,7 @@ def test_a_model_is_scored_beside_the_classical_method(
     model, classical = json.loads(capsys.readouterr().out)
     assert (model["method"], classical["method"]) == (random_nuclei.identifier, "classical")
     assert model["stack"] == stack.name
-    truth = tiff_reader.read(stack / "mask.tif", Selection(), 2**30).array()
+    truth = stack_reader.read(stack / "mask.tif", Selection(), 2**30).array()
     assert model["true"] == classical["true"] == len(np.unique(truth)) - 1
     assert main(["evaluate", *annotated(stack), "--no-floor", *config]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -133,7 +133,7 @@ def test_a_trained_model_is_served_at_once(
     again = ["segment", str(out / "sample.tif"), str(tmp_path / "again.tif"), "--model", "mine", *config]
     assert main(again) == 0
     found, expected = (
-        tiff_reader.read(path, Selection(), 2**30).array() for path in (tmp_path / "again.tif", out / "expected.tif")
+        stack_reader.read(path, Selection(), 2**30).array() for path in (tmp_path / "again.tif", out / "expected.tif")
     )
     assert np.array_equal(found, expected)
     assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "mine", *config]) == 0
@@ -162,7 +162,7 @@ def test_labels_are_written_in_the_form_that_a_name_asks_for(
     config = ["--model", base.name, *configured(base.folder.parent, tmp_path)]
     for name in ("labels.tif", "labels.npy", "labels.nii.gz"):
         assert main(["segment", str(stack / "image.tif"), str(tmp_path / name), *config]) == 0
-    labels = tiff_reader.read(tmp_path / "labels.tif", Selection(), 2**30).array()[0]
+    labels = stack_reader.read(tmp_path / "labels.tif", Selection(), 2**30).array()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
     stored = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
     assert np.array_equal(np.frombuffer(stored, labels.dtype).reshape(labels.shape), labels)
@@ -176,14 +176,14 @@ def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
     base: ModelSpec, stack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ["--model", base.name, *configured(base.folder.parent, tmp_path)]
-    pixels = tiff_reader.read(stack / "image.tif", Selection(), 2**30).array()[0]
+    pixels = stack_reader.read(stack / "image.tif", Selection(), 2**30).array()[0]
     image = write_zarr(tmp_path / "image.ome.zarr", pixels, chunks=(8, 20, 20))
     size = ["--voxel-size", "0.5,0.2,0.2"]
     assert main(["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), *size, *config]) == 0
-    labels = tiff_reader.read(tmp_path / "labels.tif", Selection(), 2**30)
+    labels = stack_reader.read(tmp_path / "labels.tif", Selection(), 2**30)
     for place in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
         assert main(["segment", str(image), str(place), *config]) == 0
-        written = tiff_reader.read(place, Selection(), 2**30)
+        written = stack_reader.read(place, Selection(), 2**30)
         assert np.array_equal(written.array(), labels.array())
         assert written.voxel_size == VoxelSize(0.5, 0.2, 0.2)
         assert main(["segment", str(image), str(place), *config]) == 1

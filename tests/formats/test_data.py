@@ -18,7 +18,7 @@ from paths import SHARED_DATA as DATA
 
 from service.core.errors import AmbiguousAxes, BadFile, RequestError, UnsupportedMedia
 from service.core.volume import Description, Selection, VoxelSize
-from service.formats import tiff_reader
+from service.formats import stack_reader
 
 LIMIT = 2**30
 MISSING = "the folder of public test files, ../shared/data, is not there"
@@ -54,7 +54,7 @@ def sha256(array: NDArray[Any]) -> str:
 
 def stored_array(path: Path, found: Description) -> NDArray[Any]:
     """Everything in the file, read part by part, in the order in which it is stored."""
-    parts = [tiff_reader.read(path, Selection(time=time), LIMIT).array() for time in range(found.times)]
+    parts = [stack_reader.read(path, Selection(time=time), LIMIT).array() for time in range(found.times)]
     lengths = dict(zip(found.axes, found.stored_shape, strict=True))
     letters = "TCSZYX"
     order = [axis for axis in letters if axis not in found.axes] + list(found.axes)
@@ -68,11 +68,11 @@ def test_every_format_is_understood_or_refused_for_a_reason(entry: dict[str, Any
     path = DATA / "formats" / entry["file"]
     if entry["file"] in REFUSED:
         with pytest.raises(REFUSED[entry["file"]]) as caught:
-            tiff_reader.inspect(path, Selection(), LIMIT)
+            stack_reader.inspect(path, Selection(), LIMIT)
         assert "axes=" in str(caught.value) or not isinstance(caught.value, AmbiguousAxes)
         return
 
-    found = tiff_reader.inspect(path, Selection(), LIMIT)
+    found = stack_reader.inspect(path, Selection(), LIMIT)
 
     assert entry["reads"] == "ok"
     assert found.axes == entry["axes"].replace("Q", "Z").replace("I", "Z")
@@ -85,7 +85,7 @@ def test_every_format_is_understood_or_refused_for_a_reason(entry: dict[str, Any
 def test_the_same_volume_comes_out_of_every_container(entry: dict[str, Any], tmp_path: Path) -> None:
     path = DATA / "formats" / entry["file"]
 
-    volume = tiff_reader.read(path, Selection(channel=0, time=0), LIMIT, tmp_path)
+    volume = stack_reader.read(path, Selection(channel=0, time=0), LIMIT, tmp_path)
 
     assert volume.shape[0] == 1
     assert sha256(volume.array()[0]) == entry["logical_zyx_sha256"]
@@ -109,7 +109,7 @@ def test_the_same_volume_comes_out_of_every_container(entry: dict[str, Any], tmp
 def test_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
     (entry,) = (entry for entry in manifest("real") if entry["name"] == name)
 
-    found = tiff_reader.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)
+    found = stack_reader.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)
 
     assert found.axes == axes
     assert list(found.stored_shape) == entry["shape"]
@@ -130,7 +130,7 @@ def test_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None
     ],
 )
 def test_voxel_sizes_and_notes(file: str, voxel_size: VoxelSize | None, note: str) -> None:
-    found = tiff_reader.inspect(DATA / "formats" / file, Selection(), LIMIT)
+    found = stack_reader.inspect(DATA / "formats" / file, Selection(), LIMIT)
 
     assert found.voxel_size == voxel_size
     assert note in " ".join((found.problem, *found.notes))
@@ -140,12 +140,12 @@ def test_a_time_series_of_planes_is_no_stack() -> None:
     path = DATA / "formats" / "ome" / "time-series.ome.tif"
 
     with pytest.raises(RequestError, match=r"time=.*axes=ZYX"):
-        tiff_reader.read(path, Selection(), LIMIT)
-    assert tiff_reader.read(path, Selection(time=6), LIMIT).shape == (1, 1, 167, 439)
+        stack_reader.read(path, Selection(), LIMIT)
+    assert stack_reader.read(path, Selection(time=6), LIMIT).shape == (1, 1, 167, 439)
 
 
 def test_a_part_of_a_set_of_files_is_a_plane_and_says_so() -> None:
-    found = tiff_reader.inspect(
+    found = stack_reader.inspect(
         DATA / "formats" / "ome" / "multifile_companion" / "multifile-Z3.ome.tiff", Selection(), LIMIT
     )
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from service.core.errors import BadFile, RequestError
 from service.core.volume import Selection
-from service.formats import tiff_reader
+from service.formats import stack_reader
 
 LIMIT = 2**24
 ENTRY = struct.Struct("<HHII")
@@ -63,8 +63,8 @@ def look(data: bytes) -> None:
         path = Path(folder) / "fuzzed.tif"
         path.write_bytes(data)
         try:
-            described = tiff_reader.inspect(path, Selection(), LIMIT)
-            volume = tiff_reader.read(path, Selection(), LIMIT, Path(folder))
+            described = stack_reader.inspect(path, Selection(), LIMIT)
+            volume = stack_reader.read(path, Selection(), LIMIT, Path(folder))
         except RequestError:
             return
         assert min(described.shape) >= 1
@@ -79,7 +79,7 @@ def test_size_of_a_signed_type_is_refused(tmp_path: Path, compression: str | Non
     tifffile.imwrite(path, np.zeros((8, 16), np.uint16), metadata=None, compression=compression)
     data = path.read_bytes()
     path.write_bytes(with_entry(data, tags_of(data).index(tag), kind=SIGNED_BYTE, count=1, value=value))
-    for call in (tiff_reader.inspect, tiff_reader.read):
+    for call in (stack_reader.inspect, stack_reader.read):
         with pytest.raises(BadFile, match=r"pixels|negative|damaged"):
             call(path, Selection(), LIMIT)
 

@@ -40,7 +40,7 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.volume import Description, Selection, Volume, VoxelSize
-from service.formats import sandbox_child, tiff_reader
+from service.formats import sandbox_child, stack_reader
 from service.formats.sandbox import Reader
 
 DATA = SHARED_DATA / "hostile"
@@ -103,8 +103,8 @@ def test_the_same_as_in_process(reader: Reader, tmp_path: Path, stack: np.ndarra
     path = write(tmp_path / "stack.ome.tif", stack, **options)
 
     for selection in (Selection(), Selection(channel=1, voxel_size=VoxelSize(3, 2, 1)), Selection(axes="ZCYX")):
-        here, there = tiff_reader.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
-        assert reader.inspect(path, selection) == tiff_reader.inspect(path, selection, LIMIT)
+        here, there = stack_reader.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
+        assert reader.inspect(path, selection) == stack_reader.inspect(path, selection, LIMIT)
         shared = reader.read(path, selection, tmp_path, shared=True)
         for volume in (there, shared):
             for field in ("shape", "dtype", "voxel_size", "channels", "notes"):
@@ -127,7 +127,7 @@ def test_a_file_in_memory_is_read_like_one_on_disk(
         volumes = [reader.read(content, Selection(), tmp_path) for _ in range(2)]
         with pytest.raises(UnsupportedMedia):
             reader.read(bytearray(), Selection(), tmp_path)
-    assert described == tiff_reader.inspect(path, Selection(), LIMIT)
+    assert described == stack_reader.inspect(path, Selection(), LIMIT)
     for volume in volumes:
         np.testing.assert_array_equal(volume.array(), stack)
         assert volume.voxel_size == described.voxel_size
@@ -149,7 +149,7 @@ def test_colour_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None
     for channel in (None, 1):
         selection = Selection(channel=channel, axes="ZYXS")
         volume = reader.read(path, selection, tmp_path, shared=True)
-        np.testing.assert_array_equal(volume.array(), tiff_reader.read(path, selection, LIMIT).array())
+        np.testing.assert_array_equal(volume.array(), stack_reader.read(path, selection, LIMIT).array())
 
 
 def test_shared_file_that_becomes_shorter_is_an_error_and_not_the_end(
@@ -294,7 +294,7 @@ def test_memory_is_limited(tmp_path: Path, stack: np.ndarray) -> None:
             reader.read(bomb, Selection(), tmp_path)
         np.testing.assert_array_equal(reader.read(modest, Selection(), tmp_path).array(), stack)
         with pytest.raises(TooLarge, match=r"decodes to 0\.26 GB"):
-            tiff_reader.read(bomb, Selection(), 2**27)
+            stack_reader.read(bomb, Selection(), 2**27)
 
 
 def test_a_strip_that_unpacks_to_more_than_it_should_is_stopped(tmp_path: Path) -> None:

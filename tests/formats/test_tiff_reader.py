@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, RequestError, TooLarge
 from service.core.volume import Selection, TimeInterval, TimeRange, VoxelSize
-from service.formats import tiff_reader
+from service.formats import stack_reader
 
 LIMIT = 2**28
 ALL = Selection()
@@ -47,7 +47,7 @@ def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArra
 
 
 def pixels(path: Path, selection: Selection = ALL, scratch: Path | None = None) -> NDArray[Any]:
-    return tiff_reader.read(path, selection, LIMIT, scratch).array()
+    return stack_reader.read(path, selection, LIMIT, scratch).array()
 
 
 @pytest.mark.parametrize("byteorder", ["<", ">"])
@@ -56,7 +56,7 @@ def test_every_type_in_either_byte_order(make: Make, dtype: str, byteorder: str)
     stack = noise(3, 9, 11, dtype=dtype)
     path = make(stack, byteorder=byteorder, metadata={"axes": "ZYX"})
 
-    volume = tiff_reader.read(path, ALL, LIMIT)
+    volume = stack_reader.read(path, ALL, LIMIT)
 
     assert volume.dtype == np.dtype(dtype)
     assert volume.array().dtype.isnative
@@ -95,14 +95,14 @@ def test_one_bit_pixels_become_zero_and_one(make: Make) -> None:
     stack = noise(3, 9, 11) > 60
     path = make(stack, metadata={"axes": "ZYX"})
 
-    assert tiff_reader.inspect(path, ALL, LIMIT).dtype == "bool"
+    assert stack_reader.inspect(path, ALL, LIMIT).dtype == "bool"
     assert pixels(path).dtype == np.uint8
     np.testing.assert_array_equal(pixels(path)[0], stack)
 
 
 def test_complex_pixels_are_refused(make: Make) -> None:
     with pytest.raises(BadFile, match="complex64"):
-        tiff_reader.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
+        stack_reader.inspect(make(np.zeros((3, 9, 11), np.complex64)), ALL, LIMIT)
 
 
 @pytest.mark.parametrize("edge", [40, 300])
@@ -130,7 +130,7 @@ def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(
         metadata={"axes": "TZCYX", "spacing": 0.5, "unit": "um"},
     )
 
-    found = tiff_reader.inspect(path, Selection(time=0), LIMIT)
+    found = stack_reader.inspect(path, Selection(time=0), LIMIT)
 
     assert (found.container, found.axes, found.times, len(found.channels)) == ("ImageJ TIFF", "TZCYX", 2, 3)
     assert found.shape == (3, 4, 9, 11)
@@ -145,37 +145,37 @@ def test_an_imagej_hyperstack_channel_by_channel_and_time_by_time(
 def test_several_time_points_are_described_but_read_only_by_choice(make: Make) -> None:
     path = make(noise(5, 9, 11), metadata={"axes": "TYX"}, ome=True)
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
 
     assert (found.shape, found.times) == ((1, 1, 9, 11), 5)
     assert "time=0 to time=4" in found.problem
     assert "axes=ZYX" in found.problem
     with pytest.raises(BadParameter, match=r"time=0 to time=4.*axes=ZYX"):
-        tiff_reader.read(path, ALL, LIMIT)
-    assert tiff_reader.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
+        stack_reader.read(path, ALL, LIMIT)
+    assert stack_reader.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
 
 
 def test_a_range_of_time_points_is_described_and_not_read(make: Make) -> None:
     path = make(noise(5, 3, 9, 11), metadata={"axes": "TZYX"}, imagej=True)
     for times, expected in ((TimeRange(), (0, 5)), (TimeRange(1, 3), (1, 3)), (TimeRange(4), (4, 5))):
-        found = tiff_reader.inspect(path, Selection(time=times), LIMIT)
+        found = stack_reader.inspect(path, Selection(time=times), LIMIT)
         assert (found.shape, found.time_points, found.problem) == ((1, 3, 9, 11), expected, "")
     for times in (TimeRange(2, 9), TimeRange(5), TimeRange(7, 8)):
         with pytest.raises(BadParameter, match="time=0 to time=4"):
-            tiff_reader.inspect(path, Selection(time=times), LIMIT)
+            stack_reader.inspect(path, Selection(time=times), LIMIT)
     with pytest.raises(BadParameter, match="time=all"):
-        tiff_reader.read(path, Selection(time=TimeRange()), LIMIT)
+        stack_reader.read(path, Selection(time=TimeRange()), LIMIT)
 
 
 def test_colours_of_channels(make: Make) -> None:
     pixels = np.zeros((2, 3, 8, 8), np.uint16)
     red_and_cyan = [np.outer(colour, np.arange(256)).astype(np.uint8) for colour in ((1, 0, 0), (0, 1, 1))]
     imagej = make(pixels.swapaxes(0, 1), imagej=True, metadata={"axes": "ZCYX", "LUTs": red_and_cyan})
-    assert tiff_reader.inspect(imagej, ALL, LIMIT).colours == ("#ff0000", "#00ffff")
+    assert stack_reader.inspect(imagej, ALL, LIMIT).colours == ("#ff0000", "#00ffff")
     colours = {"Channel": {"Name": ["a", "b"], "Color": [-16776961, 0x00FF00FF]}}
     ome = make(pixels, ome=True, metadata={"axes": "CZYX", **colours})
-    assert tiff_reader.inspect(ome, ALL, LIMIT).colours == ("#ff0000", "#00ff00")
-    assert tiff_reader.inspect(make(pixels, metadata={"axes": "CZYX"}), ALL, LIMIT).colours == ("", "")
+    assert stack_reader.inspect(ome, ALL, LIMIT).colours == ("#ff0000", "#00ff00")
+    assert stack_reader.inspect(make(pixels, metadata={"axes": "CZYX"}), ALL, LIMIT).colours == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_colours_of_channels(make: Make) -> None:
 def test_time_intervals(make: Make, metadata: dict[str, Any], interval: TimeInterval | None) -> None:
     kind = "ome" if "TimeIncrement" in metadata else "imagej"
     path = make(noise(2, 3, 9, 11), metadata={"axes": "TZYX", **metadata}, **{kind: True})
-    assert tiff_reader.inspect(path, ALL, LIMIT).time_interval == interval
+    assert stack_reader.inspect(path, ALL, LIMIT).time_interval == interval
 
 
 @pytest.mark.parametrize("axes", ["ZYX", "CZYX", "ZCYX", "TCZYX", "TZCYX", "ZTCYX", "CTZYX"])
@@ -209,7 +209,7 @@ def test_ome_in_every_order(make: Make, axes: str, compression: str | None) -> N
     here = "".join(axis for axis in "TCZYX" if axis in axes)
     ordered = np.moveaxis(stack, [axes.index(axis) for axis in here], range(len(here)))
 
-    assert tiff_reader.inspect(path, ALL, LIMIT).axes == axes
+    assert stack_reader.inspect(path, ALL, LIMIT).axes == axes
     for time in range(2 if "T" in axes else 1):
         expected = ordered[time] if "T" in axes else ordered
         np.testing.assert_array_equal(pixels(path, Selection(time=time)), expected.reshape(-1, 4, 9, 11))
@@ -219,13 +219,13 @@ def test_channels_by_name(make: Make) -> None:
     stack = noise(2, 4, 9, 11)
     path = make(stack, ome=True, metadata={"axes": "CZYX", "Channel": {"Name": ["DAPI", "GFP"]}})
 
-    volume = tiff_reader.read(path, Selection(channel="gfp"), LIMIT)
+    volume = stack_reader.read(path, Selection(channel="gfp"), LIMIT)
 
     assert volume.channels == ("GFP",)
     np.testing.assert_array_equal(volume.array()[0], stack[1])
-    assert tiff_reader.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
+    assert stack_reader.read(path, ALL, LIMIT).channels == ("DAPI", "GFP")
     with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\)"):
-        tiff_reader.inspect(path, Selection(channel="RFP"), LIMIT)
+        stack_reader.inspect(path, Selection(channel="RFP"), LIMIT)
 
 
 @pytest.mark.parametrize("planar", ["contig", "separate"])
@@ -236,7 +236,7 @@ def test_colours_are_channels(make: Make, planar: str, compression: str | None) 
     path = make(stack, photometric="rgb", planarconfig=planar, compression=compression, metadata={"axes": axes})
     channels = np.moveaxis(stack, axes.index("S"), 0)
 
-    assert tiff_reader.inspect(path, ALL, LIMIT).channels == ("red", "green", "blue")
+    assert stack_reader.inspect(path, ALL, LIMIT).channels == ("red", "green", "blue")
     np.testing.assert_array_equal(pixels(path), channels)
     np.testing.assert_array_equal(pixels(path, Selection(channel="green")), channels[1:2])
 
@@ -258,12 +258,12 @@ def test_a_plain_stack_of_grey_pages_is_z_and_says_so(make: Make, options: dict[
     stack = noise(5, 9, 11)
     path = make(stack, **options)
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
 
     assert (found.axes, found.shape) == ("ZYX", (1, 5, 9, 11))
     assert any("taken for z" in note and "axes=" in note for note in found.notes)
     np.testing.assert_array_equal(pixels(path)[0], stack)
-    assert tiff_reader.read(path, ALL, LIMIT).notes == found.notes
+    assert stack_reader.read(path, ALL, LIMIT).notes == found.notes
 
 
 def test_four_unnamed_dimensions_are_not_guessed(make: Make) -> None:
@@ -271,7 +271,7 @@ def test_four_unnamed_dimensions_are_not_guessed(make: Make) -> None:
     path = make(stack)
 
     with pytest.raises(AmbiguousAxes, match=r"2 x 5 x 9 x 11.*axes=CZYX"):
-        tiff_reader.inspect(path, ALL, LIMIT)
+        stack_reader.inspect(path, ALL, LIMIT)
     np.testing.assert_array_equal(pixels(path, Selection(axes="CZYX")), stack)
     np.testing.assert_array_equal(pixels(path, Selection(axes="ZCYX")), stack.swapaxes(0, 1))
 
@@ -290,7 +290,7 @@ def test_of_several_images_the_largest_is_read(tmp_path: Path) -> None:
         writer.write(stack.max(axis=0), photometric="minisblack", metadata={"axes": "YX", "Name": "projection"})
         writer.write(stack, photometric="minisblack", metadata={"axes": "ZYX", "Name": "volume"})
 
-    assert any("2 images" in note and "'volume'" in note for note in tiff_reader.inspect(path, ALL, LIMIT).notes)
+    assert any("2 images" in note and "'volume'" in note for note in stack_reader.inspect(path, ALL, LIMIT).notes)
     np.testing.assert_array_equal(pixels(path)[0], stack)
 
 
@@ -318,10 +318,10 @@ def test_the_callers_voxel_size_wins(make: Make) -> None:
     path = make(noise(5, 9, 11), imagej=True, resolution=(4, 4), metadata={"axes": "ZYX", "spacing": 1, "unit": "um"})
     wanted = Selection(voxel_size=VoxelSize(3, 2, 1))
 
-    assert tiff_reader.inspect(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    assert tiff_reader.inspect(path, wanted, LIMIT).voxel_size_from == "the request"
-    assert tiff_reader.read(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    assert tiff_reader.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
+    assert stack_reader.inspect(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert stack_reader.inspect(path, wanted, LIMIT).voxel_size_from == "the request"
+    assert stack_reader.read(path, wanted, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert stack_reader.inspect(path, ALL, LIMIT).voxel_size_from == "ImageJ metadata"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_ome_units(make: Make, unit: str, factor: float | None) -> None:
     units = {f"PhysicalSize{axis}Unit": unit for axis in "ZYX"}
     path = make(noise(5, 9, 11), ome=True, metadata={"axes": "ZYX", **sizes, **units})
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
 
     if factor is None:
         assert found.voxel_size is None
@@ -348,11 +348,11 @@ def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, 
         made.append(nbytes)
         return os.open(tmp_path / "raw", os.O_RDWR | os.O_CREAT)
 
-    assert not tiff_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output, LIMIT).decoded
+    assert not stack_reader.extract(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, make_output, LIMIT).decoded
     assert not made
 
     stack = noise(5, 9, 11)
-    found = tiff_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output, LIMIT)
+    found = stack_reader.extract(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, make_output, LIMIT)
     assert found.decoded
     assert made == [stack.nbytes]
     assert (tmp_path / "raw").read_bytes() == stack.tobytes()
@@ -361,11 +361,11 @@ def test_what_is_stored_plainly_is_mapped_and_the_rest_decoded_once(make: Make, 
 def test_nothing_is_left_in_the_folder_for_decoded_pixels(make: Make, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
 
-    tiff_reader.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
+    stack_reader.read(make(noise(5, 9, 11), byteorder=">"), ALL, LIMIT, scratch)
     assert not scratch.exists()
 
     stack = noise(5, 9, 11)
-    volume = tiff_reader.read(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
+    volume = stack_reader.read(make(stack, "packed.tif", compression="zlib"), ALL, LIMIT, scratch)
     assert not list(scratch.iterdir())
     np.testing.assert_array_equal(volume.array()[0], stack)
 
@@ -373,7 +373,7 @@ def test_nothing_is_left_in_the_folder_for_decoded_pixels(make: Make, tmp_path: 
 def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
     path = make(np.zeros((5, 9, 11), np.uint16))
 
-    tiff_reader.read(path, ALL, LIMIT).array()[:] = 7
+    stack_reader.read(path, ALL, LIMIT).array()[:] = 7
 
     assert not pixels(path).any()
 
@@ -383,16 +383,16 @@ def test_changing_a_volume_does_not_change_the_file(make: Make) -> None:
 def test_more_than_the_limit_is_refused_before_decoding(make: Make, limit: int, compression: str | None) -> None:
     path = make(noise(5, 9, 11), compression=compression)
 
-    for use in (tiff_reader.inspect, tiff_reader.read):
+    for use in (stack_reader.inspect, stack_reader.read):
         with pytest.raises(TooLarge, match="990 bytes"):
             use(path, ALL, limit)
-    assert tiff_reader.read(path, ALL, 990).nbytes == 990
+    assert stack_reader.read(path, ALL, 990).nbytes == 990
 
 
 def test_only_the_selection_counts_against_the_limit(make: Make) -> None:
     path = make(noise(2, 5, 9, 11), metadata={"axes": "CZYX"})
 
-    assert tiff_reader.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
+    assert stack_reader.read(path, Selection(channel=1), 990).shape == (1, 5, 9, 11)
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -415,7 +415,7 @@ def test_a_stack_cut_anywhere_is_refused_and_never_read_as_less(make: Make, opti
     for end in sorted({*range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}):
         path.write_bytes(whole[:end])
         try:
-            found = tiff_reader.read(path, ALL, LIMIT).array()
+            found = stack_reader.read(path, ALL, LIMIT).array()
         except RequestError:
             continue
         np.testing.assert_array_equal(found, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
@@ -426,7 +426,7 @@ def test_half_an_imagej_stack_is_not_a_plane(make: Make) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
     with pytest.raises(BadFile, match="cut short"):
-        tiff_reader.inspect(path, ALL, LIMIT)
+        stack_reader.inspect(path, ALL, LIMIT)
 
 
 @pytest.mark.parametrize("slices", [2, 9])
@@ -436,10 +436,10 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
 
     if slices > 6:
         with pytest.raises(BadFile, match="promise 9 planes, but the file holds 6"):
-            tiff_reader.inspect(path, Selection(axes="ZYX"), LIMIT)
+            stack_reader.inspect(path, Selection(axes="ZYX"), LIMIT)
     else:
         with pytest.raises(AmbiguousAxes, match=r"contradict.*axes="):
-            tiff_reader.inspect(path, ALL, LIMIT)
+            stack_reader.inspect(path, ALL, LIMIT)
         np.testing.assert_array_equal(pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
 
 
@@ -447,9 +447,9 @@ def test_imagej_must_promise_as_many_planes_as_there_are(make: Make, slices: int
 def test_planes_must_lie_in_pages_that_are_decoded(make: Make, axes: str) -> None:
     packed = make(noise(3, 9, 11), "packed.tif", compression="zlib", metadata=None)
     with pytest.raises(BadParameter, match=f"axes={axes}.*each must hold Y and X"):
-        tiff_reader.inspect(packed, Selection(axes=axes), LIMIT)
+        stack_reader.inspect(packed, Selection(axes=axes), LIMIT)
     plain = make(noise(3, 9, 11), metadata=None)
-    assert sorted(tiff_reader.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
+    assert sorted(stack_reader.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_a_strip_must_take_as_many_bytes_as_the_file_can_hold(
         written.pages.first.tags["StripByteCounts"].overwrite(count)
 
     with pytest.raises(BadFile, match=complaint):
-        tiff_reader.inspect(path, Selection(), LIMIT)
+        stack_reader.inspect(path, Selection(), LIMIT)
 
 
 def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_planes_that_differ_are_no_stack(tmp_path: Path) -> None:
         writer.write(noise(8, 16), photometric="minisblack", metadata=None)
 
     with pytest.raises(BadFile, match="Plane 1 is not of the size"):
-        tiff_reader.inspect(path, ALL, LIMIT)
+        stack_reader.inspect(path, ALL, LIMIT)
 
 
 def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def test_decoding_that_fails_leaves_nothing_behind(make: Make, tmp_path: Path) -
     path.write_bytes(data)
 
     with pytest.raises(BadFile, match="decoding its pixels failed"):
-        tiff_reader.read(path, ALL, LIMIT, scratch)
+        stack_reader.read(path, ALL, LIMIT, scratch)
     assert not list(scratch.iterdir())
 
 
@@ -548,7 +548,7 @@ def test_a_file_that_the_xml_names_is_never_opened(tmp_path: Path, opened: list[
     opened.clear()
 
     with pytest.raises(AmbiguousAxes, match=r"several files.*axes="):
-        tiff_reader.inspect(path, ALL, LIMIT)
+        stack_reader.inspect(path, ALL, LIMIT)
     stack = pixels(path, Selection(axes="ZYX"))
 
     np.testing.assert_array_equal(stack[0], noise(3, 9, 11))
@@ -569,6 +569,6 @@ def test_damage_is_a_request_error_or_a_readable_file(tmp_path: Path, data: st.D
 
     with contextlib.suppress(RequestError):
         assert (
-            tiff_reader.inspect(path, ALL, LIMIT).shape
-            == tiff_reader.read(path, Selection(time=0), LIMIT).array().shape
+            stack_reader.inspect(path, ALL, LIMIT).shape
+            == stack_reader.read(path, Selection(time=0), LIMIT).array().shape
         )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service.core.volume import Segmentation, Selection, TimeInterval, VoxelSize
-from service.formats import tiff_reader, tiff_writer
+from service.formats import stack_reader, tiff_writer
 
 LIMIT = 2**28
 ALL = Selection()
@@ -30,7 +30,7 @@ def noise(*shape: int, dtype: str = "uint16", seed: int | None = None) -> NDArra
 
 
 def pixels(path: Path) -> NDArray[Any]:
-    return tiff_reader.read(path, ALL, LIMIT).array()
+    return stack_reader.read(path, ALL, LIMIT).array()
 
 
 @pytest.mark.parametrize("kind", ["labels", "classes"])
@@ -41,7 +41,7 @@ def test_labels_come_back_as_they_were(tmp_path: Path, kind: Any, dtype: str) ->
 
     tiff_writer.write(Segmentation(labels, kind, VoxelSize(0.5, 0.2, 0.1), count=119), path)
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
     assert (found.container, found.axes, found.stored_shape) == ("OME-TIFF", "ZYX", (5, 70, 90))
     assert (found.dtype, found.channels, found.notes) == (dtype, (kind,), ())
     assert found.voxel_size == VoxelSize(0.5, 0.2, 0.1)
@@ -55,7 +55,7 @@ def test_probabilities_keep_the_names_of_their_classes(tmp_path: Path) -> None:
 
     tiff_writer.write(Segmentation(scores, "probabilities", None, names=names), path)
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
     assert (found.axes, found.dtype, found.voxel_size) == ("CZYX", "float32", None)
     assert found.channels == ("background", 'nuclei <&> "µ"', "edges")
     np.testing.assert_array_equal(pixels(path), scores)
@@ -129,7 +129,7 @@ def test_whatever_is_written_is_read_the_same(
         segmentation = Segmentation(array, "probabilities", voxel_size, names=tuple(channels))
 
     tiff_writer.write(segmentation, path)
-    volume = tiff_reader.read(path, ALL, LIMIT)
+    volume = stack_reader.read(path, ALL, LIMIT)
 
     assert volume.shape == (array.shape if array.ndim == 4 else (1, *array.shape))
     assert volume.dtype == array.dtype
@@ -151,11 +151,11 @@ def test_a_series_keeps_its_axes_and_interval(
 
     tiff_writer.write(segmentation, path, bigtiff=bigtiff)
 
-    found = tiff_reader.inspect(path, ALL, LIMIT)
+    found = stack_reader.inspect(path, ALL, LIMIT)
     assert (found.axes, found.stored_shape, found.times) == (axes, array.shape, 3)
     assert (found.voxel_size, found.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
     for time in range(3):
-        volume = tiff_reader.read(path, Selection(time=time), LIMIT)
+        volume = stack_reader.read(path, Selection(time=time), LIMIT)
         np.testing.assert_array_equal(volume.array().reshape(array.shape[1:]), array[time])
     with tifffile.TiffFile(path) as file:
         assert file.series[0].axes == axes
@@ -250,7 +250,7 @@ def test_files_tell_how_they_were_made(tmp_path: Path, bigtiff: bool | None, fac
     in_xml, for_imagej = origin_of(path)
     assert in_xml == origin
     assert for_imagej == {name: text.strip().replace("µ", "?").replace("ü", "?") for name, text in origin.items()}
-    assert tiff_reader.inspect(path, ALL, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    assert stack_reader.inspect(path, ALL, LIMIT).voxel_size == VoxelSize(3, 2, 1)
     np.testing.assert_array_equal(pixels(path)[0], labels)
 
 

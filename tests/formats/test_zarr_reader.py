@@ -29,7 +29,7 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.volume import Selection, TimeInterval, VoxelSize
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.formats.sandbox import Reader
 
 LIMIT = 2**26
@@ -89,9 +89,9 @@ def test_pixels_are_those_that_zarr_python_wrote(name: str, movie: np.ndarray, r
         volume = reader.read(place, one, tmp_path / "scratch")
         assert np.array_equal(volume.array(), movie[1, 1:2])
         assert volume.dtype == np.uint16
-        assert np.array_equal(tiff_reader.read(place, all_channels, LIMIT).array(), movie[0])
+        assert np.array_equal(stack_reader.read(place, all_channels, LIMIT).array(), movie[0])
         description = reader.inspect(place, Selection())
-        assert description == tiff_reader.inspect(place, Selection(), LIMIT)
+        assert description == stack_reader.inspect(place, Selection(), LIMIT)
     assert np.array_equal(
         reader.read(bytearray(pack(store).read_bytes()), one, tmp_path / "scratch").array(), movie[1, 1:2]
     )
@@ -144,7 +144,7 @@ def test_missing_chunks_have_the_fill_value(shards: Any, reader: Reader, tmp_pat
 @pytest.mark.parametrize(("axes", "shape"), [("yx", (20, 30)), ("zyx", (1, 1, 30)), ("czyx", (2, 1, 5, 6))])
 def test_dimensions_may_be_missing_or_of_length_one(axes: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     pixels = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-    volume = tiff_reader.read(write_zarr(tmp_path / "a.zarr", pixels, axes), Selection(), LIMIT)
+    volume = stack_reader.read(write_zarr(tmp_path / "a.zarr", pixels, axes), Selection(), LIMIT)
     assert volume.shape[-2:] == shape[-2:]
     assert np.array_equal(volume.array().ravel(), pixels.ravel())
 
@@ -152,7 +152,7 @@ def test_dimensions_may_be_missing_or_of_length_one(axes: str, shape: tuple[int,
 def test_the_request_overrides_axes_and_voxel_size(movie: np.ndarray, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", movie[0], "czyx", chunks=(2, 2, 16, 16))
     stated = Selection(axes="ZCYX", channel=4, voxel_size=VoxelSize(1, 2, 3))
-    volume = tiff_reader.read(store, stated, LIMIT)
+    volume = stack_reader.read(store, stated, LIMIT)
     assert volume.voxel_size == VoxelSize(1, 2, 3)
     assert np.array_equal(volume.array()[0], movie[0, :, 4])
 
@@ -320,12 +320,12 @@ def test_collections_plates_and_arrays_are_told_apart(tmp_path: Path) -> None:
     write_zarr(root / "0", pixels, version="0.4")
     (root / ".zgroup").write_text('{"zarr_format": 2}')
     (root / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
-    assert "first of them" in tiff_reader.inspect(root, Selection(), LIMIT).notes[0]
+    assert "first of them" in stack_reader.inspect(root, Selection(), LIMIT).notes[0]
     (root / ".zattrs").write_text('{"plate": {}}')
     with pytest.raises(BadFile, match="holds a plate"):
-        tiff_reader.inspect(root, Selection(), LIMIT)
+        stack_reader.inspect(root, Selection(), LIMIT)
     plain = write_zarr(tmp_path / "b.zarr", pixels)
     with pytest.raises(BadFile, match="single array"):
-        tiff_reader.inspect(plain / "0", Selection(), LIMIT)
+        stack_reader.inspect(plain / "0", Selection(), LIMIT)
     with pytest.raises(BadParameter, match="channel="):
-        tiff_reader.read(plain, Selection(channel=3), LIMIT)
+        stack_reader.read(plain, Selection(channel=3), LIMIT)

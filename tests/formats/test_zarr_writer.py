@@ -12,7 +12,7 @@ import zarr
 from zarr_files import write_zarr
 
 from service.core.volume import Segmentation, Selection, TimeInterval, VoxelSize
-from service.formats import tiff_reader, zarr_writer
+from service.formats import stack_reader, zarr_writer
 
 LIMIT = 2**28
 SIZE = VoxelSize(0.5, 0.2, 0.2)
@@ -34,7 +34,7 @@ def test_a_store_of_its_own_is_valid_and_read_back_alike(tmp_path: Path) -> None
     pixels, path = labels(), tmp_path / "labels.ome.zarr"
     zarr_writer.write(Segmentation(pixels, "labels", SIZE, 7), path, {"software": "StackSeg 1", "model": "nuclei/1"})
     yaozarrs.validate_zarr_store(str(path))
-    volume = tiff_reader.read(path, Selection(), LIMIT)
+    volume = stack_reader.read(path, Selection(), LIMIT)
     assert np.array_equal(volume.array()[0], pixels)
     assert (volume.voxel_size, volume.dtype) == (SIZE, np.uint16)
     attributes = dict(zarr.open_group(path, mode="r").attrs)
@@ -55,7 +55,7 @@ def test_labels_of_an_image_are_listed_in_its_format(tmp_path: Path, version: st
     stored = dict(zarr.open_group(image / "labels" / "nuclei", mode="r").attrs)
     assert stored.get("ome", stored)["image-label"]["source"] == {"image": "../../"}
     assert (image / "labels" / "nuclei" / "zarr.json").exists() == (version == "0.5")
-    assert np.array_equal(tiff_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).array()[0], labels())
+    assert np.array_equal(stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).array()[0], labels())
 
 
 def test_coarser_resolutions_keep_the_numbers_and_places_of_labels(tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_every_kind_is_valid_and_read_back_alike(tmp_path: Path, segmentation: S
     path = tmp_path / "result.zarr"
     zarr_writer.write(segmentation, path)
     yaozarrs.validate_zarr_store(str(path))
-    description = tiff_reader.inspect(path, Selection(), LIMIT)
+    description = stack_reader.inspect(path, Selection(), LIMIT)
     assert description.time_interval == segmentation.time_interval
     assert np.array_equal(levels(path)[0], segmentation.pixels)
     if segmentation.kind == "probabilities":
         assert description.channels == segmentation.names
     if segmentation.time_interval is None:
-        assert tiff_reader.read(path, Selection(), LIMIT).voxel_size == segmentation.voxel_size
+        assert stack_reader.read(path, Selection(), LIMIT).voxel_size == segmentation.voxel_size
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     zarr_writer.write(Segmentation(labels(), "labels", SIZE, 7), path)
     with pytest.raises(TypeError):
         zarr_writer.write(Segmentation(labels(), "labels", SIZE, 7), path, {"not": object()})  # type: ignore[dict-item]
-    assert np.array_equal(tiff_reader.read(path, Selection(), LIMIT).array()[0], labels())
+    assert np.array_equal(stack_reader.read(path, Selection(), LIMIT).array()[0], labels())
     assert [entry.name for entry in tmp_path.iterdir()] == ["labels.zarr"]

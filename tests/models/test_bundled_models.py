@@ -17,7 +17,7 @@ from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_diameter
 from service.engine.prepare import prepare
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.label_agreement import LabelAgreement
 from service.inference.segmenter import Segmenter
 from service.inference.windows.blending import Blending
@@ -121,7 +121,7 @@ def eager_of(spec: ModelSpec) -> Segmenter:
 
 
 def read(path: Path) -> Volume:
-    return tiff_reader.read(path, Selection(), LIMIT)
+    return stack_reader.read(path, Selection(), LIMIT)
 
 
 def labels_of(made: Segmenter, volume: Volume) -> NDArray[np.unsignedinteger]:

@@ -12,7 +12,7 @@ from live import as_tiff
 
 from service.core.errors import BadFile, BadParameter, DeviceLost, OutOfMemory
 from service.core.volume import Diameter, Options, Segmentation, Volume
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.inference.diameter import Sizing
 from service.inference.result import Result
 from service.inference.series import Series
@@ -51,7 +51,7 @@ def work(
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         if path.name in broken:
             raise BadFile("It is cut short.")
-        volume = tiff_reader.read(path, query.selection, 2**20, scratch)
+        volume = stack_reader.read(path, query.selection, 2**20, scratch)
         return Pixels(volume, volume)
 
     def segment(volume: Volume | Series, options: Options) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from live import as_tiff
 
 from service.core.errors import Cancelled
-from service.formats import tiff_reader
+from service.formats import stack_reader
 from service.formats.sandbox import Reader
 from service.inference.series import Series
 from service.serving.parameters import Query
@@ -23,7 +23,7 @@ class SlowReader:
     given_up = False
 
     def inspect(self, source: Path, selection: Any, **_more: Any) -> Any:
-        return tiff_reader.inspect(source, selection, 2**20)
+        return stack_reader.inspect(source, selection, 2**20)
 
     def read(self, _source: Path, _selection: Any, *, scratch: Path, **_more: Any) -> Any:
         self.given_up = True

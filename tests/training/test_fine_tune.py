@@ -13,7 +13,7 @@ from scripts.recipes.synthetic_nuclei import synthesise
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.volume import Segmentation, Selection, VoxelSize
-from service.formats import tiff_reader, tiff_writer
+from service.formats import stack_reader, tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training.fine_tune import Annotated, Stack, _check_apart, _hold_out, fine_tune, read_stack, resample
@@ -75,7 +75,7 @@ def test_the_sample_is_the_parents(base: ModelSpec, tmp_path: Path) -> None:
     stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
     spec = fine_tune([stack], parent, tmp_path / "mine", settings(base), minutes=0.01, report=lambda _: None).spec
     assert spec.sample is not None
-    sample = tiff_reader.read(spec.folder / spec.sample.input, Selection(), 2**20).array()[0]
+    sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**20).array()[0]
     assert np.array_equal(sample, image)
 
 

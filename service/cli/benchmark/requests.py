@@ -21,7 +21,7 @@ from service.core import hardware
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.core.volume import Array, Options, Segmentation, Selection, Size
-from service.formats import tiff_reader, tiff_writer
+from service.formats import stack_reader, tiff_writer
 from service.inference.batcher import WindowBatcher
 from service.inference.label_agreement import image_of
 from service.inference.segmenter import Segmenter
@@ -66,7 +66,7 @@ class RequestRunner:
         """
         stages = Stages()
         with stages.measure("read"):
-            volume = tiff_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
+            volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         result = self._segmenter.segment(volume, AS_SAMPLED, run=self._run, progress=self._count)
         stages.add("normalise", result.seconds["prepare"])
         stages.add("windows", result.seconds["windows"])
@@ -171,7 +171,7 @@ class RequestRunner:
 
     def profile(self, trace: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
-        volume = tiff_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
+        volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
         with torch.profiler.profile() as recorded:
             self._segmenter.segment(volume, AS_SAMPLED)
         recorded.export_chrome_trace(str(trace))

@@ -1,0 +1,160 @@
+"""Read stacks: TIFFs (`tiff_reader`), and OME-Zarr in folders and zip archives (`zarr_reader`).
+
+Everything is checked before a pixel is decoded. Files that cannot be trusted are read through
+`service.formats.sandbox`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from service.core.volume import Array, Description, Selection, Volume, VoxelSize
+from service.formats import pixels, tiff_reader, zarr_reader
+from service.formats.open_stack import OpenStack
+from service.formats.pixels import Placement
+from service.formats.zarr_store import FolderStore, Store, ZipStore, open_below
+
+_ZIP = b"PK\x03\x04"
+
+Source = Path | int | Store
+"""A file or folder by its path, an open file, or a store of Zarr."""
+
+
+def inspect(file: Source, selection: Selection, limit_bytes: int) -> Description:
+    """Describe a file and the selected part without decoding pixels.
+
+    A descriptor is closed. Several time points without a choice are told as `problem`.
+    Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
+    """
+    with _open(file, selection, limit_bytes) as stack:
+        return stack.describe(selection)
+
+
+def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
+    """Read the selected channels and time point as [C, Z, Y, X] in native byte order, dtype as stored (1-bit: uint8).
+
+    Uncompressed pixels at regular distances are mapped, so the file must outlive the volume; others are decoded to
+    memory, or to a file in the folder `scratch`.
+    Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
+    """
+    if scratch is not None:
+        return _read_to_file(path, selection, limit_bytes, scratch)
+    with _open(path, selection, limit_bytes) as stack:
+        placement = stack.placement
+        if placement is not None:
+            return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
+        decoded: Array = np.empty(stack.shape, stack.dtype)
+
+        def store(channel: int, z0: int, y0: int, block: Array) -> None:
+            decoded[channel, z0 : z0 + block.shape[0], y0 : y0 + block.shape[1]] = block
+
+        stack.decode(store)
+        return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
+
+
+@dataclass(frozen=True)
+class Extract:
+    """Location of a volume in the file that was read, or in the one that it was decoded to, in plain values."""
+
+    placement: Placement
+    voxel_size: VoxelSize | None
+    channels: tuple[str, ...]
+    notes: tuple[str, ...]
+    decoded: bool
+
+
+def extract(
+    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
+) -> Extract | Description:
+    """Locate the selected pixels in the file itself, or decode them to another one.
+
+    `make_output` takes the bytes of the decoded pixels and returns the descriptor of a file of that length; it is
+    called only where pixels have to be decoded. Descriptors are closed. Where more than `small_bytes` would have to be
+    decoded, nothing is, and the description is returned. Raises the errors of `read`, and those of `make_output`.
+    """
+    with _open(file, selection, limit_bytes) as stack:
+        if stack.placement is None and stack.decoded_bytes > small_bytes:
+            return stack.describe(selection)
+        return _extract(stack, selection, make_output)
+
+
+def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> Extract:
+    facts, placement = stack.facts(selection), stack.placement
+    if placement is not None:
+        return Extract(placement, *facts, decoded=False)
+    placement = Placement.dense(stack.dtype, stack.shape)
+    with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
+
+        def store(channel: int, z0: int, y0: int, block: Array) -> None:
+            whole = block.shape[1] == stack.shape[2]
+            # Of blocks with a part of Y, planes lie apart.
+            for z, part in [(z0, block)] if whole else enumerate(block, z0):
+                _write_all(output.fileno(), part, np.dot((channel, z, y0), placement.strides[:3]))
+
+        stack.decode(store)
+    return Extract(placement, *facts, decoded=True)
+
+
+def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
+    with ExitStack() as files:
+        outputs = []
+
+        def make_output(nbytes: int) -> int:
+            outputs.append(files.enter_context(pixels.make_file(scratch, nbytes)))
+            return os.dup(outputs[0].fileno())
+
+        with _open(path, selection, limit_bytes) as stack:
+            found = _extract(stack, selection, make_output)
+        content = pixels.map_file(outputs[0].fileno() if found.decoded else path)
+    return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
+
+
+def _write_all(descriptor: int, block: Array, offset: int) -> None:
+    data = memoryview(block.data).cast("B")
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+@contextmanager
+def _open(file: Source, selection: Selection, limit_bytes: int) -> Iterator[OpenStack]:
+    """Open a file or a folder as what its content says that it is."""
+    with ExitStack() as files:
+        store = _open_folder(file, files)
+        if store is None:
+            assert isinstance(file, Path | int)  # noqa: S101 - it is neither a store nor a folder
+            stream = files.enter_context(os.fdopen(file, "rb") if isinstance(file, int) else file.open("rb"))
+            store = _open_archive(stream)
+            if store is None:
+                yield tiff_reader.open_stack(stream, selection, limit_bytes)
+                return
+        yield zarr_reader.open_stack(store, selection, limit_bytes)
+
+
+def _open_folder(file: Source, files: ExitStack) -> Store | None:
+    """Return the store in a folder, None for a file."""
+    if not isinstance(file, Path):
+        return None if isinstance(file, int) else file
+    if not file.is_dir():
+        return None
+    folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    files.callback(os.close, folder)
+    return FolderStore(partial(open_below, folder))
+
+
+def _open_archive(stream: BinaryIO) -> Store | None:
+    """Return the store in a zip archive, None for any other file, which is as it was."""
+    # Whoever sent the descriptor may have read or written before.
+    stream.seek(0)
+    is_zip = stream.read(len(_ZIP)) == _ZIP
+    stream.seek(0)
+    archive = ZipStore(stream) if is_zip else None
+    return archive if archive is not None and archive.holds_zarr else None
