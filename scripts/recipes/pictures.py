@@ -18,8 +18,8 @@ from imagecodecs import png_decode, png_encode
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
+from scripts.recipes.synthetic_tissue import WALLS, Tissue, synthesise_tissue
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.volume import Options, Segmentation, Volume
@@ -32,58 +32,6 @@ SHAPE = (40, 112, 112)
 SEED = 77
 
 Pair = tuple[NDArray[Any], NDArray[Any]]
-
-PLAIN = Scene(
-    diameter=20,
-    anisotropy=1,
-    fill=0.12,
-    clustering=0.6,
-    contact=0.9,
-    spread=0.3,
-    texture=0.4,
-    margin=1.05,
-    blur=0.9,
-    elongation=1.5,
-    haze=0.1,
-    floor=0.1,
-    glow=0.0,
-    ghosts=0,
-    shading=0.1,
-    attenuation=0.1,
-    photons=80,
-    read_noise=1.5,
-    bits=16,
-    saturation=0.0,
-    debris=0,
-)
-WALLS = Tissue(
-    diameter=30,
-    flatness=1,
-    order=0.7,
-    bend=0.06,
-    body=0.9,
-    holes=0,
-    thickness=0.9,
-    unevenness=0.25,
-    gaps=0,
-    rim=0.7,
-    inside=0.18,
-    grain=0.5,
-    nucleus=0,
-    coat=0,
-    specks=1,
-    blur=0.9,
-    elongation=1.8,
-    haze=0.1,
-    floor=0.04,
-    shading=0.1,
-    attenuation=0.2,
-    photons=60,
-    read_noise=1.0,
-    bits=8,
-    saturation=0.001,
-    subtracted=0,
-)
 
 
 def nuclei(scene: Scene) -> Callable[[Generator], Pair]:

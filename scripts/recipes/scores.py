@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_laplace, maximum_filter
 
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
+from scripts.recipes.synthetic_nuclei import PLAIN, Scene, synthesise
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.volume import Options, Selection, Volume
@@ -130,28 +131,17 @@ def _score_synthetic(segmenter: Segmenter, options: Options, width: int, ratio: 
 
 def _plain(width: float) -> Scene:
     """Return a scene of nuclei of this width that is sharp and has hardly any noise of its own."""
-    return Scene(
+    return replace(
+        PLAIN,
         diameter=width,
-        anisotropy=1.0,
-        fill=0.12,
         clustering=0.4,
         contact=0.95,
-        spread=0.3,
         texture=0.3,
         margin=1.0,
         blur=0.6,
-        elongation=1.5,
         haze=0.0,
-        floor=0.1,
-        glow=0.0,
-        ghosts=0,
-        shading=0.1,
-        attenuation=0.1,
         photons=1000.0,
         read_noise=0.2,
-        bits=16,
-        saturation=0.0,
-        debris=0,
     )
 
 

@@ -174,6 +174,32 @@ class Scene:
         return replace(self, photons=photons, floor=float(rng.uniform(0.1, 0.6)), read_noise=float(rng.uniform(0.5, 2)))
 
 
+# Nuclei as most recordings have them, of which `dataclasses.replace` makes others.
+PLAIN = Scene(
+    diameter=20,
+    anisotropy=1,
+    fill=0.12,
+    clustering=0.6,
+    contact=0.9,
+    spread=0.3,
+    texture=0.4,
+    margin=1.05,
+    blur=0.9,
+    elongation=1.5,
+    haze=0.1,
+    floor=0.1,
+    glow=0.0,
+    ghosts=0,
+    shading=0.1,
+    attenuation=0.1,
+    photons=80,
+    read_noise=1.5,
+    bits=16,
+    saturation=0.0,
+    debris=0,
+)
+
+
 class _Canvas:
     """Volumes that are drawn into: labels, gauge of the owner of each voxel (0 centre, 1 outline), emitted light.
 

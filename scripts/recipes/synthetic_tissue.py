@@ -132,6 +132,37 @@ class Tissue:
         )
 
 
+# Stained membranes of cells without nuclei, of which `dataclasses.replace` makes others.
+WALLS = Tissue(
+    diameter=30,
+    flatness=1,
+    order=0.7,
+    bend=0.06,
+    body=0.9,
+    holes=0,
+    thickness=0.9,
+    unevenness=0.25,
+    gaps=0,
+    rim=0.7,
+    inside=0.18,
+    grain=0.5,
+    nucleus=0,
+    coat=0,
+    specks=1,
+    blur=0.9,
+    elongation=1.8,
+    haze=0.1,
+    floor=0.04,
+    shading=0.1,
+    attenuation=0.2,
+    photons=60,
+    read_noise=1.0,
+    bits=8,
+    saturation=0.001,
+    subtracted=0,
+)
+
+
 def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Make a stack of a usual tissue or, in two of five, of one with walls; returns what `synthesise_tissue` does."""
     return synthesise_tissue(rng, shape, Tissue.draw_walls(rng) if rng.random() < 0.4 else Tissue.draw(rng))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from paths import ROOT, SHARED_DATA
 from torch import nn
 
 from scripts.recipes.class_targets import classes_of, dice
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import PLAIN, synthesise
+from scripts.recipes.synthetic_tissue import WALLS, synthesise_tissue
 from service.core.config import read_settings
 from service.core.volume import Diameter, Options, Selection, Volume, parse_diameter
 from service.engine.prepare import prepare
@@ -32,63 +33,13 @@ RECORDED = SHARED_DATA / "real"
 LIMIT = 2**30
 
 # Nuclei 10 voxels wide.
-SMALL = Scene(
-    diameter=10,
-    anisotropy=1,
-    fill=0.3,
-    clustering=0.6,
-    contact=0.9,
-    spread=0.3,
-    texture=0.4,
-    margin=1.05,
-    blur=0.9,
-    elongation=1.5,
-    haze=0.1,
-    floor=0.1,
-    glow=0.0,
-    ghosts=0,
-    shading=0.1,
-    attenuation=0.1,
-    photons=80,
-    read_noise=1.5,
-    bits=16,
-    saturation=0.0,
-    debris=0,
-)
-
+SMALL = replace(PLAIN, diameter=10, fill=0.3)
 
 BUNDLED = ("membranes", "nuclei", "tissue")
 
 
 # What their samples show; see models/membranes/README.md.
-TISSUE = Tissue(
-    diameter=32,
-    flatness=1,
-    order=0.7,
-    bend=0.06,
-    body=0.9,
-    holes=0,
-    thickness=0.9,
-    unevenness=0.25,
-    gaps=0,
-    rim=0.7,
-    inside=0.18,
-    grain=0.5,
-    nucleus=0.22,
-    coat=0,
-    specks=1,
-    blur=0.9,
-    elongation=1.8,
-    haze=0.1,
-    floor=0.04,
-    shading=0.1,
-    attenuation=0.2,
-    photons=60,
-    read_noise=1.0,
-    bits=8,
-    saturation=0.001,
-    subtracted=0,
-)
+TISSUE = replace(WALLS, diameter=32, nucleus=0.22)
 SEED = 12
 
 
