@@ -1,4 +1,4 @@
-"""What tests of the page do in it."""
+"""Steps on the page that several tests take."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_a_series_is_cancelled_in_the_middle(live: Live, pixels: NDArray[np.uint
 
 @pytest.mark.skipif(missing_library() is not None, reason=str(missing_library()))
 def test_objects_are_linked_by_least_movement(live: Live, pixels: NDArray[np.uint8]) -> None:
-    """As they hardly move, tracks go through all time points."""
+    """Objects of this series hardly move, so tracks go through all time points."""
     response = live.segment(as_series(pixels), time="all", diameter=WIDTH, link="laptrack", measurements="csv")
 
     assert response.status_code == 200, response.text

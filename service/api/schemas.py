@@ -187,7 +187,7 @@ class AnnotationList(BaseModel):
 
 
 class Abilities(BaseModel):
-    """What the caller may do beyond segmenting.
+    """Rights of the caller beyond segmenting.
 
     corrections        whether annotated stacks are kept
     annotations_bytes  that one key's may take on disk

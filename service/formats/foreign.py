@@ -1,4 +1,4 @@
-"""What a file is that is not read, by its first bytes, and what makes a TIFF of it."""
+"""Name the format of a file that is not read by its first bytes, and the command that makes a TIFF of it."""
 
 from __future__ import annotations
 

@@ -157,15 +157,9 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
 
 def find_image(store: Store) -> ZarrImage:
     """Find the image of a store, and the finest of its resolutions. Raises BadFile, TooLarge."""
-    folder, attributes, notes = "", _attributes(store, ""), list[str]()
-    if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
-        folder, notes = "0", ["The store is a collection of images; the first of them is read."]
-        attributes = _attributes(store, folder)
-    multiscales = attributes.get("multiscales")
-    if not multiscales:
-        kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no image of OME-Zarr"
-        raise BadFile(f"The Zarr store holds {kind}. {_IMAGE}")
+    folder, attributes, notes = _find_group(store)
     with translate_errors("its OME metadata"):
+        multiscales = attributes["multiscales"]
         if len(multiscales) > 1:
             notes.append(f"The store describes {len(multiscales)} images at one place; the first of them is read.")
         described = multiscales[0]
@@ -188,6 +182,18 @@ def find_image(store: Store) -> ZarrImage:
             time_interval.parse(*sizes["T"]) if "T" in sizes else None,
             tuple(notes),
         )
+
+
+def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the group of the image, its OME metadata, and notes about its choice. Raises BadFile."""
+    folder, attributes, notes = "", _attributes(store, ""), list[str]()
+    if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
+        folder, notes = "0", ["The store is a collection of images; the first of them is read."]
+        attributes = _attributes(store, folder)
+    if not attributes.get("multiscales"):
+        kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no image of OME-Zarr"
+        raise BadFile(f"The Zarr store holds {kind}. {_IMAGE}")
+    return folder, attributes, notes
 
 
 def _attributes(store: Store, folder: str) -> dict[str, Any]:

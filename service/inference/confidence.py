@@ -80,7 +80,7 @@ class Doubt(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What is known of a doubtful result and its stack.
+    """Facts about a doubtful result and its stack, from which the advice follows.
 
     windows  of the image [C, z, y, x] where most is to be seen, at the sampling of the stack
     guess    how wide objects seem to be; None where that is not known

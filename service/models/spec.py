@@ -168,7 +168,7 @@ class Sample(_FrozenModel):
 
 
 class Lineage(_FrozenModel):
-    """Where a model came from that was trained on annotated stacks, and what that brought.
+    """Origin of a model that was trained on annotated stacks, with its scores before and after.
 
     parent       name and version of the model that it went on from
     annotations  number of annotated stacks

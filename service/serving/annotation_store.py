@@ -74,7 +74,7 @@ def _is_range(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """What corrected labels were made of.
+    """Origin of corrected labels.
 
     model     with its version
     diameter  as the parameter takes it

@@ -1,4 +1,4 @@
-"""What is kept among the results of a folder of stacks: records by which it resumes, one table, one report."""
+"""Files beside the labels of a folder of stacks: records by which it resumes, one table, one report."""
 
 from __future__ import annotations
 

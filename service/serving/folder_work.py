@@ -45,7 +45,7 @@ _OWN_FAULTS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
 class StackCalls(NamedTuple):
-    """What is done with one stack, which raises what concerns that stack alone, or DeviceLost.
+    """Calls by which one stack is segmented. They raise errors that concern that stack alone, or DeviceLost.
 
     open               opens a stack by its name until the end of a block, in which the path is valid
     read               returns the volume or the time points to segment, and what objects are measured in; from a path,
@@ -75,7 +75,7 @@ class Done(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """What failed, a sentence for each stack."""
+        """Faults, a sentence for each stack that failed."""
         return [f"{printable(name)}: {record.problem}" for name, record in self.records.items() if record.problem]
 
     @property
@@ -106,7 +106,7 @@ class Done(NamedTuple):
 
 
 class _Width(NamedTuple):
-    """What holds for all stacks: the parameters, one width among them, and what is to be known about that."""
+    """Parameters of all stacks, one width of objects among them, and notes about how it was chosen."""
 
     query: Query
     note: str

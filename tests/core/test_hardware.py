@@ -164,7 +164,7 @@ def test_a_driver_that_fails_means_no_gpus(driver: FakeDriver) -> None:
 
 
 class CudaMemory:
-    """As much of `torch.cuda` as tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
+    """A fake of `torch.cuda` that tells of memory: 100 bytes free, 60 cached, of which graphs keep some."""
 
     def __init__(self) -> None:
         pools = ((6, (0, 0), 50, 20), (6, (0, 1), 40, 10), (6, (3, 0), 20, 20), (7, (0, 2), 30, 0))

@@ -86,7 +86,7 @@ def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
 
 
 def point_at(page: Page) -> tuple[float, float]:
-    """Where the crosshair of the XY view is on the screen."""
+    """Return the place of the XY view's crosshair on the screen."""
     view = page.locator(".view[data-axis=z]")
     vertical, horizontal = view.locator(".cross.vertical"), view.locator(".cross.horizontal")
     # The crosshair follows with the next frame.

@@ -1,4 +1,4 @@
-"""What is read for an answer, without a process that reads."""
+"""Tests of results, with files that are read in this process instead of the sandbox."""
 
 from __future__ import annotations
 

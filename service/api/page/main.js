@@ -525,13 +525,14 @@ async function start() {
     useKey("");
     location.reload();
   });
-  window.addEventListener("hashchange", route);
   const [document] = await Promise.all([json("openapi.json"), readModels()]);
   /** @type {{name: string}[]} */
   const parameters = document.paths["/jobs"].post.parameters;
   known = new Set(parameters.map(({ name }) => name));
   if (document.paths["/limits"]) abilities = { ...abilities, ...(await json("limits")) };
   byId("key").hidden = !sessionStorage.getItem("stackseg-key");
+  // Not before: a change of the address meanwhile would open what `route` opens here once more.
+  window.addEventListener("hashchange", route);
   await route();
 }
 

@@ -27,7 +27,7 @@ TrainingId = Annotated[str, Path(pattern=ID, description="The id of the training
 
 
 class TrainingRequest(BaseModel):
-    """What to train. `model`: to go on from, the default model if not given; `name`: of the new one."""
+    """A training to begin. `model`: to go on from, the default model if not given; `name`: of the new one."""
 
     model_config = ConfigDict(extra="forbid")
 
