@@ -41,7 +41,8 @@ test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", --cov
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: test ## the tests, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
+test-all: test ## the tests, the thorough ones too, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
+	$(BIN)/pytest -m thorough --timeout 1200
 	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
 
 .PHONY: lint
