@@ -155,6 +155,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     begin_file_threads()
     async with AsyncExitStack() as started:
         runtime.start()
+        app.state.annotations.clean_up()
         started.push_async_callback(asyncio.to_thread, runtime.stop)
         async_jobs.start(runtime)
         started.push_async_callback(asyncio.to_thread, async_jobs.stop)

@@ -161,6 +161,8 @@ class AnnotationReport(BaseModel):
     diameter    of the objects, as the parameter `diameter` takes it, where the labels were made with one
     changes     how many corrections there were, where the client says
     stack, job  that it was made of, either of which may be gone
+    overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first; of
+                such only one can be trained on at a time
     bytes       on disk
     """
 
@@ -176,6 +178,7 @@ class AnnotationReport(BaseModel):
     changes: int | None
     stack: str | None
     job: str | None
+    overlaps: list[str]
     created: datetime
     bytes: int
 

@@ -9,24 +9,26 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+from blake3 import blake3
 
 from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, OutOfStorage, SwitchedOff, UnknownAnnotation
 from service.core.volume import Segmentation, Size, Volume, VoxelSize, label_dtype
 from service.formats import tiff_writer
-from service.serving.scratch import translate_disk_faults
+from service.serving.scratch import MARKER, make_locked_folder, sweep, translate_disk_faults
 
 IMAGE, LABELS, RECORD = "image.ome.tif", "labels.ome.tif", "annotation.json"
+# Of a folder that is being written.
+PARTIAL_PREFIX = ".part-"
 _ID = re.compile(r"[0-9a-f]{32}")
-# What a process that was killed has written by half; no stack takes that long.
-_ABANDONED_SECONDS = 24 * 3600.0
 # Numbers up to this are counted in a table, larger ones by sorting, of which there may be so many.
 _TABLE_NUMBERS, _MOST_SORTED = 2**24, 2**20
 # Of one owner: each call of an owner reads all of their records.
@@ -69,7 +71,7 @@ class Region:
 
 
 def _is_range(text: str) -> bool:
-    return re.fullmatch(r"\d{1,7}:\d{1,7}", text) is not None
+    return re.fullmatch(r"[0-9]{1,7}:[0-9]{1,7}", text) is not None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Annotation:
     shape    (Z, Y, X)
     region   the corrected part, None: all
     objects  in that part of the labels
+    digest   of the image's pixels: two annotated stacks with the same one are of one image
     nbytes   of its files
     created  in seconds since 1970
     """
@@ -110,6 +113,7 @@ class Annotation:
     voxel_size: VoxelSize | None
     region: Region | None
     objects: int
+    digest: str
     origin: Origin
     nbytes: int
     created: float
@@ -128,6 +132,33 @@ class Annotation:
         """The labels, OME-TIFF ZYX of the image's shape."""
         return self.folder / LABELS
 
+    def overlaps(self, other: Annotation) -> bool:
+        """Return whether both have labels for the same place of one image."""
+        if self.digest != other.digest or self.region is None or other.region is None:
+            return self.digest == other.digest
+        pairs = zip(self.region.ranges, other.region.ranges, strict=True)
+        return all(max(first[0], second[0]) < min(first[1], second[1]) for first, second in pairs)
+
+
+def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, list[Annotation]]:
+    """Return those of the annotated stacks that overlap with each of them, by its id; in their order."""
+    of_image: defaultdict[str, list[Annotation]] = defaultdict(list)
+    for annotation in annotations:
+        of_image[annotation.digest].append(annotation)
+    return {
+        annotation.id: [
+            other for other in of_image[annotation.digest] if other is not annotation and other.overlaps(annotation)
+        ]
+        for annotation in annotations
+    }
+
+
+class Usage(NamedTuple):
+    """Number of annotated stacks, and the bytes of their files."""
+
+    stacks: int
+    nbytes: int
+
 
 class AnnotationStore:
     """A folder with a folder for every annotated stack. Safe to use from threads, and by several processes.
@@ -141,6 +172,15 @@ class AnnotationStore:
         self.folder, self.quota_bytes, self.most = folder, quota_bytes, most
         # Held while the room of an owner is counted and taken.
         self._lock = threading.Lock()
+
+    def clean_up(self) -> None:
+        """Delete what processes that were killed have written by half."""
+        sweep(self.folder, PARTIAL_PREFIX)
+
+    def measure(self) -> Usage:
+        """Return how much is kept for all owners together."""
+        sizes = [annotation.nbytes for annotation in self._all()]
+        return Usage(len(sizes), sum(sizes))
 
     def check_room(self, owner: str | None) -> None:
         """Raise SwitchedOff where nothing is kept, and OutOfStorage for an owner whose room is used up."""
@@ -166,13 +206,14 @@ class AnnotationStore:
         if labels.shape != image.shape or image.shape[0] != 1:
             raise BadParameter(f"Image and labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
         self.check_room(owner)
+        self.clean_up()
         number = uuid.uuid4().hex
-        partial = self.folder / f".{number}.part"
+        partial = self.folder / f"{PARTIAL_PREFIX}{number}"
         shape = image.shape[1:]
         with translate_disk_faults():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = make_locked_folder(partial)
             try:
-                partial.mkdir(mode=0o700, parents=True)
-                self._delete_abandoned()
                 tiff_writer.write_image(image, partial / IMAGE)
                 objects = _write_labels(labels, partial / LABELS, image.voxel_size, region)
                 facts = {
@@ -182,6 +223,7 @@ class AnnotationStore:
                     "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
                     "region": None if region is None else str(region),
                     "objects": objects,
+                    "digest": _digest(image),
                     "origin": asdict(origin or Origin()),
                     "nbytes": (nbytes := sum(path.stat().st_size for path in partial.iterdir())),
                     "created": time.time(),
@@ -192,9 +234,11 @@ class AnnotationStore:
                 with self._lock:
                     self._check_quota(owner, nbytes)
                     partial.rename(self.folder / number)
+                (self.folder / number / MARKER).unlink()
                 _sync(self.folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
+                os.close(lock)
         return self.find(number, owner)
 
     def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
@@ -233,12 +277,6 @@ class AnnotationStore:
         for folder in folders:
             if _ID.fullmatch(folder.name) and (annotation := _read(folder)) is not None:
                 yield annotation
-
-    def _delete_abandoned(self) -> None:
-        for partial in self.folder.glob(".*.part"):
-            with suppress(OSError):
-                if partial.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
-                    shutil.rmtree(partial)
 
 
 def _read(folder: Path) -> Annotation | None:
@@ -285,6 +323,14 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
     objects = int(np.count_nonzero(counted[1:])) + len(large)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects
+
+
+def _digest(image: Volume) -> str:
+    """Return BLAKE3 of the pixels of an image [1, Z, Y, X], its shape and its dtype."""
+    digest = blake3(f"{image.dtype.name} {image.shape}".encode())
+    for z in range(image.shape[1]):
+        digest.update(np.ascontiguousarray(image.read(z, z + 1)).view(np.uint8))
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

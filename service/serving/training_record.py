@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "in
 
 # Points of a curve: beyond, every second one is dropped.
 MOST_POINTS = 512
+# Ending of a record that is being written.
+PARTIAL = ".part"
 INTERRUPTED = "The service was stopped before the training ended, and nothing is left of it; start it again."
 
 
@@ -83,7 +86,7 @@ class TrainingRecord:
         if not self.over:
             content |= {"state": "interrupted", "message": INTERRUPTED}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = folder / f".{self.id}.part"
+        partial = folder / f".{self.id}{PARTIAL}"
         try:
             with partial.open("w", encoding="utf-8") as file:
                 json.dump(content, file)
@@ -98,6 +101,13 @@ def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
     """Add a point to a curve; JSON has no other numbers than finite ones."""
     if math.isfinite(value):
         curve.append((step, value))
+
+
+def delete_partial(folder: Path) -> None:
+    """Delete the records that processes which were killed have written by half. Raises nothing."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def read_records(folder: Path) -> list[TrainingRecord]:

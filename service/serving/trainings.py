@@ -33,10 +33,10 @@ from service.core.errors import without_folders as shorten
 from service.formats.sandbox_process import child_environment
 from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
-from service.serving.annotation_store import Annotation, AnnotationStore
+from service.serving.annotation_store import Annotation, AnnotationStore, find_overlaps
 from service.serving.runtime import Runtime
 from service.serving.scratch import make_locked_folder, sweep, translate_disk_faults
-from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, read_records
+from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, delete_partial, read_records
 
 MODULE = "service.training.child"
 WORK_PREFIX = ".training-"
@@ -83,6 +83,7 @@ class Trainings:
         """Read the trainings of earlier processes, delete what is left of their work, and begin to run new ones."""
         self._runtime = runtime
         sweep(self._settings.trained_folder, WORK_PREFIX)
+        delete_partial(self._folder)
         self._records = {record.id: record for record in read_records(self._folder)}
         self._thread.start()
 
@@ -127,9 +128,8 @@ class Trainings:
         check_trainable(spec)
         if minutes > limits.minutes:
             raise BadParameter(f"minutes: no more than {limits.minutes:g} are allowed here (trainings.minutes).")
-        for annotation in annotations:
-            self._annotations.find(annotation, owner, everyone=admin)
         unique = list(dict.fromkeys(annotations))
+        _check_apart([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
         record = TrainingRecord(uuid.uuid4().hex, owner, name, spec.identifier, unique, minutes, time.time())
         with self._changed:
             self._check_name(name)
@@ -400,6 +400,17 @@ class Trainings:
         for record in over[MOST_RECORDS:]:
             with suppress(StackSegError):
                 self.cancel(record.id, owner)
+
+
+def _check_apart(stacks: Sequence[Annotation]) -> None:
+    """Raise BadParameter where two have labels for one place: one would teach what the other holds out."""
+    for stack in stacks:
+        for other in find_overlaps(stacks)[stack.id]:
+            older, newer = sorted((stack, other), key=lambda each: each.created)
+            raise BadParameter(
+                f"annotations: {older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
+                " same place of one image; leave one of them out."
+            )
 
 
 def _describe(stack: Annotation) -> dict[str, Any]:

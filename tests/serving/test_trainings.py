@@ -17,7 +17,7 @@ from service.core.config import Settings
 from service.core.errors import BadParameter, NotReady, OutOfStorage, QueueFull, SwitchedOff, UnknownTraining
 from service.core.volume import Volume
 from service.models.spec import ModelSpec
-from service.serving.annotation_store import AnnotationStore
+from service.serving.annotation_store import AnnotationStore, Region
 from service.serving.runtime import Runtime
 from service.serving.scratch import make_locked_folder
 from service.serving.training_record import INTERRUPTED, TrainingRecord
@@ -233,6 +233,26 @@ def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repos
     off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
     with pytest.raises(SwitchedOff):
         Trainings(off, service.store).check_enabled()
+
+
+def test_annotated_stacks_that_overlap_are_refused_at_once(service: Service) -> None:
+    labels = np.ones((1, 4, 8, 8), np.uint8)
+
+    def keep(pixels: Any, region: str | None, owner: str = "ann") -> str:
+        part = None if region is None else Region.parse(region, (4, 8, 8))
+        image, numbers = (Volume.from_array(array) for array in (pixels, labels))
+        return service.store.keep(image, numbers, name=str(region), owner=owner, region=part).id
+
+    first, beside, over = (keep(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
+    other, theirs, whole = keep(labels + 1, None), keep(labels, None, "bob"), keep(labels.astype(np.uint16), None)
+    for chosen in ([first, beside, other, whole], [first, first], [over, other]):
+        service.trainings.cancel(service.submit("mine", annotations=chosen).id, "ann")
+    for chosen in ([over, other, first], [beside, over]):
+        older = next(each for each in (first, beside) if each in chosen)
+        with pytest.raises(BadParameter, match=rf"{older} .* and the newer {over} .* leave one of them out"):
+            service.submit("mine", annotations=chosen)
+    with pytest.raises(BadParameter, match="leave one of them out"):
+        service.submit("mine", "eve", annotations=[first, theirs])
 
 
 def test_a_full_disk_is_a_failure_that_leaves_nothing(service: Service) -> None:

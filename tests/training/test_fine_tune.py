@@ -16,7 +16,7 @@ from service.core.volume import Segmentation, Selection, VoxelSize
 from service.formats import stack_reader, tiff_writer
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
-from service.training.fine_tune import Annotated, Stack, _check_apart, _hold_out, fine_tune, read_stack, resample
+from service.training.fine_tune import Annotated, Stack, _hold_out, fine_tune, read_stack, resample
 from service.training.trainer import split
 
 SIZE = VoxelSize(0.5, 0.25, 0.25)
@@ -119,19 +119,6 @@ def test_what_is_scored_of_few_objects_is_what_the_training_validates_on_and_doe
     )
     assert judged == validated
     assert not judged & learned
-
-
-def test_parts_of_one_image_that_overlap_are_refused(base: ModelSpec, tmp_path: Path) -> None:
-    image, labels = synthesise(np.random.default_rng(0), (16, 32, 64))
-    whole = slice(None)
-    stacks = [
-        write_stack(tmp_path / name, image, labels, region=(whole, whole, slice(*edges)))
-        for name, edges in (("a", (0, 40)), ("b", (40, 64)), ("c", (30, 64)))
-    ]
-    _check_apart([read_stack(stack) for stack in stacks[:2]])
-    _check_apart([read_stack(stacks[0]), read_stack(write_stack(tmp_path / "d", image + 1, labels))])
-    with pytest.raises(BadParameter, match="the same place"):
-        fine_tune([stacks[0], stacks[2]], base, tmp_path / "mine", settings(base), minutes=0.03, report=lambda _: None)
 
 
 def test_objects_get_the_width_that_the_model_works_at() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path as Folder
@@ -24,7 +25,7 @@ from service.api.uploads import LABELS, plain_name
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.core.volume import TimeRange
-from service.serving.annotation_store import Annotation, AnnotationStore, Origin, Region
+from service.serving.annotation_store import Annotation, AnnotationStore, Origin, Region, find_overlaps
 from service.serving.async_jobs import AsyncJobs
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
@@ -89,20 +90,19 @@ async def keep(  # noqa: PLR0913
         threads = runtime.decode_threads.of(file.space.client)
         annotation = await run_while_connected(request, run_in_thread(work, threads, cancelled))
     response.headers["Location"] = f"/annotations/{annotation.id}"
-    return _report(annotation)
+    return await _report_one(request, runtime, annotation)
 
 
 @router.get("/annotations")
 async def list_annotations(request: Request, runtime: RuntimeDependency) -> AnnotationList:
     """The caller's annotated stacks, those of all keys for an admin, newest first."""
-    find = partial(get_annotations(request).newest, get_caller(request), everyone=_is_admin(request, runtime))
-    return AnnotationList(annotations=[_report(annotation) for annotation in await run_in_thread(find)])
+    return AnnotationList(annotations=await _report_all(request, runtime))
 
 
 @router.get("/annotations/{annotation}")
 async def show(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> AnnotationReport:
     """One annotated stack."""
-    return _report(await _find(request, runtime, annotation))
+    return await _report_one(request, runtime, await _find(request, runtime, annotation))
 
 
 @router.get("/annotations/{annotation}/image", response_class=FileResponse, responses=TIFF)
@@ -193,7 +193,24 @@ def _itemsize(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def _report(annotation: Annotation) -> AnnotationReport:
+async def _report_all(request: Request, runtime: Runtime) -> list[AnnotationReport]:
+    annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
+
+    def report() -> list[AnnotationReport]:
+        kept = annotations.newest(caller, everyone=everyone)
+        overlaps = find_overlaps(kept)
+        return [_report(annotation, overlaps[annotation.id]) for annotation in kept]
+
+    return await run_in_thread(report)
+
+
+async def _report_one(request: Request, runtime: Runtime, annotation: Annotation) -> AnnotationReport:
+    reports = await _report_all(request, runtime)
+    # It may be deleted meanwhile.
+    return next((report for report in reports if report.id == annotation.id), _report(annotation, ()))
+
+
+def _report(annotation: Annotation, overlaps: Sequence[Annotation]) -> AnnotationReport:
     origin, size = annotation.origin, annotation.voxel_size
     return AnnotationReport(
         id=annotation.id,
@@ -208,6 +225,7 @@ def _report(annotation: Annotation) -> AnnotationReport:
         changes=origin.changes,
         stack=origin.stack,
         job=origin.job,
+        overlaps=[other.id for other in overlaps],
         created=datetime.fromtimestamp(annotation.created, UTC),
         bytes=annotation.nbytes,
     )

@@ -171,15 +171,16 @@ def test_others_find_nothing_and_have_room_of_their_own(service: Service, stack:
 def test_what_is_kept_outlives_the_service_and_nothing_by_half(service: Service, stack: str, folder: Path) -> None:
     kept = keep(service, npy(), stack=stack).json()
     places = folder / "jobs" / "annotations"
-    old, new, damaged = places / f".{1:032x}.part", places / f".{2:032x}.part", places / f"{3:032x}"
-    for place in (old, new, damaged):
-        place.mkdir()
+    damaged = places / f"{3:032x}"
+    damaged.mkdir()
     (damaged / "annotation.json").write_text("[1]")
-    os.utime(old, (0, 0))
     store = AnnotationStore(places, quota_bytes=100_000)
     assert [found.id for found in store.newest("ann")] == [kept["id"]]
-    assert keep(service, npy(), stack=stack).status_code == 201
-    assert (old.exists(), new.exists()) == (False, True)
+    again = keep(service, npy(), stack=stack, region="0:2,0:8,0:10").json()
+    assert again["overlaps"] == [kept["id"]]
+    listed = service.client.get("/annotations").json()["annotations"]
+    assert [report["overlaps"] for report in listed] == [[kept["id"]], [again["id"]]]
+    assert service.client.get(f"/annotations/{kept['id']}").json()["overlaps"] == [again["id"]]
 
 
 def test_a_full_disk_leaves_nothing(service: Service, stack: str, folder: Path) -> None:
