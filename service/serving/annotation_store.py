@@ -329,7 +329,7 @@ def _digest(image: Volume) -> str:
     """Return BLAKE3 of the pixels of an image [1, Z, Y, X], its shape and its dtype."""
     digest = blake3(f"{image.dtype.name} {image.shape}".encode())
     for z in range(image.shape[1]):
-        digest.update(np.ascontiguousarray(image.read(z, z + 1)).view(np.uint8))
+        digest.update(np.ascontiguousarray(image.read(z, z + 1)).view(np.uint8).data)
     return digest.hexdigest()
 
 
