@@ -91,6 +91,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.UnknownAnnotation: 404,
     errors.UnknownTraining: 404,
     errors.SwitchedOff: 403,
+    errors.ModelKept: 409,
     errors.NotFinished: 409,
     errors.OutputExists: 409,
     errors.ResultGone: 410,

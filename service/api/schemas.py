@@ -258,6 +258,7 @@ class Loaded(BaseModel):
 class ModelInfo(BaseModel):
     """A model as it is served. `state`: unloaded until it is asked for, loading, ready, or failed, then with `problem`.
 
+    removable  whether the caller may delete it: a model that was trained here, by the caller's key or for an admin
     picture  where what it finds in its sample is drawn; None without such a picture
     lineage  of a model that was trained here: its parent, and scores before and after
     devices  on which it is loaded
@@ -275,6 +276,7 @@ class ModelInfo(BaseModel):
     outputs: tuple[str, ...] = ()
     decoding: str | None = None
     lineage: Lineage | None = None
+    removable: bool = False
     engine: Report | None = None
     loaded: bool = False
     devices: list[Loaded] = []

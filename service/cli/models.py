@@ -1,9 +1,10 @@
-"""`stackseg models`, or `models list`, lists the repository; `stackseg models import PATH` adds a model to it."""
+"""`stackseg models`, or `models list`, lists the models; `models import` and `models remove` change which there are."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from service.cli import import_model
 from service.cli.options import add_settings
 from service.core.config import Settings
+from service.core.errors import UnknownModel
 from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
 from service.models.spec import ModelSpec
 
@@ -19,12 +21,16 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models`."""
     models.set_defaults(run=run_list)
     _add_list_arguments(models)
-    actions = models.add_subparsers(metavar="list|import")
+    actions = models.add_subparsers(metavar="list|import|remove")
     listed = actions.add_parser("list", help="list the models, as without any action")
     _add_list_arguments(listed)
     add_settings(listed, argparse.SUPPRESS)
     imported = actions.add_parser("import", help="add a MONAI bundle, a bioimage.io package, or a file of weights")
     import_model.add_arguments(imported)
+    removed = actions.add_parser("remove", help="delete a model that the service or its page has trained")
+    removed.add_argument("name", help="of the model")
+    removed.set_defaults(run=run_remove)
+    add_settings(removed, argparse.SUPPRESS)
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +44,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
     """List the models and their stored plans; nothing is loaded."""
     from service.engine import plans  # noqa: PLC0415
 
-    specs = read_repository(settings.models.folder, settings.models.serve)
+    specs = read_repository(settings.models.folder, settings.models.serve, settings.trained_folder)
     folder = plans.choose_folder(settings.engine.cache_folder)
     stored = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if getattr(options, "json", False):
@@ -53,6 +59,19 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
         for plan in stored[spec.name]:
             sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
+    return 0
+
+
+def run_remove(options: argparse.Namespace, settings: Settings) -> int:
+    """Delete the folder of a trained model. Raises UnknownModel."""
+    trained = {file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{FILE_NAME}"))}
+    if options.name not in trained:
+        raise UnknownModel(
+            f"There is no trained model {options.name!r} in {settings.trained_folder}; there are"
+            f" {', '.join(trained) or 'none'}. Folders of other models are their owner's to remove."
+        )
+    shutil.rmtree(trained[options.name])
+    sys.stdout.write(f"{trained[options.name]} is removed. A service that runs lists it until POST /models/reload.\n")
     return 0
 
 

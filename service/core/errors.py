@@ -18,6 +18,7 @@ StackSegError
 |   |-- UnknownAnnotation   no annotated stack of that id, or not this caller's
 |   |-- UnknownTraining     no training of that id, or not this caller's
 |   |-- SwitchedOff         something that the operator has switched off, or not installed
+|   |-- ModelKept           a model that is in use and cannot be deleted now, or that no training has made
 |   |-- NotFinished         the result of a job that still waits or runs
 |   `-- ResultGone          the result of a job that was cancelled, or whose result had to make room
 |-- CapacityError           nobody's fault: the same request may succeed later
@@ -156,6 +157,12 @@ class SwitchedOff(RequestError):
     """The operator has switched this off, or has not installed what it needs."""
 
     slug = "switched-off"
+
+
+class ModelKept(RequestError):
+    """The model cannot be deleted: a job or a training needs it, it is the default one, or no training has made it."""
+
+    slug = "model-kept"
 
 
 class NotFinished(RequestError):

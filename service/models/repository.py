@@ -62,14 +62,20 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: 
     return [*folders, *(folder for folder in more if folder.resolve() not in known)]
 
 
-def read_repository(root: Path | None, names: tuple[str, ...] = ()) -> dict[str, ModelSpec]:
+def read_repository(
+    root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None
+) -> dict[str, ModelSpec]:
     """Read every model folder below `root`, or only `names`, by model name; None: of the bundled models.
+
+    They are followed by those below `trained` whose names are not taken.
 
     Raises BrokenModel, and ConfigError where `root` is no folder, or holds no model.
     """
     specs: dict[str, ModelSpec] = {}
-    for folder in find_model_folders(root, names):
+    for folder in find_model_folders(root, names, trained):
         spec = read_spec(folder)
+        if spec.name in specs and folder.parent == trained:
+            continue
         if spec.name in specs:
             raise BrokenModel(f"{folder}: the name {spec.name!r} is taken by {specs[spec.name].folder}")
         specs[spec.name] = spec

@@ -196,6 +196,11 @@ class AsyncJobs:
         """Return the newest jobs of this owner, newest first."""
         return [self._view(self._with_failure(record)) for record in self._store.newest(owner, limit)]
 
+    def uses(self, model: str) -> bool:
+        """Return whether a job that waits or runs is for this model."""
+        with self._lock:
+            return any(active.request.model == model for active in self._active.values())
+
     def cancel(self, job: str, owner: str | None) -> None:
         """Cancel a job that waits or runs; delete one that is over, with its result. Raises UnknownJob."""
         self._store.find(job, owner)

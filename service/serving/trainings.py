@@ -22,11 +22,14 @@ from typing import Any
 from service.core.config import Settings
 from service.core.errors import (
     BadParameter,
+    ModelKept,
     NotReady,
     OutOfStorage,
     QueueFull,
     StackSegError,
     SwitchedOff,
+    Unauthorized,
+    UnknownModel,
     UnknownTraining,
 )
 from service.core.errors import without_folders as shorten
@@ -34,12 +37,15 @@ from service.formats.sandbox_process import child_environment
 from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
 from service.serving.annotation_store import Annotation, AnnotationStore, find_overlaps
+from service.serving.model_registry import ModelState
 from service.serving.runtime import Runtime
 from service.serving.scratch import make_locked_folder, sweep, translate_disk_faults
 from service.serving.training_record import INTERRUPTED, TrainingRecord, TrainingState, delete_partial, read_records
 
 MODULE = "service.training.child"
 WORK_PREFIX = ".training-"
+# Beside the model file: whose key has trained the model, which is nobody else's business.
+OWNER = "owner.json"
 # Of the extra `train`.
 NEEDED = ("edt", "scipy", "skimage")
 # Variables of the environment that choose devices and caches.
@@ -180,6 +186,49 @@ class Trainings:
                 self._kill()
         self._save(record)
 
+    def may_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
+        """Return whether this owner, or with `everyone` an admin, may delete a model; None owns none."""
+        folder = self._settings.trained_folder / model.name
+        trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
+        return trained and (everyone or (owner is not None and _read_owner(folder) == owner))
+
+    def remove_model(self, name: str, owner: str | None, *, everyone: bool = False) -> None:
+        """Delete a model that a training has made, with its files. Requests that compute with it finish.
+
+        Raises UnknownModel, ModelKept, Unauthorized and NotReady.
+        """
+        model = self._runtime.models.state(name)
+        if not self.may_remove(model, None, everyone=True):
+            raise ModelKept(f"The model {name} was not trained here; its operator may remove its folder.")
+        if not self.may_remove(model, owner, everyone=everyone):
+            raise Unauthorized("Only the key that has trained a model, and those in access.admins, may delete it.")
+        trained = self._settings.trained_folder
+        work = trained / f"{WORK_PREFIX}{uuid.uuid4().hex}"
+        with self._changed, translate_disk_faults():
+            self._check_unused(model)
+            lock = make_locked_folder(work)
+            try:
+                (trained / name).rename(work / name)
+            except FileNotFoundError:
+                raise UnknownModel(f"The model {name} is being deleted already.") from None
+            finally:
+                os.close(lock)
+        try:
+            self._reload()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        log.info("the model %s was deleted", name)
+
+    def _check_unused(self, model: ModelState) -> None:
+        """Raise ModelKept for a model that a training or the configuration needs, or that is being loaded."""
+        name, models = model.name, self._settings.models
+        if name in {models.default, *models.serve, *(() if models.load == "all" else models.load)}:
+            raise ModelKept(f"The configuration names the model {name}; its operator may take it out of there.")
+        if any(record.base_model.partition("/")[0] == name for record in self._records.values() if not record.over):
+            raise ModelKept(f"A training that waits or runs goes on from the model {name}; cancel it, or wait.")
+        if model.state == "loading":
+            raise ModelKept(f"The model {name} is being loaded for a request; try again once that is done.")
+
     def _check_name(self, name: str) -> None:
         """Raise BadParameter where a model has the name, or is about to have it, and for names of default models."""
         models = self._settings.models
@@ -196,8 +245,8 @@ class Trainings:
         unfinished = sum(not record.over for record in self._records.values())
         if len(list(self._settings.trained_folder.glob("[!.]*"))) + unfinished >= models:
             raise OutOfStorage(
-                f"There are {models} trained models (trainings.models); its operator may remove folders of some from"
-                " models.trained_folder, and then POST /models/reload."
+                f"There are {models} trained models (trainings.models); delete some, as DELETE /models/NAME does"
+                " for the key that has trained them, and for admins."
             )
         if len(order) >= most:
             raise QueueFull("Too many trainings wait; try again when one is done.", RETRY_SECONDS)
@@ -255,6 +304,8 @@ class Trainings:
             lock = make_locked_folder(work)
             try:
                 failure = self._train(record, work / record.name)
+                if failure is None:
+                    (work / record.name / OWNER).write_text(json.dumps(record.owner), encoding="utf-8")
                 with self._changed:
                     if failure is None and not self._settle(record):
                         (work / record.name).rename(trained / record.name)
@@ -400,6 +451,15 @@ class Trainings:
         for record in over[MOST_RECORDS:]:
             with suppress(StackSegError):
                 self.cancel(record.id, owner)
+
+
+def _read_owner(folder: Path) -> str | None:
+    """Return who has trained the model in a folder; None where that is not known."""
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, str) else None
 
 
 def _check_apart(stacks: Sequence[Annotation]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,22 @@ def test_tuning_keeps_what_won_for_the_next_start(
     assert "the time was up" in table
     assert main(["models", "--config", str(path)]) == 0
     assert "chosen" in capsys.readouterr().out
+
+
+def test_trained_models_are_listed_and_removed(
+    base: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, mine = tmp_path / "config.yaml", tmp_path / "trained" / "mine"
+    path.write_text(f"models: {{folder: {base.folder.parent}, trained_folder: {mine.parent}}}\n")
+    shutil.copytree(base.folder, mine)
+    (mine / "model.yaml").write_text((mine / "model.yaml").read_text().replace("name: random-nuclei", "name: mine"))
+    assert main(["models", "--config", str(path)]) == 0
+    assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == ["random-nuclei", "mine"]
+    for name in ("random-nuclei", "..", "mine/../mine", ""):
+        assert main(["models", "remove", name, "--config", str(path)]) == 1
+        assert "there are mine" in capsys.readouterr().err
+    assert main(["models", "remove", "mine", "--config", str(path)]) == 0
+    assert (mine.exists(), base.folder.is_dir()) == (False, True)
 
 
 def test_what_tuning_finds_holds_for_every_device_that_is_served(

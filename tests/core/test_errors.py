@@ -85,6 +85,7 @@ def test_slugs_are_a_promise_to_clients() -> None:
         "interrupted",
         "reader-killed",
         "result-gone",
+        "model-kept",
         "not-finished",
         "too-slow",
         "output-exists",

@@ -11,11 +11,21 @@ import fake_training
 import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
-from runtimes import running, settings
+from runtimes import loaded_segmenter, running, settings, submitted
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, NotReady, OutOfStorage, QueueFull, SwitchedOff, UnknownTraining
-from service.core.volume import Volume
+from service.core.errors import (
+    BadParameter,
+    ModelKept,
+    NotReady,
+    OutOfStorage,
+    QueueFull,
+    SwitchedOff,
+    Unauthorized,
+    UnknownModel,
+    UnknownTraining,
+)
+from service.core.volume import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.annotation_store import AnnotationStore, Region
 from service.serving.runtime import Runtime
@@ -222,6 +232,38 @@ def test_trained_models_do_not_fill_the_disk(service: Service) -> None:
     with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
         service.submit("third")
     service.trainings.cancel(waiting.id, "ann")
+
+
+def test_a_trained_model_is_deleted_by_who_has_trained_it_and_its_name_is_free(service: Service) -> None:
+    service.wait(service.submit("mine"), "done")
+    trainings, models = service.trainings, service.runtime.models
+    spec = models.servable_spec("mine")
+    volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
+    submitted(service.runtime, spec, volume, Options()).future.result(60)
+    loaded: Any = loaded_segmenter(models, "mine")
+    loaded.gate.clear()
+    runs = submitted(service.runtime, spec, volume, Options())
+    until(lambda: runs.state == "running", 60)
+    for name, owner, error in (("base", "ann", ModelKept), ("mine", "bob", Unauthorized), ("x", "ann", UnknownModel)):
+        with pytest.raises(error):
+            trainings.remove_model(name, owner)
+    trainings.remove_model("mine", "ann")
+    assert (not spec.folder.exists(), leftovers(service), list(models.specs)) == (True, [], ["base"])
+    with pytest.raises(UnknownModel):
+        trainings.remove_model("mine", "ann")
+    loaded.gate.set()
+    assert runs.future.result(60).segmentation is not None
+    service.wait(service.submit("mine"), "done")
+    trainings.remove_model("mine", "eve", everyone=True)
+
+
+def test_a_model_that_a_training_goes_on_from_is_kept(service: Service) -> None:
+    service.wait(service.submit("mine"), "done")
+    child = service.submit("hangs", model="mine")
+    with pytest.raises(ModelKept, match="training"):
+        service.trainings.remove_model("mine", "ann")
+    service.trainings.cancel(child.id, "ann")
+    service.trainings.remove_model("mine", "ann")
 
 
 def test_what_cannot_be_trained_is_refused_at_once(service: Service, bands_repository: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from service.api.auth import check_admin
-from service.api.dependencies import RuntimeDependency
+from service.api.auth import check_admin, is_admin
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_trainings
 from service.api.schemas import Loaded, ModelInfo, ModelList, ModelReload
 from service.api.threads import run_in_thread
+from service.core.errors import ModelKept
 from service.models.repository import default_name
 from service.serving.model_registry import ModelState
 
@@ -33,17 +35,31 @@ PICTURE_FILE = "example.png"
 
 
 @router.get("/models")
-async def list_models(runtime: RuntimeDependency) -> ModelList:
+async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
     """Every model of the repository with its state; those that are not loaded are when they are first asked for."""
-    models = [_describe(model) for model in runtime.models.states()]
+    models = [_describe(request, model) for model in runtime.models.states()]
     default = runtime.settings.models.default or default_name([model.name for model in models])
     return ModelList(default=default, models=models)
 
 
 @router.get("/models/{name}")
-async def show_model(name: str, runtime: RuntimeDependency) -> ModelInfo:
+async def show_model(request: Request, name: str, runtime: RuntimeDependency) -> ModelInfo:
     """One model: its facts, and the engine, precision and memory format in use, with warnings."""
-    return _describe(runtime.models.state(name))
+    return _describe(request, runtime.models.state(name))
+
+
+@router.delete("/models/{name}", status_code=204)
+async def remove(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, name: str) -> None:
+    """Delete a model that a training has made, for the key that has trained it and for admins.
+
+    Requests that compute with it finish. A model that a job, a training or the configuration needs is kept.
+    """
+    owner, everyone = _identify(request)
+    if not runtime.settings.access.keys:
+        check_admin(request, runtime.settings.access)
+    if async_jobs.uses(name):
+        raise ModelKept(f"Jobs wait or run with the model {name}; delete it when they are over, or cancel them.")
+    await run_in_thread(partial(get_trainings(request).remove_model, name, owner, everyone=everyone))
 
 
 @router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE)
@@ -75,10 +91,18 @@ async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelRe
     return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())
 
 
-def _describe(model: ModelState) -> ModelInfo:
+def _identify(request: Request) -> tuple[str | None, bool]:
+    """Return the caller as the owner of models, None without keys, and whether it is an admin."""
+    access = request.app.state.runtime.settings.access
+    return get_caller(request) if access.keys else None, is_admin(request, access)
+
+
+def _describe(request: Request, model: ModelState) -> ModelInfo:
+    owner, everyone = _identify(request)
+    removable = get_trainings(request).may_remove(model, owner, everyone=everyone)
     spec, engine = model.spec, model.segmenter.report() if model.segmenter else None
     if spec is None:
-        return ModelInfo(name=model.name, state=model.state, problem=model.problem)
+        return ModelInfo(name=model.name, state=model.state, removable=removable, problem=model.problem)
     return ModelInfo(
         name=spec.name,
         state=model.state,
@@ -92,6 +116,7 @@ def _describe(model: ModelState) -> ModelInfo:
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
         lineage=spec.lineage,
+        removable=removable,
         engine=engine,
         loaded=model.segmenter is not None,
         devices=[

@@ -31,7 +31,7 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
         # The state of health is no state of this answer.
         health=await health(runtime, Response()),
         hardware=await gpu(runtime),
-        models=await list_models(runtime),
+        models=await list_models(request, runtime),
         cpu_seconds=time.process_time(),
         requests=list(_report_requests(runtime)),
         recent=[
