@@ -36,8 +36,8 @@ _SINGLE_THREAD_BYTES = 2**20
 # Asked before any file is parsed: a process that is confined then cannot ask any more.
 _WORKERS = host.usable_cores()
 
-Store = Callable[[int, int, int, Array], None]
-"""store(channel, z0, y0, block): take over a block [z, y, X] of the channel with this number among the selected ones.
+Store = Callable[[int, tuple[int, int, int], Array], None]
+"""store(channel, (z0, y0, x0), block): take over a block [z, y, x] of a channel, by its number among the selected ones.
 
 Several threads call it.
 """
@@ -321,19 +321,19 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: Part, store
                 pixels = image.pages[frame.index].asarray(lock=lock, maxworkers=_WORKERS if is_single else 1)
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _blocks(pixels, layout, part, frame):
-            store(channel, frame.z, 0, block)
+            store(channel, (frame.z, 0, 0), block)
 
     run_in_threads(decode_frame, frames, math.prod(part_shape(layout, part)) * dtype.itemsize)
 
 
-def run_in_threads(decode: Callable[[T], None], parts: Sequence[T], nbytes: int) -> None:
-    """Decode the parts of a volume of this size, in as many threads as there are cores."""
-    if len(parts) == 1 or nbytes <= _SINGLE_THREAD_BYTES:
+def run_in_threads(decode: Callable[[T], None], parts: Sequence[T], nbytes: int, most: int = _WORKERS) -> None:
+    """Decode the parts of a volume of this size, in as many threads as there are cores, or at `most`."""
+    if min(len(parts), most) == 1 or nbytes <= _SINGLE_THREAD_BYTES:
         # Handing over the GIL takes longer than decoding such small planes.
         for part in parts:
             decode(part)
         return
-    with ThreadPoolExecutor(_WORKERS) as pool:
+    with ThreadPoolExecutor(min(_WORKERS, most)) as pool:
         for _ in pool.map(decode, parts):
             pass
 

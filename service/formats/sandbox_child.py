@@ -88,11 +88,12 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
             assert output is not None  # noqa: S101 - the parent sends it, or ends this process
             return output
 
-        folder = FolderStore(lambda key: ask({"open": key}))
         _send(channel, {"missing": missing})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-            _send(channel, answer(request, folder if file is None else file, make_output))
+            with FolderStore(lambda key: ask({"open": key})) as folder:
+                reply = answer(request, folder if file is None else file, make_output)
+            _send(channel, reply)
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 

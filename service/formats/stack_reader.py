@@ -53,8 +53,9 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
             return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
 
-        def store(channel: int, z0: int, y0: int, block: Array) -> None:
-            decoded[channel, z0 : z0 + block.shape[0], y0 : y0 + block.shape[1]] = block
+        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+            z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
+            decoded[channel, z, y, x] = block
 
         stack.decode(store)
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
@@ -93,11 +94,12 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
     placement = Placement.dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
-        def store(channel: int, z0: int, y0: int, block: Array) -> None:
-            whole = block.shape[1] == stack.shape[2]
-            # Of blocks with a part of Y, planes lie apart.
-            for z, part in [(z0, block)] if whole else enumerate(block, z0):
-                _write_all(output.fileno(), part, np.dot((channel, z, y0), placement.strides[:3]))
+        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+            # Of blocks with a part of X rows lie apart, of those with a part of Y planes.
+            apart = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
+            for place in np.ndindex(block.shape[:apart]):
+                at = np.add(start, (*place, 0, 0, 0)[:3])
+                _write_all(output.fileno(), block[place], np.dot((channel, *at), placement.strides))
 
         stack.decode(store)
     return Extract(placement, *facts, decoded=True)
@@ -147,7 +149,7 @@ def _open_folder(file: Source, files: ExitStack) -> Store | None:
         return None
     folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     files.callback(os.close, folder)
-    return FolderStore(partial(open_below, folder))
+    return files.enter_context(FolderStore(partial(open_below, folder)))
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:

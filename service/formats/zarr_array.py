@@ -17,12 +17,13 @@ from itertools import starmap
 from operator import floordiv, mod
 from typing import Any
 
+import google_crc32c
 import imagecodecs
 import numpy as np
 
 from service.core.errors import BadFile, TooLarge
 from service.core.volume import Array
-from service.formats.zarr_store import Store
+from service.formats.zarr_store import Part, Store
 
 # Of one file of metadata; consolidated metadata of a large plate have a few MB.
 MAX_JSON_BYTES = 2**24
@@ -31,6 +32,8 @@ _MAX_DIMENSIONS = 16
 _MAX_LENGTH = 2**60
 # Of the parts of one shard, whose index has 16 bytes for each.
 _MAX_SHARD_PARTS = 2**20
+# Of all indices of shards that are kept for the next chunk.
+_MAX_INDEX_BYTES = 2**26
 _KINDS = "buif"
 _MISSING = 2**64 - 1
 _CHECKSUM_BYTES = 4
@@ -54,7 +57,7 @@ class Coding:
     dtype        in the byte order of the file
     order        of the dimensions, slowest first
     compressor   name in `_DECODERS`, None for raw bytes
-    checksum     whether a CRC-32C follows; it is not checked
+    checksum     whether a CRC-32C follows
     """
 
     dtype: np.dtype[Any]
@@ -63,8 +66,8 @@ class Coding:
     checksum: bool = False
 
     def decode(self, data: bytes, shape: Sequence[int]) -> Array:
-        """Decode the bytes of a chunk. Raises BadFile where they are not those of the shape."""
-        data = data[:-_CHECKSUM_BYTES] if self.checksum else data
+        """Decode the bytes of a chunk. Raises BadFile where they are not those of the shape, or have changed."""
+        data = _verify(data, "A chunk") if self.checksum else data
         nbytes = math.prod(shape) * self.dtype.itemsize
         content: Any = data
         if self.compressor is not None:
@@ -109,43 +112,69 @@ class ZarrArray:
     key: Callable[[Sequence[int]], str]
     sharding: Sharding | None = None
     names: tuple[str, ...] = ()
-    _indices: dict[str, Array | None] = field(default_factory=dict)
+    _indices: dict[str, Array] = field(default_factory=dict)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk once it is decoded."""
         return math.prod(self.chunks) * self.coding.dtype.itemsize
 
-    def read_chunk(self, place: Sequence[int]) -> Array | None:
-        """Decode the chunk at a place of the grid, None where there is none. Raises BadFile."""
-        with self._open(place) as located:
-            if located is None:
-                return None
-            file, start, length = located
-            # Codecs expand what they cannot compress by little.
-            if length > self.chunk_bytes + self.chunk_bytes // 8 + 2**16:
-                raise BadFile(f"A chunk of the Zarr array takes {length} bytes and decodes to {self.chunk_bytes}.")
-            data = file.read(start, length)
-        return self.coding.decode(data, self.chunks)
+    @property
+    def most_stored_bytes(self) -> int:
+        """Bytes that a chunk takes at most in its file. Codecs expand what they cannot compress by little."""
+        return self.chunk_bytes + self.chunk_bytes // 8 + 2**16
 
-    @contextmanager
-    def _open(self, place: Sequence[int]) -> Iterator[tuple[Any, int, int] | None]:
-        parts = self.sharding.parts if self.sharding else (1,) * len(place)
-        key = self.key(tuple(map(floordiv, place, parts)))
-        with self.store.open(key) as file:
-            if file is None or self.sharding is None:
-                yield None if file is None else (file, 0, file.size)
-                return
-            if key not in self._indices:
-                self._indices[key] = _read_index(file, self.sharding)
-            start, length = (int(number) for number in self._indices[key][tuple(map(mod, place, parts))])  # type: ignore[index]
-            yield None if start == length == _MISSING else (file, start, length)
+    def read_chunks(self, places: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """Read the chunks at these places of the grid as they are stored, None for each that is not. Raises BadFile."""
+        if self.sharding is None:
+            return self.store.read([Part(self.key(place), self.most_stored_bytes) for place in places])
+        sharding, shards = self.sharding, [self._shard(place) for place in places]
+        indices = self._read_indices(set(shards), sharding)
+        located = [self._locate(place, key, indices[key]) for place, key in zip(places, shards, strict=True)]
+        stored = iter(self.store.read([part for part in located if part is not None]))
+        return [None if part is None else next(stored) for part in located]
+
+    def _shard(self, place: Sequence[int]) -> str:
+        assert self.sharding is not None  # noqa: S101 - only shards hold several chunks
+        return self.key(tuple(map(floordiv, place, self.sharding.parts)))
+
+    def _read_indices(self, keys: set[str], sharding: Sharding) -> dict[str, Array]:
+        """Return the indices of shards, those that are known without reading; an empty one where there is no shard."""
+        indices = {key: index for key in keys if (index := self._indices.get(key)) is not None}
+        missing = sorted(keys - indices.keys())
+        start = 0 if sharding.at_start else -sharding.index_bytes
+        found = self.store.read([Part(key, sharding.index_bytes, start) for key in missing])
+        indices |= {key: _parse_index(data, sharding) for key, data in zip(missing, found, strict=True)}
+        if (len(self._indices) + len(missing)) * sharding.index_bytes > _MAX_INDEX_BYTES:
+            self._indices.clear()
+        self._indices.update(indices)
+        return indices
+
+    def _locate(self, place: Sequence[int], key: str, index: Array) -> Part | None:
+        """Return where a chunk lies in its shard; None where it is not stored."""
+        if not index.size or self.sharding is None:
+            return None
+        start, length = (int(number) for number in index[tuple(map(mod, place, self.sharding.parts))])
+        if start == length == _MISSING:
+            return None
+        if length > self.most_stored_bytes:
+            raise BadFile(f"A chunk of the Zarr array takes {length} bytes and decodes to {self.chunk_bytes}.")
+        return Part(key, length, start)
 
 
-def _read_index(file: Any, sharding: Sharding) -> Array:
-    start = 0 if sharding.at_start else file.size - sharding.index_bytes
-    data = file.read(start, sharding.index_bytes)[: 16 * math.prod(sharding.parts)]
-    return np.frombuffer(data, "<u8").reshape(*sharding.parts, 2)
+def _parse_index(data: bytes | None, sharding: Sharding) -> Array:
+    if data is None:
+        return np.empty(0, "<u8")
+    content = _verify(data, "The index of a shard") if sharding.checksum else data
+    return np.frombuffer(content, "<u8").reshape(*sharding.parts, 2)
+
+
+def _verify(data: bytes, what: str) -> bytes:
+    """Return bytes without the CRC-32C that follows them. Raises BadFile where it is that of others."""
+    content, stated = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != stated:
+        raise BadFile(f"{what} of the Zarr array has changed since it was written (CRC-32C). Copy or export it again.")
+    return content
 
 
 @contextmanager
@@ -159,13 +188,11 @@ def translate_errors(what: str) -> Iterator[None]:
 
 def read_json(store: Store, key: str) -> dict[str, Any] | None:
     """Read a file of metadata, None where there is none. Raises BadFile."""
-    with store.open(key) as file:
-        if file is None:
-            return None
-        if file.size > MAX_JSON_BYTES:
-            raise BadFile(f"{key} of the Zarr store has {file.size} bytes, more than metadata take.")
-        with translate_errors(key):
-            content = json.loads(file.read(0, file.size))
+    (text,) = store.read([Part(key, MAX_JSON_BYTES)])
+    if text is None:
+        return None
+    with translate_errors(key):
+        content = json.loads(text)
     if not isinstance(content, dict):
         raise BadFile(f"The Zarr store is damaged: {key} holds no object.")
     return content

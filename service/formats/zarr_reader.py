@@ -28,7 +28,20 @@ from service.formats.zarr_store import Store
 # Chunks of a selection; each is a file to open, or a part of one.
 _MAX_CHUNKS = 2**21
 _MAX_CHANNELS = 2**16
+# Of chunks along X that are decoded together, so that what is stored of them is whole planes or rows.
+_ROW_BYTES = 2**26
+# Of chunks that are asked for at a time, once they are decoded, and their number.
+_BATCH_BYTES, _BATCH_CHUNKS = 2**25, 64
+# Of all that threads hold at a time.
+_DECODING_BYTES = 2**29
 _IMAGE = "Name the folder of one image, whose metadata have multiscales."
+
+
+Place = tuple[int, ...]
+"""Place of a chunk in the grid."""
+
+Region = tuple[range, range, range]
+"""Voxels along Z, Y and X, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +93,50 @@ class ZarrStack(OpenStack):
             raise TooLarge(f"The selected volume is in {chunks} chunks of {size}; write it with larger ones.")
 
     def decode(self, store: StorePixels) -> None:
-        """Decode the selected part, a row of chunks along X at a time."""
-        x = self._axes.index("X")
-        outer = [indices if axis != x else range(1) for axis, indices in enumerate(self._grid)]
-        rows = list(itertools.product(*outer))
+        """Decode the selected part, rows of chunks along X at a time, or chunk by chunk where rows are large."""
+        self._decode(self._whole, store)
 
-        def decode_row(row: tuple[int, ...]) -> None:
-            places = [(*row[:x], index, *row[x + 1 :]) for index in self._grid[x]]
-            blocks = [self._read(place) for place in places]
-            joined = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
-            first = {axis: index * step for axis, index, step in zip(self._axes, row, self._steps, strict=True)}
-            for number, c, s in self._wanted(first, joined.shape):
-                store(number, first.get("Z", 0), first["Y"], np.ascontiguousarray(joined[c, s]))
+    def read_region(self, region: Region) -> Array:
+        """Decode a part of the selection, [C, Z, Y, X] in native byte order, and read no chunk outside of it.
 
-        pixels.run_in_threads(decode_row, rows, math.prod(self.shape) * self.dtype.itemsize)
+        `region` has the voxels along Z, Y and X. Raises BadFile.
+        """
+        decoded: Array = np.empty((self.shape[0], *map(len, region)), pixels.native_dtype(self.dtype))
+
+        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+            z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
+            decoded[channel, z, y, x] = block
+
+        self._decode(region, store)
+        return decoded
+
+    @property
+    def _whole(self) -> Region:
+        z, y, x = map(range, self.shape[1:])
+        return z, y, x
+
+    def _decode(self, region: Region, store: StorePixels) -> None:
+        """Decode a part of the selection; places that `store` gets are relative to it."""
+        array, x = self.image.array, self._axes.index("X")
+        grid = self._grid_of(region)
+        count = len(grid[x]) if len(grid[x]) * array.chunk_bytes <= _ROW_BYTES else 1
+        rows = [
+            [(*place[:x], index, *place[x + 1 :]) for index in grid[x][first : first + count]]
+            for place in itertools.product(*(indices if axis != x else range(1) for axis, indices in enumerate(grid)))
+            for first in range(0, len(grid[x]), count)
+        ]
+        # Stores that are far away are asked for many chunks at a time.
+        step = max(1, min(_BATCH_BYTES // array.chunk_bytes, _BATCH_CHUNKS) // count)
+        batches = [rows[first : first + step] for first in range(0, len(rows), step)]
+
+        def decode_batch(batch: list[list[Place]]) -> None:
+            stored = iter(array.read_chunks([place for row in batch for place in row]))
+            for row in batch:
+                self._decode_row(row, list(itertools.islice(stored, len(row))), region, store)
+
+        # A thread holds a batch as it is stored, and a row of it.
+        most = max(1, _DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
+        pixels.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, most)
 
     @property
     def _axes(self) -> str:
@@ -101,28 +144,52 @@ class ZarrStack(OpenStack):
         return _spread(self.layout, self.image.array.shape)
 
     @property
-    def _steps(self) -> tuple[int, ...]:
-        return self.image.array.chunks
-
-    @property
     def _grid(self) -> list[Sequence[int]]:
         """Places of the chunks along each dimension that hold a part of the selection."""
+        return self._grid_of(self._whole)
+
+    def _grid_of(self, region: Region) -> list[Sequence[int]]:
+        """Places of the chunks along each dimension that hold a part of a region of the selection."""
         samples = self.layout.length("S")
         channels = [divmod(number, samples) for number in self.part.channels]
         wanted = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
+        extent = dict(zip("ZYX", region, strict=True))
         array = self.image.array
         return [
-            sorted({index // step for index in wanted[axis]}) if axis in wanted else range(-(-length // step))
+            sorted({index // step for index in wanted[axis]})
+            if axis in wanted
+            else range(extent[axis].start // step, -(-extent[axis].stop // step))
+            if axis in extent
+            else range(-(-length // step))
             for axis, length, step in zip(self._axes, array.shape, array.chunks, strict=True)
         ]
 
-    def _read(self, place: tuple[int, ...]) -> Array:
-        """Read one chunk without what lies beyond the array, [C, S, Z, Y, X] at the selected time."""
+    def _decode_row(
+        self, row: Sequence[Place], stored: Sequence[bytes | None], region: Region, store: StorePixels
+    ) -> None:
+        """Decode neighbours along X, and store what lies in the region."""
+        blocks = [self._decode_chunk(place, data) for place, data in zip(row, stored, strict=True)]
+        joined = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
+        steps = zip(self._axes, row[0], self.image.array.chunks, strict=True)
+        first = {axis: index * step for axis, index, step in steps}
+        start, inside = list[int](), list[slice]()
+        for axis, extent, length in zip("ZYX", region, joined.shape[2:], strict=True):
+            begin = max(first.get(axis, 0), extent.start)
+            start.append(begin - extent.start)
+            inside.append(slice(begin - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
+        z, y, x = start
+        cropped: Array = joined[:, :, inside[0], inside[1], inside[2]]
+        for number, c, s in self._wanted(first, joined.shape):
+            store(number, (z, y, x), np.ascontiguousarray(cropped[c, s]))
+
+    def _decode_chunk(self, place: Place, stored: bytes | None) -> Array:
+        """Decode one chunk without what lies beyond the array, [C, S, Z, Y, X] at the selected time."""
         array, letters = self.image.array, self._axes
         inside = tuple(min(step, n - i * step) for i, n, step in zip(place, array.shape, array.chunks, strict=True))
-        chunk = array.read_chunk(place)
-        if chunk is None:
-            chunk = np.broadcast_to(array.fill, inside)
+        if stored is None:
+            chunk: Array = np.broadcast_to(array.fill, inside)
+        else:
+            chunk = array.coding.decode(stored, array.chunks)
         chunk = chunk[tuple(slice(length) for length in inside)].astype(self.dtype, copy=False)
         for axis in reversed(range(len(letters))):
             if letters[axis] in ".T":

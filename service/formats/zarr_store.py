@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import lzma
 import os
 import re
 import stat
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
-from zipfile import BadZipFile, ZipFile
+from typing import IO, NamedTuple, Protocol, Self
+from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
+from service.core.zip_archive import ZipLimits, locate_stored, open_archive
 
 METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 
@@ -23,34 +25,55 @@ _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # What a path in metadata may be made of; no part begins with a dot but the names of Zarr itself.
 _PART = re.compile(r"(?!\.)[^/\\\0]{1,255}\Z")
 _MOST_PARTS = 64
+# Files of which parts are read and that stay open for the next part, as many as a process has descriptors to spare.
+_MOST_OPEN = 32
+# A store of more files is better packed with shards. The comment of an archive of OME-Zarr tells its version.
+_ZIP_LIMITS = ZipLimits(entries=2**18, directory_bytes=2**25, comment=True)
 
 
-class StoredFile(NamedTuple):
-    """An open file of a store, and its bytes."""
+class Part(NamedTuple):
+    """Bytes of one file of a store.
 
-    file: IO[bytes]
+    start  of the part, from the end where it is negative; None for the whole file
+    size   bytes of the part; of a whole file the largest number
+    """
+
+    key: str
     size: int
-
-    def read(self, start: int, length: int) -> bytes:
-        """Read a range. Raises BadFile where it does not lie within the file."""
-        if not 0 <= start <= start + length <= self.size:
-            raise BadFile("The Zarr store is damaged: a chunk lies outside of its file. Copy or export it again.")
-        self.file.seek(start)
-        parts, rest = list[bytes](), length
-        while rest and (part := self.file.read(rest)):
-            parts.append(part)
-            rest -= len(part)
-        if rest:
-            raise BadFile("A file of the Zarr store is cut short. Copy or export it again.")
-        return b"".join(parts)
+    start: int | None = None
 
 
 class Store(Protocol):
     """Read-only files by keys such as `0/c/0/0/0`; safe in several threads."""
 
-    @contextmanager
-    def open(self, key: str) -> Iterator[StoredFile | None]:
-        """Open a file until the end of the block; None where there is none. Raises BadFile."""
+    def read(self, parts: Sequence[Part]) -> list[bytes | None]:
+        """Read parts of files, None for each whose file is not there.
+
+        Raises BadFile for a part beyond the end of its file, and for a whole file that is larger than it may be.
+        """
+
+
+def place_part(part: Part, size: int) -> tuple[int, int]:
+    """Return start and length of a part in its file of `size` bytes. Raises BadFile where it does not lie within."""
+    if part.start is None:
+        if size > part.size:
+            raise BadFile(f"{part.key[:80]} of the Zarr store has {size} bytes, and takes no more than {part.size}.")
+        return 0, size
+    start = part.start if part.start >= 0 else size + part.start
+    if not 0 <= start <= start + part.size <= size:
+        raise BadFile("The Zarr store is damaged: a chunk lies outside of its file. Copy or export it again.")
+    return start, part.size
+
+
+def read_exactly(descriptor: int, start: int, length: int) -> bytes:
+    """Read a range of an open file. Raises BadFile where it ends before."""
+    parts, rest = list[bytes](), length
+    while rest and (part := os.pread(descriptor, rest, start + length - rest)):
+        parts.append(part)
+        rest -= len(part)
+    if rest:
+        raise BadFile("A file of the Zarr store is cut short. Copy or export it again.")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def is_zarr_folder(folder: Path) -> bool:
@@ -101,20 +124,50 @@ def open_below(folder: int, key: str) -> int | None:
 
 
 class FolderStore:
-    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_below` does."""
+    """A folder. `open_file` returns the descriptor of the file with a key, or None, as `open_below` does.
+
+    Files of which parts are read, such as shards, stay open for further parts, the last ones that were used.
+    """
 
     def __init__(self, open_file: Callable[[str], int | None]) -> None:
         self._open_file = open_file
+        self._opened: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
 
-    @contextmanager
-    def open(self, key: str) -> Iterator[StoredFile | None]:
-        """Open a file until the end of the block; None where there is none. Raises BadFile."""
-        descriptor = self._open_file(key)
-        if descriptor is None:
-            yield None
-            return
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            yield StoredFile(file, os.fstat(descriptor).st_size)
+    def read(self, parts: Sequence[Part]) -> list[bytes | None]:
+        """Read parts of files, None for each whose file is not there. Raises BadFile."""
+        return [self._read(part) for part in parts]
+
+    def close(self) -> None:
+        """Close the files that are still open."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, part: Part) -> bytes | None:
+        with self._lock:
+            descriptor = self._opened.pop(part.key, None)
+        if descriptor is None and (descriptor := self._open_file(part.key)) is None:
+            return None
+        try:
+            return read_exactly(descriptor, *place_part(part, os.fstat(descriptor).st_size))
+        finally:
+            self._put_away(part, descriptor)
+
+    def _put_away(self, part: Part, descriptor: int) -> None:
+        """Keep a file open for its next part, if there may be one, and close the one that was used longest ago."""
+        with self._lock:
+            if part.start is None or part.key in self._opened:
+                os.close(descriptor)
+                return
+            self._opened[part.key] = descriptor
+            if len(self._opened) > _MOST_OPEN:
+                os.close(self._opened.popitem(last=False)[1])
 
 
 class ZipStore:
@@ -122,9 +175,10 @@ class ZipStore:
 
     def __init__(self, stream: IO[bytes]) -> None:
         with _translate_zip_errors():
-            self._archive = ZipFile(stream)
-            self._sizes = {entry.filename: entry.file_size for entry in self._archive.infolist()}
-        folders = {name.rpartition("/")[0] for name in self._sizes if name.rpartition("/")[2] in METADATA_NAMES}
+            self._archive = open_archive(stream, _ZIP_LIMITS)
+        self._stream, self._lock = stream, threading.Lock()
+        self._entries = {entry.filename: entry for entry in self._archive.infolist()}
+        folders = {name.rpartition("/")[0] for name in self._entries if name.rpartition("/")[2] in METADATA_NAMES}
         depth = min((folder.count("/") + bool(folder) for folder in folders), default=0)
         roots = sorted(folder for folder in folders if folder.count("/") + bool(folder) == depth)
         if len(roots) > 1:
@@ -132,20 +186,31 @@ class ZipStore:
         self.holds_zarr = bool(roots)
         self._prefix = f"{roots[0]}/" if roots and roots[0] else ""
 
-    @contextmanager
-    def open(self, key: str) -> Iterator[StoredFile | None]:
-        """Open a file until the end of the block; None where there is none. Raises BadFile."""
-        name = self._prefix + key
-        if name not in self._sizes:
-            yield None
-            return
-        with _translate_zip_errors(), self._archive.open(name) as file:
-            yield StoredFile(file, self._sizes[name])
+    def read(self, parts: Sequence[Part]) -> list[bytes | None]:
+        """Read parts of files, None for each whose file is not there. Raises BadFile."""
+        return [self._read(part) for part in parts]
+
+    def _read(self, part: Part) -> bytes | None:
+        entry = self._entries.get(self._prefix + part.key)
+        if entry is None:
+            return None
+        start, length = place_part(part, entry.file_size)
+        with _translate_zip_errors():
+            if part.start is None:
+                # It checks the CRC-32 of the archive.
+                return self._archive.read(entry)
+            if entry.compress_type == ZIP_STORED:
+                with self._lock:
+                    first = locate_stored(self._stream, entry)
+                return read_exactly(self._stream.fileno(), first + start, length)
+            with self._archive.open(entry) as file:
+                file.seek(start)
+                return file.read(length)
 
 
 @contextmanager
 def _translate_zip_errors() -> Iterator[None]:
     try:
         yield
-    except (BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+    except (BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error) as error:
         raise BadFile(f"The archive is damaged, encrypted or of an unknown kind: {str(error)[:160]}") from error

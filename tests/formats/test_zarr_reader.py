@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from service.core.errors import (
     UnsupportedMedia,
 )
 from service.core.volume import Selection, TimeInterval, VoxelSize
-from service.formats import stack_reader
+from service.formats import stack_reader, zarr_reader, zarr_store
 from service.formats.sandbox import Reader
 
 LIMIT = 2**26
@@ -264,6 +265,83 @@ def test_a_bomb_decodes_to_no_more_than_its_chunk(codec: Any, reader: Reader, tm
         reader.read(store, Selection(), tmp_path)
 
 
+@pytest.mark.parametrize("shards", [None, (4, 16, 32)])
+def test_bytes_that_changed_are_noticed_by_their_checksums(shards: Any, reader: Reader, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 60_000, (4, 16, 32)).astype(np.uint16)
+    crc = zarr.codecs.Crc32cCodec()
+    store = write_zarr(tmp_path / "a.zarr", pixels, chunks=(4, 16, 16), shards=shards, compressors=[crc])
+    chunk = store / "0" / "c" / "0" / "0" / "0"
+    whole = chunk.read_bytes()
+    assert np.array_equal(reader.read(store, Selection(), tmp_path).array()[0], pixels)
+    # Of a pixel, of the checksum, and with shards of the index, which ends the file.
+    for place in (100, 2051, len(whole) - 30, len(whole) - 1):
+        chunk.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        for source in (store, pack(store)):
+            with pytest.raises(BadFile, match=r"has changed since it was written \(CRC-32C\)"):
+                reader.read(source, Selection(), tmp_path)
+
+
+class CountingStore(zarr_store.FolderStore):
+    """A folder that knows which files were opened, as often as they were, and which parts were read."""
+
+    def __init__(self, store: Path) -> None:
+        self.opened, self.parts = Counter[str](), list[zarr_store.Part]()
+        self._store = store
+        super().__init__(self._open)
+
+    def read(self, parts: Sequence[zarr_store.Part]) -> list[bytes | None]:
+        self.parts += parts
+        return super().read(parts)
+
+    def _open(self, key: str) -> int | None:
+        self.opened[key] += 1
+        return os.open(self._store / key, os.O_RDONLY)
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_shard_is_opened_once_and_closed(movie: np.ndarray, tmp_path: Path) -> None:
+    sharded = write_zarr(tmp_path / "a.zarr", movie, "tczyx", chunks=(1, 1, 4, 8, 16), shards=(1, 1, 8, 32, 64))
+    before = count_descriptors()
+    with CountingStore(sharded) as store:
+        stack = zarr_reader.open_stack(store, Selection(channel=1, time=1), LIMIT)
+        stack.decode(lambda _channel, _start, _block: None)
+    assert store.opened == {"zarr.json": 1, "0/zarr.json": 1, "0/c/1/1/0/0/0": 1}
+    assert len(store.parts) > 30
+    assert count_descriptors() == before
+
+
+@pytest.mark.parametrize("shards", [None, (10, 20, 40)])
+@pytest.mark.parametrize(
+    ("region", "chunks"),
+    [((range(3, 9), range(12, 15), range(70)), 8), ((range(19, 20), range(50), range(19, 41)), 15)],
+)
+def test_a_region_reads_its_chunks_alone(region: zarr_reader.Region, chunks: int, shards: Any, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(3).integers(0, 60_000, (20, 50, 70)).astype(np.uint16)
+    big_endian = zarr.codecs.BytesCodec(endian="big")
+    path = write_zarr(tmp_path / "a.zarr", pixels, chunks=(5, 10, 20), shards=shards, serializer=big_endian)
+    with CountingStore(path) as store:
+        stack = zarr_reader.open_stack(store, Selection(), LIMIT)
+        store.parts.clear()
+        part = stack.read_region(region)
+    z, y, x = (slice(extent.start, extent.stop) for extent in region)
+    assert np.array_equal(part[0], pixels[z, y, x])
+    assert part.dtype == np.uint16
+    indices = [part for part in store.parts if part.start is not None and part.start < 0]
+    assert len(store.parts) - len(indices) == chunks
+
+
+@pytest.mark.thorough
+def test_rows_too_long_for_memory_are_decoded_chunk_by_chunk(tmp_path: Path) -> None:
+    pixels = np.zeros((1, 2, 2**25 + 5), np.uint8)
+    pixels[0, :, [5, 2**24, 2**25 - 1, 2**25 + 4]] = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    path = write_zarr(tmp_path / "a.zarr", pixels, chunks=(1, 2, 2**24))
+    for scratch in (None, tmp_path / "scratch"):
+        assert np.array_equal(stack_reader.read(path, Selection(), 2**27, scratch).array()[0], pixels)
+
+
 def test_links_and_devices_in_a_store_are_not_followed(reader: Reader, tmp_path: Path) -> None:
     secret = write_zarr(tmp_path / "secret.zarr", np.ones((4, 16, 16), np.uint16), chunks=(4, 16, 16))
     for number, place in enumerate(["0", "0/c", "0/zarr.json", "0/c/0/0/0", "zarr.json"]):
@@ -306,6 +384,9 @@ def test_archives_are_read_without_trust(reader: Reader, tmp_path: Path) -> None
     ):
         with pytest.raises(error):
             reader.read(bytearray(content), Selection(), tmp_path)
+    followed = bytearray(whole + b"x")
+    with pytest.raises(BadFile, match="ends with its directory"):
+        reader.read(followed, Selection(), tmp_path)
     two = tmp_path / "two.zip"
     with zipfile.ZipFile(two, "w") as archive:
         for name in ("a", "b"):

@@ -14,14 +14,8 @@ import torch
 from hostile_archives import lay_out, with_two_directories
 from torch import nn
 
-from service.models.zip_archive import (
-    MAX_COMPRESSED_BYTES,
-    MAX_DEPTH,
-    MAX_DIRECTORY_BYTES,
-    MAX_ENTRIES,
-    copy_members,
-    open_archive,
-)
+from service.core.zip_archive import MAX_DEPTH
+from service.models.zip_archive import LIMITS, MAX_COMPRESSED_BYTES, copy_members, open_archive
 
 MEMBERS = {"a/code/net.py": b"first", "a/data.pkl": b"second"}
 
@@ -88,9 +82,12 @@ HOSTILE = {
     ),
     "other method": (packed({"a": b"x"}, zipfile.ZIP_LZMA), "another method than deflate"),
     "folders": (packed({"d/" * MAX_DEPTH + "f": b""}), "folders deep"),
-    "many members": (packed({f"{number}": b"" for number in range(MAX_ENTRIES + 1)}), "entries; a model needs no more"),
+    "many members": (
+        packed({f"{number}": b"" for number in range(LIMITS.entries + 1)}),
+        "10001 entries; no more than 10000 are read",
+    ),
     "long directory": (
-        packed({f"{number}".rjust(60_000, "n"): b"" for number in range(MAX_DIRECTORY_BYTES // 60_000 + 1)}),
+        packed({f"{number}".rjust(60_000, "n"): b"" for number in range(LIMITS.directory_bytes // 60_000 + 1)}),
         "its directory is longer",
     ),
     "bomb": (packed({"a/code/net.py": bytes(MAX_COMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),
