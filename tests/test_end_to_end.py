@@ -36,7 +36,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder
 REAL = sorted(path.parent.name for path in (DATA / "real").glob("*/image.tif"))
 HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file() and path.suffix != ".json")
 # Volumes on which the bundled model would take longer than the test is worth on two cores.
-LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046"}
+LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046", "fluorescent_beads_imagexpress"}
 
 
 @pytest.fixture(scope="module")

@@ -183,9 +183,9 @@ def windows(spec: ModelSpec, network: Network) -> SlidingWindow:
     ("stack", "told", "floor"),
     [
         ("mouse_embryo_8cell", None, 0.75),
-        ("mouse_embryo_8cell", "15.6px", 0.9),
-        ("arabidopsis_ovule_nuclei_1135", "17.7px", 0.75),
-        ("synthetic_nuclei_stardist", "11.1px", 0.9),
+        pytest.param("mouse_embryo_8cell", "15.6px", 0.9, marks=pytest.mark.thorough),
+        pytest.param("arabidopsis_ovule_nuclei_1135", "17.7px", 0.75, marks=pytest.mark.thorough),
+        pytest.param("synthetic_nuclei_stardist", "11.1px", 0.9, marks=pytest.mark.thorough),
         ("synthetic_nuclei_stardist", None, 0.85),
         ("synthetic_nuclei_stardist", "7,15,14px", 0.9),
     ],

@@ -68,7 +68,7 @@ def test_the_network_gives_what_it_gave_before(name: str, tmp_path: Path) -> Non
             torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", OF_ONE_WINDOW)
+@pytest.mark.parametrize("name", ["VNet", "UNETR", pytest.param("SwinUNETR", marks=pytest.mark.thorough)])
 def test_a_network_of_one_window_gives_what_it_gave_before(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, size = OF_ONE_WINDOW[name]
