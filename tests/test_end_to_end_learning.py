@@ -57,6 +57,7 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
         "corrections": True,
         "annotations_bytes": 8 * 2**30,
         "training": True,
+        "training_problem": None,
         "training_minutes": 120.0,
     }
     asked = {"model": "random-nuclei", "annotations": [annotation], "minutes": 0.03, "name": "mine"}
@@ -64,6 +65,18 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     assert answer.status_code == 202, answer.text
     address = answer.headers["location"]
     assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+    seen = live.client.get("/status").json()
+    (training,) = seen["learning"]["trainings"]
+    assert (training["name"], training["base_model"], training["state"]) == ("mine", "random-nuclei/1", "running")
+    assert (seen["learning"]["problem"], seen["learning"]["annotations"], seen["learning"]["models"]) == (None, 1, 0)
+    disk = {kind.pop("files"): kind for kind in seen["disk"]}
+    kept = live.client.get(f"/annotations/{annotation}").json()["bytes"]
+    assert disk["annotations"] == disk["annotations"] | {"used": kept, "limit": None}
+    assert disk["stacks"]["used"] > 0
+    assert all(kind["used"] <= (kind["limit"] or kind["used"]) <= kind["total"] for kind in disk.values())
+    metrics = live.client.get("/metrics").text.splitlines()
+    assert {'stackseg_trainings{state="running"} 1.0', 'stackseg_trainings{state="waiting"} 0.0'} <= set(metrics)
+    assert f'stackseg_disk_used_bytes{{files="annotations"}} {float(kept)}' in metrics
     until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 200)
     report = live.client.get(address).json()
     assert report["state"] == "done", report["message"]
@@ -78,6 +91,11 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     segmented = live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8)), model="mine")
     assert segmented.headers["x-stackseg-model"] == "mine/1"
     assert live.client.get("/trainings").json() == {"trainings": [live.client.get(address).json()]}
+    seen = live.client.get("/status").json()
+    assert (seen["learning"]["trainings"], seen["learning"]["models"]) == ([], 1)
+    assert next(kind for kind in seen["disk"] if kind["files"] == "trained-models")["used"] > 0
+    assert live.client.delete("/models/mine").status_code == 204
+    assert live.client.get("/models/mine").status_code == 404
     assert live.client.delete(address).status_code == 204
     assert live.client.get(address).json()["type"].endswith("unknown-training")
 
@@ -115,8 +133,9 @@ def test_only_keys_with_the_right_train_and_admins_see_all(models: Path, tmp_pat
         keys = {name: {"X-API-Key": name} for name in names}
         annotation = annotate(live, **keys["ann"])
         asked = {"annotations": [annotation], "minutes": 1, "name": "mine"}
-        may = {name: live.client.get("/limits", headers=keys[name]).json()["training"] for name in names}
-        assert may == {"ann": True, "bob": False, "eve": True}
+        may = {name: live.client.get("/limits", headers=keys[name]).json() for name in names}
+        assert {name: limits["training"] for name, limits in may.items()} == {"ann": True, "bob": False, "eve": True}
+        assert "access.trainers" in may["bob"]["training_problem"]
         assert live.client.post("/trainings", json=asked, headers=keys["bob"]).status_code == 401
         address = live.client.post("/trainings", json=asked, headers=keys["ann"]).headers["location"]
         seen = {name: len(live.client.get("/trainings", headers=keys[name]).json()["trainings"]) for name in names}
@@ -132,6 +151,8 @@ def test_only_keys_with_the_right_train_and_admins_see_all(models: Path, tmp_pat
 def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
     chosen = eager(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
     with serve(chosen, wait=False) as live:
-        assert live.client.get("/limits").json()["training"] is False
+        limits = live.client.get("/limits").json()
+        assert (limits["training"], "trainings.enabled" in limits["training_problem"]) == (False, True)
+        assert live.client.get("/status").json()["learning"]["problem"] == limits["training_problem"]
         answer = live.client.post("/trainings", json={"annotations": ["0" * 32], "minutes": 1, "name": "mine"})
         assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (403, "switched-off")

@@ -195,12 +195,14 @@ class Abilities(BaseModel):
     corrections        whether annotated stacks are kept
     annotations_bytes  that one key's may take on disk
     training           whether the caller may train models on them
+    training_problem   why not
     training_minutes   longest that a training may take
     """
 
     corrections: bool
     annotations_bytes: int
     training: bool
+    training_problem: str | None
     training_minutes: float
 
 
@@ -363,12 +365,53 @@ class SegmentedReport(BaseModel):
     seconds: dict[str, float]
 
 
+class TrainingProgress(BaseModel):
+    """A training that runs or waits. `name`: of the new model; `steps`: planned, null before that is measured."""
+
+    name: str
+    base_model: str
+    state: TrainingState
+    step: int
+    steps: int | None
+    seconds_left: float | None
+
+
+class LearningReport(BaseModel):
+    """What is kept of all keys to learn from, and what was learned.
+
+    problem       why nobody can train here; null: those may who have the right
+    trainings     the one that runs, then those that wait, in their turn
+    annotations   number of annotated stacks
+    models        number of trained models, of which there may be `models_limit`
+    """
+
+    problem: str | None
+    trainings: list[TrainingProgress]
+    annotations: int
+    models: int
+    models_limit: int
+
+
+class DiskReport(BaseModel):
+    """Bytes that files of one kind take, may take (null: no limit for all keys together), and that the disk has free.
+
+    files  requests, results (kept for who asks again), jobs, stacks, annotations or trained-models
+    """
+
+    files: str
+    used: int
+    limit: int | None
+    free: int
+    total: int
+
+
 class Status(BaseModel):
     """The service at this moment: what `/health`, `/gpu` and `/models` say, the requests, and the last results.
 
     cpu_seconds  of the processor that the service has taken, without the processes that read files
     requests     by device: those that run, then those that wait, in their turn
     recent       the last segmentations, newest first
+    disk         by kind of files
     """
 
     health: Health
@@ -377,3 +420,5 @@ class Status(BaseModel):
     cpu_seconds: float
     requests: list[RequestReport]
     recent: list[SegmentedReport]
+    learning: LearningReport
+    disk: list[DiskReport]

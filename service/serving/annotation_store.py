@@ -172,6 +172,8 @@ class AnnotationStore:
         self.folder, self.quota_bytes, self.most = folder, quota_bytes, most
         # Held while the room of an owner is counted and taken.
         self._lock = threading.Lock()
+        # When the folder was changed last, and what was in it.
+        self._measured: tuple[float, Usage] | None = None
 
     def clean_up(self) -> None:
         """Delete what processes that were killed have written by half."""
@@ -179,8 +181,17 @@ class AnnotationStore:
 
     def measure(self) -> Usage:
         """Return how much is kept for all owners together."""
-        sizes = [annotation.nbytes for annotation in self._all()]
-        return Usage(len(sizes), sum(sizes))
+        try:
+            changed = self.folder.stat().st_mtime
+        except OSError:
+            return Usage(0, 0)
+        if self._measured is None or self._measured[0] != changed:
+            sizes = [annotation.nbytes for annotation in self._all()]
+            usage = Usage(len(sizes), sum(sizes))
+            # Two changes within a tick of the file system's clock look like one.
+            self._measured = (changed, usage) if time.time() - changed > 1 else None
+            return usage
+        return self._measured[1]
 
     def check_room(self, owner: str | None) -> None:
         """Raise SwitchedOff where nothing is kept, and OutOfStorage for an owner whose room is used up."""

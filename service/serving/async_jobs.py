@@ -31,6 +31,7 @@ from service.core.volume import Description
 from service.inference.result import Result
 from service.inference.series import Series
 from service.serving.active_job import ActiveJob, JobView, view_job, wait_until_over
+from service.serving.disk_usage import measure_disk
 from service.serving.fair_threads import begin_threads
 from service.serving.folder_run import FolderPlaces, FolderRun
 from service.serving.folder_work import Done
@@ -115,6 +116,11 @@ class AsyncJobs:
         self._folder_threads.start()
         runtime.checks.append(lambda: self._problem)
         runtime.unfinished.append(self._is_busy)
+        folder, jobs = self._settings.jobs.folder or runtime.scratch.path, self._settings.jobs
+        runtime.disk_usages |= {
+            "jobs": lambda: measure_disk(folder, self._store.nbytes, jobs.quota_bytes),
+            "stacks": lambda: measure_disk(folder, self.stacks.nbytes, jobs.stacks_bytes),
+        }
         self._keeper.start()
 
     def stop(self) -> None:

@@ -309,13 +309,21 @@ class JobStore:
         statement = f"SELECT owner, SUM({column}) FROM jobs WHERE state IN ({places}) GROUP BY owner"  # noqa: S608
         return Counter({owner: int(used) for owner, used in self._database.query(statement, *states)})
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs that are needed, and of the results."""
+        return self._used().total()
+
+    def _used(self) -> Counter[str | None]:
+        return self._bytes_by_owner("input_bytes", "waiting", "running") + self._bytes_by_owner("result_bytes", "done")
+
     def _evict(self, size: int, owner: str | None, spare: str = "") -> bool:
         """Delete results but that of `spare` until `size` bytes of this owner fit; False, and none, if they never do.
 
         The oldest results of the owner who has most go first, and none of an owner who has less than this one would.
         So nobody's results go for another's while they take less than an equal share.
         """
-        used = self._bytes_by_owner("input_bytes", "waiting", "running") + self._bytes_by_owner("result_bytes", "done")
+        used = self._used()
         used[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
         if used.total() > self._quota:

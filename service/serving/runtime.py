@@ -24,6 +24,7 @@ from service.inference.segmenter import Segmenter
 from service.inference.series import Series
 from service.models.spec import ModelSpec
 from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
+from service.serving.disk_usage import DiskUsage, measure_disk
 from service.serving.fair_threads import FairThreadPool
 from service.serving.host_files import HostFiles
 from service.serving.job import Job
@@ -91,6 +92,13 @@ class Runtime:
         self.checks: list[Callable[[], str | None]] = []
         # Each returns whether something is being done that may still finish once the service was told to stop.
         self.unfinished: list[Callable[[], bool]] = [lambda: bool(self.running)]
+        # Each measures what is kept on disk of one kind, whose name is that of a label of the metrics.
+        self.disk_usages: dict[str, Callable[[], DiskUsage]] = {
+            "requests": lambda: measure_disk(self.scratch.path, self.scratch_space.used, self.scratch_space.limit),
+            "results": lambda: measure_disk(
+                self.scratch.path, self.result_cache.nbytes, self.settings.limits.cache_bytes
+            ),
+        }
         self.draining = False
         self._drain_timer: threading.Timer | None = None
 
@@ -180,6 +188,10 @@ class Runtime:
             reasons.append("The service is stopping.")
         reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]
         return (*reasons, *self.models.unready_reasons())
+
+    def measure_disks(self) -> dict[str, DiskUsage]:
+        """Return what is kept on disk, by its kind."""
+        return {kind: measure() for kind, measure in self.disk_usages.items()}
 
     def degradations(self) -> tuple[str, ...]:
         """Return what is wrong though the service is ready, one sentence each."""
@@ -271,6 +283,18 @@ class Runtime:
             "stackseg_reader_kills",
             "Processes that were killed while they read a file, most likely for lack of memory on the host.",
             lambda: float(self.reader.kills),
+        )
+        watch_each(
+            "stackseg_disk_used_bytes",
+            "Bytes of files of each kind.",
+            "files",
+            lambda: {kind: float(usage.used) for kind, usage in self.measure_disks().items()},
+        )
+        watch_each(
+            "stackseg_disk_free_bytes",
+            "Free bytes of the disk that they lie on.",
+            "files",
+            lambda: {kind: float(usage.free) for kind, usage in self.measure_disks().items()},
         )
         watch_each(
             "stackseg_loaded_models",

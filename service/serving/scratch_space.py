@@ -12,14 +12,14 @@ RETRY_SECONDS = 5
 
 
 class ScratchSpace:
-    """Bytes on disk that several clients share. Safe to use from threads.
+    """Bytes on disk that several clients share, `limit` at most. Safe to use from threads.
 
     No client holds more than it leaves free for others (dynamic thresholds, Choudhury and Hahne 1998): a client alone
     holds half of the space at most, and whoever comes next finds room.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
+        self.limit = limit_bytes
         self._used: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -31,7 +31,7 @@ class ScratchSpace:
     @property
     def most(self) -> int:
         """Bytes that a client holds at most, which is alone with the space."""
-        return self._limit // 2
+        return self.limit // 2
 
     def hold(self, client: str) -> Hold:
         """Return an empty hold of this client, to be closed once the files are gone."""
@@ -58,12 +58,12 @@ class ScratchSpace:
             del self._used[client]
 
     def _check(self, client: str, nbytes: int) -> None:
-        free, held = self._limit - self._used.total() - nbytes, self._used[client]
+        free, held = self.limit - self._used.total() - nbytes, self._used[client]
         if held + nbytes <= free:
             return
-        if 2 * nbytes > self._limit:
+        if 2 * nbytes > self.limit:
             raise TooLarge(
-                f"The request needs {nbytes:,} bytes on the service's disk, of {self._limit:,} that no caller may have"
+                f"The request needs {nbytes:,} bytes on the service's disk, of {self.limit:,} that no caller may have"
                 " more than half of. Select a channel or a time point, crop the stack, or reduce it."
             )
         if held:

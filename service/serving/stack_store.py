@@ -91,6 +91,11 @@ class StackStore:
             if not (folder / RECORD).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stacks."""
+        return sum(stack.nbytes for stack in self._list())
+
     def _make_room(self, new: StoredStack) -> None:
         """Delete older stacks for a new one. Raises OutOfStorage, deleting nothing, where that would not suffice."""
         stacks = sorted(self._list(), key=lambda stack: stack.used)

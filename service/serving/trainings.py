@@ -37,6 +37,7 @@ from service.formats.sandbox_process import child_environment
 from service.models.repository import DEFAULT_NAME, FILE_NAME
 from service.models.trainable import check_trainable
 from service.serving.annotation_store import Annotation, AnnotationStore, find_overlaps
+from service.serving.disk_usage import count_bytes, measure_disk
 from service.serving.model_registry import ModelState
 from service.serving.runtime import Runtime
 from service.serving.scratch import make_locked_folder, sweep, translate_disk_faults
@@ -70,12 +71,15 @@ log = logging.getLogger(__name__)
 class Trainings:
     """The queue of trainings, and the thread that runs them one at a time. Safe to use from threads.
 
-    `module`: what the child process runs, with the request and the progress of `service.training.child`.
+    module       what the child process runs, with the request and the progress of `service.training.child`
+    most_models  trained models that there may be
+
     A training that the service does not finish is interrupted: nothing of it is taken up again.
     """
 
     def __init__(self, settings: Settings, annotations: AnnotationStore, module: str = MODULE) -> None:
         self._settings, self._annotations, self._module = settings, annotations, module
+        self.most_models = settings.trainings.models
         self._folder = settings.annotations_folder / "trainings"
         self._records: dict[str, TrainingRecord] = {}
         self._changed = threading.Condition()
@@ -88,9 +92,20 @@ class Trainings:
     def start(self, runtime: Runtime) -> None:
         """Read the trainings of earlier processes, delete what is left of their work, and begin to run new ones."""
         self._runtime = runtime
-        sweep(self._settings.trained_folder, WORK_PREFIX)
+        trained = self._settings.trained_folder
+        sweep(trained, WORK_PREFIX)
         delete_partial(self._folder)
         self._records = {record.id: record for record in read_records(self._folder)}
+        runtime.disk_usages |= {
+            "annotations": lambda: measure_disk(self._annotations.folder, self._annotations.measure().nbytes, None),
+            "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
+        }
+        runtime.metrics.watch_each(
+            "stackseg_trainings",
+            "Trainings that run and wait.",
+            "state",
+            lambda: {"running": float(self._running is not None), "waiting": float(len(self.unfinished()[1]))},
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -105,7 +120,7 @@ class Trainings:
             self._end(record, "interrupted", INTERRUPTED)
 
     def check_enabled(self) -> None:
-        """Raise SwitchedOff where nobody can train."""
+        """Raise SwitchedOff where nobody can train, with the reason."""
         if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
             raise SwitchedOff("Models are not trained here; the operator has set trainings.enabled to false.")
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
@@ -171,6 +186,15 @@ class Trainings:
         if record.state != "running" or record.started is None:
             return None
         return max(60 * record.minutes - (time.time() - record.started), 0.0)
+
+    def unfinished(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
+        """Return the training that runs, and those that wait, in their order."""
+        with self._changed:
+            return self._running, self._order()
+
+    def count_models(self) -> int:
+        """Return how many trained models there are."""
+        return len(list(self._settings.trained_folder.glob("[!.]*")))
 
     def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
         """Cancel a training that waits or runs; forget one that is over. Raises UnknownTraining."""
@@ -241,9 +265,9 @@ class Trainings:
     def _check_room(self, owner: str | None) -> None:
         if self._stopped or self._runtime.draining:
             raise NotReady("The service is stopping; start the training again when it is back.")
-        order, most, models = self._order(), self._settings.trainings.waiting, self._settings.trainings.models
+        order, most, models = self._order(), self._settings.trainings.waiting, self.most_models
         unfinished = sum(not record.over for record in self._records.values())
-        if len(list(self._settings.trained_folder.glob("[!.]*"))) + unfinished >= models:
+        if self.count_models() + unfinished >= models:
             raise OutOfStorage(
                 f"There are {models} trained models (trainings.models); delete some, as DELETE /models/NAME does"
                 " for the key that has trained them, and for admins."

@@ -74,3 +74,15 @@ def test_what_a_killed_process_has_written_by_half_goes_and_what_others_write_st
 def test_a_region_is_stated_in_plain_digits(region: str) -> None:
     with pytest.raises(BadParameter, match="is expected"):
         Region.parse(region, (1, 2, 2))
+
+
+def test_what_all_owners_keep_is_measured_and_measured_again_once_it_changes(
+    store: AnnotationStore, tmp_path: Path
+) -> None:
+    assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure() == (0, 0)
+    kept = [store.keep(CELL, CELL, name="a", owner=owner) for owner in ("ann", "bob")]
+    assert store.measure() == (2, kept[0].nbytes + kept[1].nbytes)
+    os.utime(tmp_path, (0, 0))
+    assert [store.measure(), store.measure()] == 2 * [(2, kept[0].nbytes + kept[1].nbytes)]
+    store.delete(kept[0].id, "ann")
+    assert store.measure() == (1, kept[1].nbytes)

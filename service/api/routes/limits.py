@@ -14,13 +14,18 @@ router = APIRouter(tags=["operation"])
 
 @router.get("/limits")
 async def limits(request: Request, runtime: RuntimeDependency) -> Abilities:
-    """Whether corrected labels are kept, how much of them, and whether the caller may train on them."""
+    """Whether corrected labels are kept, how much of them, and whether the caller may train on them, else why not."""
     quota = runtime.settings.annotations.quota_bytes
+    problem: str | None = None
     try:
         get_trainings(request).check_enabled()
         check_trainer(request, runtime.settings.access)
-        training = True
-    except (SwitchedOff, Unauthorized):
-        training = False
-    minutes = runtime.settings.trainings.minutes
-    return Abilities(corrections=quota > 0, annotations_bytes=quota, training=training, training_minutes=minutes)
+    except (SwitchedOff, Unauthorized) as error:
+        problem = str(error)
+    return Abilities(
+        corrections=quota > 0,
+        annotations_bytes=quota,
+        training=problem is None,
+        training_problem=problem,
+        training_minutes=runtime.settings.trainings.minutes,
+    )

@@ -5,16 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from service.api.auth import check_admin
-from service.api.dependencies import RuntimeDependency
+from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
 from service.api.routes.hardware import gpu
 from service.api.routes.health import health
 from service.api.routes.models import list_models
-from service.api.schemas import JobProgress, RequestReport, SegmentedReport, Status
+from service.api.schemas import (
+    DiskReport,
+    JobProgress,
+    LearningReport,
+    RequestReport,
+    SegmentedReport,
+    Status,
+    TrainingProgress,
+)
+from service.api.threads import run_in_thread
+from service.core.errors import SwitchedOff
+from service.serving.annotation_store import AnnotationStore
 from service.serving.runtime import Runtime
+from service.serving.trainings import Trainings
 
 router = APIRouter(tags=["operation"])
 
@@ -24,7 +37,7 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
     """Everything about the service's state in one answer, for an admin: `/health`, `/gpu`, `/models` and more.
 
     That is the requests that run and wait, and the stages of the last 50 segmentations since the service was started,
-    without names of files or keys.
+    without names of files or keys, the trainings, and what is kept on disk.
     """
     check_admin(request, runtime.settings.access)
     return Status(
@@ -38,6 +51,37 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
             SegmentedReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
             for segmented in runtime.metrics.recent
         ],
+        learning=await run_in_thread(partial(_report_learning, get_trainings(request), get_annotations(request))),
+        disk=[
+            DiskReport(files=kind, **usage._asdict())
+            for kind, usage in (await run_in_thread(runtime.measure_disks)).items()
+        ],
+    )
+
+
+def _report_learning(trainings: Trainings, annotations: AnnotationStore) -> LearningReport:
+    try:
+        trainings.check_enabled()
+        problem = None
+    except SwitchedOff as error:
+        problem = str(error)
+    running, waiting = trainings.unfinished()
+    return LearningReport(
+        problem=problem,
+        trainings=[
+            TrainingProgress(
+                name=record.name,
+                base_model=record.base_model,
+                state=record.state,
+                step=record.step,
+                steps=record.steps,
+                seconds_left=trainings.seconds_left(record),
+            )
+            for record in (*([] if running is None else [running]), *waiting)
+        ],
+        annotations=annotations.measure().stacks,
+        models=trainings.count_models(),
+        models_limit=trainings.most_models,
     )
 
 
