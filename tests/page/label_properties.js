@@ -1,6 +1,7 @@
 // Random corrections of random labels, and what must hold of them: the list of what does not.
 async ([seed, steps]) => {
   const { LabelEditor, CannotEdit } = await import("/page/label_edit.js");
+  const { lookAlike } = await import("/page/slices.js");
   let state = seed;
   const random = below => Math.floor(((state = (state * 1103515245 + 12345) % 2147483648) / 2147483648) * below);
   const pick = list => list[random(list.length)];
@@ -83,6 +84,10 @@ async ([seed, steps]) => {
     for (const id of after.keys()) {
       if (!before.has(id) && ever.has(id)) wrong.push(`${turn}: ${name} gave an id a second time`);
       ever.add(id);
+    }
+    if (edit?.kind === "split") {
+      const parts = edit.sketch?.ids ?? [edit.runs[2], edit.runs[3]];
+      if (parts.some((one, k) => parts.slice(k + 1).some(two => lookAlike(one, two)))) wrong.push(`${turn}: parts look alike`);
     }
     const told = new Map([...editor.objects].map(([id, { voxels }]) => [id, voxels]));
     if (told.size !== after.size || [...after].some(([id, voxels]) => told.get(id) !== voxels)) wrong.push(`${turn}: ${name} counted wrongly`);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
+from scipy import ndimage
+
+from service.core.volume import Segmentation, Volume, VoxelSize
+from service.inference.measurements import measure
 
 PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
 SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
@@ -36,7 +42,7 @@ COARSE = """async ([job, stack]) => {
   viewer.fetchWhole = () => fetched(`stacks/${stack}/planes`, [1, 1, 1]);
   viewer.scene.at = [5, 10, 12];
   const shown = () => ({ at: viewer.scene.at, step: viewer.scene.image.step, labels: viewer.scene.labels.shape });
-  const view = new CorrectView({ id: job, model: "nuclei/1" }, stack, "", viewer, {}, signal);
+  const view = new CorrectView({ id: job, model: "nuclei/1" }, stack, "", viewer, 0, {}, signal);
   const before = shown();
   await view.enter();
   const meanwhile = shown(), edges = view.mode.editor.voxel;
@@ -50,21 +56,22 @@ COARSE = """async ([job, stack]) => {
 
 
 class Result(NamedTuple):
-    """A job that is done with a part of the sample, and its labels, [24, 80, 80]."""
+    """A job that is done with a part of the sample, its labels, [24, 80, 80], and the stack that it was given."""
 
     live: Live
     job: str
     labels: NDArray[np.uint16]
+    volume: Volume
 
 
 @pytest.fixture(scope="module")
 def result(nuclei: Live) -> Result:
-    sample = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120])
-    stack = nuclei.client.post("/stacks", content=sample, headers={"Content-Type": "image/tiff"}).json()["id"]
+    sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
+    stack = nuclei.client.post("/stacks", content=as_tiff(sample), headers={"Content-Type": "image/tiff"}).json()["id"]
     job = nuclei.client.post("/jobs", params={"stack": stack, "measurements": "zip"}).json()["id"]
     until(lambda: nuclei.client.get(f"/jobs/{job}").json()["state"] == "done", SECONDS)
     answer = nuclei.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"})
-    return Result(nuclei, job, np.load(io.BytesIO(answer.content)))
+    return Result(nuclei, job, np.load(io.BytesIO(answer.content)), Volume.from_array(sample[None]))
 
 
 def look_at(result: Result, open_page: Open) -> Page:
@@ -128,6 +135,14 @@ def download(page: Page, button: str) -> bytes:
     return Path(downloading.value.path()).read_bytes()
 
 
+def read_table(text: bytes) -> dict[str, NDArray[np.float64]]:
+    """Columns of a table of objects by their names; True is 1."""
+    rows = list(csv.DictReader(io.StringIO(text.decode())))
+    assert {row.pop("unit") for row in rows} == {"um"}
+    as_number = {"True": 1.0, "False": 0.0}
+    return {name: np.array([float(as_number.get(row[name], row[name])) for row in rows]) for name in rows[0]}
+
+
 def corrected(page: Page) -> NDArray[Any]:
     loaded: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
     return loaded
@@ -167,8 +182,23 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     assert np.array_equal(np.where(parts == new, cut, parts), expected)
     assert {bool(np.ptp(np.sign(np.argwhere(parts == part)[:, 1] - y - 0.1))) for part in (cut, new)} == {False}
 
+    measured = read_table(download(page, "Table"))
+    expected_table = measure(Segmentation(parts, "labels", VoxelSize(0.5, 0.2, 0.2)), result.volume)
+    for name, values in measured.items():
+        assert np.allclose(values, expected_table[name], rtol=1e-8), name
+    assert measured.keys() == expected_table.keys() - {"unit"}
+    page.get_by_role("tab", name="Objects").click()
+    objects = int(np.count_nonzero(np.unique(parts)))
+    expect(page.locator("#words")).to_contain_text(re.compile(rf"^{objects} objects, .*As corrected\.$"))
+    volume = measured["area"][measured["label"].tolist().index(new)]
+    page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = scroller.scrollHeight }")
+    expect(page.locator(f"tr[data-label='{new}']")).to_contain_text(f"{volume:.3g}")
+    page.get_by_role("tab", name="Take").click()
+    expect(page.get_by_role("tabpanel", name="Take")).to_contain_text("Those with your corrections are under Correct")
+
     page.reload()
     expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 kept")
+    expect(page.locator("#words")).to_contain_text("As corrected.")
     enter(page)
     expect(hint).to_contain_text("3 corrections of earlier are back")
     assert np.array_equal(corrected(page), parts)
@@ -176,9 +206,25 @@ def test_what_is_corrected_is_what_is_saved_and_survives_a_reload(result: Result
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     assert np.array_equal(file.pixels, parts)
 
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.get_by_role("tab", name="Correct").click()
+    expect(other.locator(".correct")).to_contain_text("being corrected in another tab")
+    other.get_by_role("button", name="Go on here").click()
+    expect(other.locator(".hint")).to_contain_text("3 corrections of earlier are back")
+    expect(page.locator(".correct")).to_contain_text("go on in another tab")
+    other.get_by_role("button", name="Undo").click()
+    expect(other.locator(".correct")).to_contain_text("1 merged, 1 deleted")
+    page.get_by_role("button", name="Go on here").click()
+    expect(hint).to_contain_text("2 corrections of earlier are back")
+    expect(other.locator(".correct")).to_contain_text("go on in another tab")
+    other.close()
+    assert np.array_equal(corrected(page), expected)
+
     page.get_by_role("button", name="Discard all corrections").click()
     assert np.array_equal(corrected(page), labels)
     page.get_by_role("tab", name="Objects").click()
+    expect(page.locator("#words")).not_to_contain_text("As corrected.")
     page.locator("tr[data-label]").first.click()
     expect(page.locator(".readout")).to_contain_text("object")
 
@@ -224,6 +270,21 @@ def test_objects_are_drawn_split_and_painted(result: Result, open_page: Open) ->
     painted = corrected(page)
     assert set(np.unique(painted[painted != split])) == {new}
     assert not (split[painted != split]).any()
+    chosen = page.locator(".chosen-object")
+    expect(chosen).to_have_text(re.compile(f"Object {new} is chosen: .* voxels, .* µm³"))
+
+    free = middle(ndimage.binary_erosion(painted == 0, np.ones((3, 9, 9))), 1)
+    newest = int(painted.max()) + 1
+    click_voxel(page, free)
+    expect(hint).to_contain_text(f"Object {newest} is new.")
+    expect(chosen).to_contain_text(f"Object {newest} is chosen")
+    free = middle(ndimage.binary_erosion(corrected(page) == 0, np.ones((3, 9, 9))), 1)
+    page.get_by_label("Add to chosen one").check()
+    click_voxel(page, free)
+    expect(hint).to_contain_text(f"Object {newest} is larger.")
+    grown = corrected(page)
+    assert set(np.unique(grown[grown != painted])) == {newest}
+    assert grown[free] == newest
     check_accessibility(page)
 
 
@@ -327,7 +388,7 @@ def test_labels_that_are_too_large_for_the_browser_say_what_to_do(nuclei: Live, 
           const { CorrectView } = await import("/page/correct_view.js");
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], whole: [400, 1998, 1998] };
           const viewer = { scene: { image: small, labels: small } };
-          const view = new CorrectView({ id: "0" }, "", "", viewer, {}, new AbortController().signal);
+          const view = new CorrectView({ id: "0" }, "", "", viewer, 0, {}, new AbortController().signal);
           await view.enter();
           return view.root.textContent;
         }"""

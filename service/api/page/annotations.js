@@ -18,6 +18,7 @@ import { ago, counted } from "./words.js";
  * @property {number | null} changes
  * @property {string} created
  * @property {string | null} [stack] that it was made of, and which may be kept no more
+ * @property {string | null} [job] whose labels were corrected
  */
 
 /** @returns {Promise<Annotation[]>} */
@@ -41,10 +42,10 @@ export function openDialog(title, ...content) {
 
 /**
  * Ask for a name and the part that was checked, and keep corrected labels with their stack.
- * @param {{labels: Volume, changes: number, stack: string, job: string, name: string}} corrected
+ * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrected time: the time point of a series
  * @returns {Promise<Annotation | null>} null: the reader thought better of it
  */
-export function keepDialog({ labels, changes, stack, job, name }) {
+export function keepDialog({ labels, changes, stack, job, time, name }) {
   const named = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const part = partFields(labels.shape);
   const problem = element("p", { class: "warning-text", role: "alert" });
@@ -62,7 +63,7 @@ export function keepDialog({ labels, changes, stack, job, name }) {
           keep.textContent = "Sending the labels";
           try {
             const body = await gzip(asNpy(labels));
-            const query = queryOf({ stack, job, name: named.value, changes, region: part.region() });
+            const query = queryOf({ stack, job, time, name: named.value, changes, region: part.region() });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
             report = await json(`annotations?${query}`, { method: "POST", body, headers });
             dialog.close();

@@ -1,14 +1,17 @@
 /** The mode in which the labels of a result are corrected: its tools, its history, and where the corrected labels go. */
 
-import { keepDialog } from "./annotations.js";
+import { describeAnnotation, fetchAnnotations, keepDialog } from "./annotations.js";
 import * as kept from "./edit_store.js";
 import { EditTools, TOOLS } from "./edit_tools.js";
 import { button, element, save } from "./elements.js";
 import { LabelEditor } from "./label_edit.js";
 import { asNpy, asTiff } from "./label_files.js";
+import { asCsv, measure } from "./label_measure.js";
 import { count, fetchVolume, MOST_PLANE_VOXELS } from "./planes.js";
+import { firstTime } from "./series.js";
+import { cssColour } from "./slices.js";
 import { trainingDialog } from "./training.js";
-import { counted, size } from "./words.js";
+import { counted, number, size } from "./words.js";
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -16,32 +19,46 @@ import { counted, size } from "./words.js";
 /** @typedef {import("./label_edit.js").Kind} Kind */
 
 const MOST_BYTES = 300_000_000;
+const NO_LABELS = "There are no labels to correct here.";
 const SOLID_MILLISECONDS = 400;
 /** @type {Record<Kind, string>} */
 const DONE = { merge: "merged", split: "split", delete: "deleted", add: "outlined", paint: "painted", erase: "erased" };
 
-/** What is shown instead of the result while it is corrected. @typedef {{editor: LabelEditor, tools: EditTools, image: Volume, before: {image: Volume, labels: Volume, overlays: import("./view.js").Layer[]}}} Mode */
+const ELSEWHERE =
+  "This result is being corrected in another tab or window of this browser, and its corrections are kept. Go on here, and the other one stops.";
+const TAKEN = "The corrections of this result go on in another tab or window of this browser. None of them is lost.";
+
+/**
+ * What is shown instead of the result once it is corrected; tools: null where it is looked at alone.
+ * @typedef {{editor: LabelEditor, tools: EditTools | null, image: Volume, before: {image: Volume, labels: Volume, overlays: import("./view.js").Layer[]}}} Mode
+ */
 
 export class CorrectView {
   /**
    * @param {import("./server.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
-   * @param {Viewer} viewer
+   * @param {Viewer} viewer @param {number} time point that is shown, of a series
    * @param {{corrections: boolean, training: boolean, training_minutes: number}} abilities of the service @param {AbortSignal} signal ends the view
    */
-  constructor(job, stack, name, viewer, abilities, signal) {
+  constructor(job, stack, name, viewer, time, abilities, signal) {
     this.job = job;
     this.stack = stack;
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
+    /** The time point whose labels are corrected, of a series. */
+    this.at = time;
     this.abilities = abilities;
     this.signal = signal;
     /** @type {Mode | null} */
     this.mode = null;
-    /** Ends the mode, and what is fetched for it. */
+    /** Ends the work of the tools, and what is fetched for it. */
     this.ending = new AbortController();
+    /** Ends what is shown instead of the result. */
+    this.showing = new AbortController();
     this.solid = 0;
     this.hint = element("p", { class: "hint", role: "status" });
     this.counted = element("p", { class: "muted small", role: "status" });
+    this.chosen = element("p", { class: "chosen-object" }, element("span", { class: "dot" }), element("span"));
+    this.annotated = element("p", { class: "muted small" });
     this.undo = button("Undo", () => this.#travel("undo"), "secondary");
     this.redo = button("Redo", () => this.#travel("redo"), "secondary");
     this.undo.title = "ctrl + Z";
@@ -56,7 +73,7 @@ export class CorrectView {
             class: "tool",
             "aria-keyshortcuts": key,
             title: `Key ${key.toUpperCase()}`,
-            onclick: () => this.mode?.tools.use(tool),
+            onclick: () => this.mode?.tools?.use(tool),
           },
           text,
         ),
@@ -64,10 +81,15 @@ export class CorrectView {
     );
     this.brush = this.#brushOptions();
     this.root = element("div", { class: "correct" });
-    signal.addEventListener("abort", () => this.leave());
-    kept.count(job.id).then((edits) => {
-      if (edits > 0) this.root.dispatchEvent(new CustomEvent("kept", { detail: edits }));
-    });
+    signal.addEventListener("abort", () => this.leave(false));
+    this.countKept();
+  }
+
+  /** Tell how many corrections are kept of what is shown. */
+  async countKept() {
+    const edits = await kept.count(this.key);
+    this.root.dispatchEvent(new CustomEvent("kept", { detail: edits }));
+    if (edits > 0) await this.show();
   }
 
   #brushOptions() {
@@ -86,18 +108,34 @@ export class CorrectView {
       type: "checkbox",
       checked: true,
       onchange: () => {
-        if (this.mode) this.mode.tools.ball = this.ball?.checked ?? true;
+        if (this.mode?.tools) this.mode.tools.ball = this.ball?.checked ?? true;
       },
     });
     this.over = element("input", {
       type: "checkbox",
       onchange: () => {
-        if (this.mode) this.mode.tools.over = this.over?.checked ?? false;
+        if (this.mode?.tools) this.mode.tools.over = this.over?.checked ?? false;
       },
     });
+    /** @param {"new" | "chosen"} value @param {string} text */
+    const ground = (value, text) => {
+      const onchange = () => {
+        if (this.mode?.tools) this.mode.tools.ground = value;
+      };
+      const input = element("input", { type: "radio", name: "ground", value, checked: value === "new", onchange });
+      return element("label", { class: "slim" }, input, text);
+    };
+    this.ground = element(
+      "fieldset",
+      { class: "ground" },
+      element("legend", {}, "On empty ground"),
+      ground("new", "New object"),
+      ground("chosen", "Add to chosen one"),
+    );
     return element(
       "div",
       { class: "brush" },
+      this.ground,
       element("label", { class: "slim" }, "Size", this.radius),
       element("label", { class: "slim" }, this.ball, "Through planes"),
       element("label", { class: "slim" }, this.over, "Over other objects"),
@@ -109,55 +147,122 @@ export class CorrectView {
     return Math.min(...(this.mode?.editor.voxel ?? [1])) / 2;
   }
 
-  /** Show the labels in full resolution, with what was corrected before, and the tools. */
-  async enter() {
-    const { image, labels } = this.viewer.scene;
-    if (image === null || labels === null) return;
-    const refusal = tooLarge(labels);
-    if (refusal) {
-      this.root.replaceChildren(element("p", { class: "warning-text" }, refusal));
-      return;
-    }
+  /** Where the corrections of what is shown are kept. */
+  get key() {
+    return this.job.time_points ? `${this.job.id}@${this.at}` : this.job.id;
+  }
+
+  /** Where the labels of what is shown are, as their planes are asked for. */
+  get planes() {
+    const { job, at } = this;
+    return job.time_points ? { time: Math.max(0, at - firstTime(job.parameters.time)) } : {};
+  }
+
+  /** @param {number} time point that is shown @param {boolean} correcting whether the reader goes on correcting there */
+  async goTo(time, correcting) {
+    this.at = time;
+    if (correcting) await this.enter();
+    else await this.countKept();
+  }
+
+  /** Show the labels in full resolution, with what was corrected before, and the tools. @param {boolean} [force] also where another tab corrects them */
+  async enter(force = false) {
+    this.#restore();
+    const { labels } = this.viewer.scene;
+    const refusal = labels === null ? "" : tooLarge(labels);
+    if (labels === null || refusal) return this.#refuse(refusal || NO_LABELS);
     this.root.replaceChildren(element("p", { class: "muted", role: "status" }, "Fetching the labels"));
+    this.ending.abort();
+    this.ending = new AbortController();
+    const { signal } = this.ending;
+    const { key } = this;
+    signal.addEventListener("abort", () => kept.disown(key));
+    if (!(await kept.own(key, force))) return this.#offer(ELSEWHERE, "Go on here", true);
+    if (signal.aborted) return kept.disown(key);
+    kept.whenTaken(key, () => this.#lose(), signal);
+    try {
+      const fitting = await this.#open(signal);
+      if (signal.aborted) return undefined;
+      this.#begin();
+      const edits = this.mode?.editor.done.length ?? 0;
+      if (!fitting) {
+        await kept.keep(key, 0, null);
+        this.#say("The corrections that were kept do not fit this result, and are gone.");
+      } else if (edits > 0) this.#say(`${counted(edits, "correction")} of earlier are back.`);
+    } catch (error) {
+      if (!signal.aborted) this.#refuse(/** @type {Error} */ (error).message);
+    }
+    return undefined;
+  }
+
+  /** Show the corrected labels without the tools, where there are any and all of the stack is here. */
+  async show() {
+    const { labels } = this.viewer.scene;
+    if (this.mode || this.job.time_points || !labels?.step.every((step) => step === 1) || tooLarge(labels)) return;
+    this.ending.abort();
     this.ending = new AbortController();
     const { signal } = this.ending;
     try {
-      const own = await this.#fetchLabels(labels, signal);
-      const whole = await this.#fetchImage(image, signal);
-      const edits = await kept.load(this.job.id);
-      const { overlays } = this.viewer.scene;
-      if (!signal.aborted) await this.#begin(own, whole ?? own, edits, { image, labels, overlays });
-    } catch (error) {
-      if (!signal.aborted)
-        this.root.replaceChildren(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
+      await this.#open(signal);
+    } catch {
+      // What keeps the labels from being corrected is told under Correct.
     }
+    if (!signal.aborted) this.leave();
   }
 
-  /**
-   * @param {Volume} labels that are corrected @param {Volume} image @param {import("./label_edit.js").Edit[]} edits of earlier
-   * @param {Mode["before"]} before what is shown when the mode ends
-   */
-  async #begin(labels, image, edits, before) {
+  /** @param {string} text why nothing can be corrected */
+  #refuse(text) {
+    this.root.replaceChildren(element("p", { class: "warning-text" }, text));
+  }
+
+  /** @param {string} text why nothing is corrected here now @param {string} action that begins @param {boolean} force */
+  #offer(text, action, force) {
+    this.root.replaceChildren(
+      element("p", { role: "status" }, text),
+      button(action, () => this.enter(force), "primary"),
+    );
+  }
+
+  /** Another tab has taken over. */
+  #lose() {
+    this.leave();
+    this.#offer(TAKEN, "Go on here", true);
+  }
+
+  /** Show the labels with what was corrected before. @param {AbortSignal} signal @returns {Promise<boolean>} whether the corrections fit */
+  async #open(signal) {
     const { viewer } = this;
-    const voxel = /** @type {Triple} */ (viewer.scene.voxel.map((edge, axis) => edge / before.image.step[axis]));
-    const editor = new LabelEditor(labels, voxel);
+    const { image, labels, overlays } = viewer.scene;
+    if (image === null || labels === null) throw new Error(NO_LABELS);
+    const own = await this.#fetchLabels(labels, signal);
+    const whole = (await this.#fetchImage(image, signal)) ?? own;
+    const edits = await kept.load(this.key);
+    signal.throwIfAborted();
+    const voxel = /** @type {Triple} */ (viewer.scene.voxel.map((edge, axis) => edge / image.step[axis]));
+    const editor = new LabelEditor(own, voxel);
     const fitting = editor.restore(edits);
     // Other channels of a large stack are here in coarse steps, which do not fit.
-    if (image !== before.image) viewer.scene.overlays = [];
-    showImage(viewer, image);
-    viewer.setLabels(labels);
+    if (whole !== image) viewer.scene.overlays = [];
+    showImage(viewer, whole);
+    viewer.setLabels(own);
+    this.mode = { editor, tools: null, image: whole, before: { image, labels, overlays } };
+    this.showing = new AbortController();
+    viewer.addEventListener("draw", () => this.#pauseIfCoarse(), { signal: this.showing.signal });
+    return fitting;
+  }
+
+  /** Give the reader the tools. */
+  #begin() {
+    const { mode, viewer } = this;
+    if (mode === null) return;
     const told = { changed: () => this.#changed(), say: (/** @type {string} */ text) => this.#say(text) };
-    const tools = new EditTools(viewer, editor, told, this.ending.signal);
+    const tools = new EditTools(viewer, mode.editor, told, this.ending.signal);
     tools.addEventListener("tool", () => this.#describeTool());
-    this.mode = { editor, tools, image, before };
-    viewer.addEventListener("draw", () => this.#pauseIfCoarse(), { signal: this.ending.signal });
+    mode.tools = tools;
+    viewer.addEventListener("draw", () => this.#describeChosen(), { signal: this.ending.signal });
     this.#listenToKeys(this.ending.signal);
     this.#show();
     tools.use("look");
-    if (!fitting) {
-      await kept.forget(this.job.id);
-      this.#say("The corrections that were kept do not fit this result, and are gone.");
-    } else if (edits.length > 0) this.#say(`${counted(edits.length, "correction")} of earlier are back.`);
   }
 
   /** @param {Volume} labels @param {AbortSignal} signal @returns {Promise<Volume>} a copy that may be changed, of unsigned integers */
@@ -167,7 +272,7 @@ export class CorrectView {
       ? labels
       : await fetchVolume(
           `jobs/${this.job.id}/planes`,
-          {},
+          this.planes,
           labels.whole,
           signal,
           this.#progress("the labels"),
@@ -192,13 +297,27 @@ export class CorrectView {
     };
   }
 
-  /** Show the result again, unless something else is shown by now; the corrections stay. */
-  leave() {
-    const { mode, viewer } = this;
-    mode?.tools.use("look");
+  /**
+   * Put the tools away; the corrections stay.
+   * @param {boolean} [shown] whether corrected labels go on being shown, where there are any; "corrected" tells of them
+   */
+  leave(shown = true) {
+    const { mode } = this;
+    mode?.tools?.use("look");
     this.ending.abort();
+    this.viewer.waiting.textContent = "";
+    if (mode === null) return;
+    mode.tools = null;
+    const corrected = shown && mode.editor.done.length > 0 && !this.job.time_points && !this.signal.aborted;
+    if (!corrected) this.#restore();
+    this.root.dispatchEvent(new CustomEvent("corrected", { detail: corrected ? this.measure() : null }));
+  }
+
+  /** Show the labels as they were segmented, unless something else is shown by now. */
+  #restore() {
+    const { mode, viewer } = this;
     this.mode = null;
-    viewer.waiting.textContent = "";
+    this.showing.abort();
     if (mode === null) return;
     if (viewer.scene.image === mode.image && mode.image !== mode.before.image) {
       viewer.scene.overlays = mode.before.overlays;
@@ -207,15 +326,25 @@ export class CorrectView {
     if (viewer.scene.labels === mode.editor.labels) viewer.setLabels(mode.before.labels);
   }
 
+  /** The table of the corrected objects. @returns {import("./table.js").Table | null} null: they are not here */
+  measure() {
+    if (this.mode === null) return null;
+    const { editor, image } = this.mode;
+    return measure(
+      editor.labels,
+      image === editor.labels ? null : image,
+      editor.objects.keys(),
+      this.viewer.known ? editor.voxel : null,
+    );
+  }
+
   /** Another channel of a large stack comes in coarse steps first, which the labels do not fit. */
   #pauseIfCoarse() {
     const { image } = this.viewer.scene;
     if (image === null || image.step.every((step) => step === 1)) return;
-    this.leave();
-    this.root.replaceChildren(
-      element("p", { class: "muted" }, "The stack is shown anew. Your corrections are kept."),
-      button("Go on correcting", () => this.enter(), "primary"),
-    );
+    const correcting = this.mode?.tools !== null;
+    this.leave(false);
+    if (correcting) this.#offer("The stack is shown anew. Your corrections are kept.", "Go on correcting", false);
   }
 
   #show() {
@@ -223,6 +352,7 @@ export class CorrectView {
     this.root.replaceChildren(
       element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.buttons.values()),
       this.hint,
+      this.chosen,
       this.brush,
       element("div", { class: "row tight" }, this.undo, this.redo, this.counted),
       element(
@@ -249,12 +379,49 @@ export class CorrectView {
         abilities.corrections && button("Keep as annotated stack", () => this.#keep(), "primary"),
         button("OME-TIFF", () => this.#save("tif"), "secondary"),
         button("NumPy", () => this.#save("npy"), "secondary"),
+        button("Table", () => this.#save("csv"), "secondary"),
         abilities.training && button("Improve the model", () => this.#improve(), "secondary"),
       ),
-      element("p", { class: "muted small" }, "The table under Objects is of the labels before they were corrected."),
+      this.annotated,
+      element(
+        "p",
+        { class: "muted small" },
+        this.job.time_points
+          ? `These are the labels of time point ${this.at}; each is corrected for itself. The table under Objects is as segmented.`
+          : "The table under Objects follows when you go there.",
+      ),
       button("Discard all corrections", () => this.#discard(), "link"),
     );
     this.#count();
+    this.#describeChosen();
+    this.#listAnnotated();
+  }
+
+  /** Say which annotated stacks were made of this result, maybe in another browser. */
+  async #listAnnotated() {
+    if (!this.abilities.corrections) return;
+    const all = await fetchAnnotations().catch(() => []);
+    const own = all.filter(({ job }) => job === this.job.id);
+    this.annotated.textContent = own
+      .map((one) => `Kept as annotated stack ${one.name}: ${describeAnnotation(one)}.`)
+      .join(" ");
+  }
+
+  /** Say which object is chosen, which the tools take. */
+  #describeChosen() {
+    const { mode, viewer } = this;
+    if (mode === null) return;
+    const id = viewer.scene.selected;
+    const extent = mode.editor.objects.get(id);
+    const [dot, words] = /** @type {[HTMLElement, HTMLElement]} */ ([...this.chosen.children]);
+    dot.hidden = extent === undefined;
+    dot.style.background = cssColour(id);
+    const edges = mode.editor.voxel;
+    const volume = viewer.known ? `, ${number((extent?.voxels ?? 0) * edges[0] * edges[1] * edges[2])} µm³` : "";
+    const text = extent
+      ? `Object ${id} is chosen: ${counted(extent.voxels, "voxel")}${volume}`
+      : "No object is chosen.";
+    if (words.textContent !== text) words.textContent = text;
   }
 
   async #improve() {
@@ -270,6 +437,8 @@ export class CorrectView {
     if (!tools) return;
     for (const [name, tool] of this.buttons) tool.setAttribute("aria-pressed", String(name === tools.tool));
     this.brush.hidden = tools.tool !== "paint" && tools.tool !== "erase";
+    if (this.ground) this.ground.hidden = tools.tool !== "paint";
+    for (const input of this.ground?.querySelectorAll("input") ?? []) input.checked = input.value === tools.ground;
     if (this.radius) this.radius.value = String(12 * Math.log2(tools.radius / this.#least()));
   }
 
@@ -285,6 +454,7 @@ export class CorrectView {
     this.undo.disabled = editor.done.length === 0;
     this.redo.disabled = editor.undone.length === 0;
     const parts = [...editor.counts()].map(([kind, times]) => `${times} ${DONE[kind]}`);
+    this.root.dispatchEvent(new CustomEvent("kept", { detail: editor.done.length }));
     this.counted.textContent = `${counted(editor.objects.size, "object")}${parts.length ? ` · ${parts.join(", ")}` : ", nothing corrected"}`;
   }
 
@@ -292,13 +462,17 @@ export class CorrectView {
   #changed() {
     const { mode } = this;
     if (mode === null) return;
-    const { editor } = mode;
+    const { done } = mode.editor;
     this.#count();
-    const number = editor.done.length - 1;
-    kept.keep(this.job.id, number, editor.done[number]).then((done) => {
-      if (!done) this.#say("This browser keeps no corrections: they are lost when the page is closed.");
-    });
+    this.#keepEdit(done.length - 1, done[done.length - 1]);
     this.#refreshSolid();
+  }
+
+  /** @param {number} number @param {import("./label_edit.js").Edit | null} edit */
+  async #keepEdit(number, edit) {
+    const where = await kept.keep(this.key, number, edit);
+    if (where === "nowhere") this.#say("This browser keeps no corrections: they are lost when the page is closed.");
+    if (where === "elsewhere") this.#lose();
   }
 
   /** The solid is made of copies: make them again when nothing has changed for a moment. */
@@ -315,12 +489,11 @@ export class CorrectView {
   /** @param {"undo" | "redo"} direction */
   #travel(direction) {
     const { mode } = this;
-    if (mode === null) return;
-    const edit = mode.tools[direction]();
-    if (edit === null) return;
+    const edit = mode?.tools?.[direction]();
+    if (!mode || !edit) return;
     this.#say(`${direction === "undo" ? "Taken back" : "Done again"}: ${DONE[edit.kind]}.`);
     const { done } = mode.editor;
-    kept.keep(this.job.id, direction === "undo" ? done.length : done.length - 1, direction === "undo" ? null : edit);
+    this.#keepEdit(direction === "undo" ? done.length : done.length - 1, direction === "undo" ? null : edit);
     this.#count();
     this.#refreshSolid();
   }
@@ -329,9 +502,9 @@ export class CorrectView {
     const { mode } = this;
     if (mode === null || mode.editor.done.length === 0) return;
     const edits = mode.editor.done.length;
-    while (mode.tools.editor.undo() !== null);
-    mode.tools.cancel();
-    await kept.forget(this.job.id);
+    while (mode.editor.undo() !== null);
+    mode.tools?.cancel();
+    await kept.keep(this.key, 0, null);
     this.#count();
     this.#refreshSolid();
     this.#say(`${counted(edits, "correction")} discarded. Redo brings them back, one by one.`);
@@ -388,11 +561,13 @@ export class CorrectView {
     return this.viewer.known ? { z, y, x } : null;
   }
 
-  /** @param {"tif" | "npy"} kind */
+  /** @param {"tif" | "npy" | "csv"} kind */
   #save(kind) {
     const labels = this.mode?.editor.labels;
+    const table = kind === "csv" ? this.measure() : null;
     if (!labels) return;
-    if (kind === "npy") save(asNpy(labels), `${this.stem}_corrected.npy`);
+    if (table) save(new Blob([asCsv(table)], { type: "text/csv" }), `${this.stem}_corrected.csv`);
+    else if (kind === "npy") save(asNpy(labels), `${this.stem}_corrected.npy`);
     else save(asTiff(labels, this.#voxelSize()), `${this.stem}_corrected.ome.tif`);
   }
 
@@ -400,8 +575,13 @@ export class CorrectView {
     const { mode, job, stack, stem } = this;
     if (mode === null) return;
     const changes = mode.editor.done.length;
-    const report = await keepDialog({ labels: mode.editor.labels, changes, stack, job: job.id, name: stem });
-    if (report) this.#say(`Kept as ${report.name}.`);
+    const time = job.time_points ? this.at : undefined;
+    const name = time === undefined ? stem : `${stem}, time ${time}`;
+    const { labels } = mode.editor;
+    const report = await keepDialog({ labels, changes, stack, job: job.id, time, name });
+    if (report === null) return;
+    this.#say(`Kept as ${report.name}.`);
+    this.#listAnnotated();
   }
 }
 

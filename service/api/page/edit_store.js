@@ -4,6 +4,12 @@
 
 const NAME = "stackseg-corrections";
 const EDITS = "edits";
+// The number beside a result under which stands which tab corrects it.
+const OWNER = -1;
+const ME = `${Date.now()}-${Math.random()}`;
+const ANSWER_MILLISECONDS = 1000;
+/** The results that this tab corrects. @type {Set<string>} */
+const owned = new Set();
 
 /** @template T @param {IDBRequest<T>} asked @returns {Promise<T>} */
 function answer(asked) {
@@ -26,7 +32,7 @@ async function store(mode) {
   return (await opening).transaction(EDITS, mode).objectStore(EDITS);
 }
 
-/** @param {string} job @returns {IDBKeyRange} its corrections, whose keys are [job, number] */
+/** @param {string} job id, with @ and the time point of a series @returns {IDBKeyRange} its corrections, whose keys are [job, number] */
 function all(job) {
   return IDBKeyRange.bound([job, 0], [job, Number.MAX_SAFE_INTEGER]);
 }
@@ -50,17 +56,83 @@ export function count(job) {
   return tolerant(async () => answer((await store("readonly")).count(all(job))), 0);
 }
 
-/** Keep the newest correction as the one with this number, or forget what comes from there on. @param {string} job @param {number} number @param {Edit | null} edit @returns {Promise<boolean>} whether it is kept */
+/**
+ * Keep the newest correction as the one with this number, or forget what comes from there on.
+ * @param {string} job @param {number} number @param {Edit | null} edit
+ * @returns {Promise<"kept" | "elsewhere" | "nowhere">} elsewhere: another tab corrects this result, and nothing was written
+ */
 export function keep(job, number, edit) {
   return tolerant(async () => {
     const edits = await store("readwrite");
+    const owner = await answer(edits.get([job, OWNER]));
+    if (owner !== undefined && owner !== ME) return "elsewhere";
     edits.delete(IDBKeyRange.bound([job, number], [job, Number.MAX_SAFE_INTEGER]));
     if (edit !== null) await answer(edits.put(edit, [job, number]));
-    return true;
-  }, false);
+    return "kept";
+  }, "nowhere");
 }
 
-/** @param {string} job whose result is gone */
+/** @param {string} job whose result is gone, with all of its time points */
 export function forget(job) {
-  return keep(job, 0, null);
+  return tolerant(async () => {
+    const edits = await store("readwrite");
+    for (const [from, to] of [
+      [job, job],
+      [`${job}@`, `${job}@\uffff`],
+    ])
+      edits.delete(IDBKeyRange.bound([from, OWNER], [to, Number.MAX_SAFE_INTEGER]));
+  }, undefined);
 }
+
+/**
+ * Say that this tab corrects a result, so that no other one does at the same time. That is kept with the corrections,
+ * where writing checks it: Web Locks are missing where a page does not come by HTTPS. A tab that was closed does not answer.
+ * @param {string} job @param {boolean} force also where another tab does
+ * @returns {Promise<boolean>} whether this tab may; false: another one does, and lives
+ */
+export async function own(job, force) {
+  const owner = await tolerant(async () => answer((await store("readonly")).get([job, OWNER])), undefined);
+  if (owner !== undefined && owner !== ME && !force && (await lives(job))) return false;
+  await tolerant(async () => answer((await store("readwrite")).put(ME, [job, OWNER])), undefined);
+  tabs.postMessage({ job, said: "mine" });
+  owned.add(job);
+  return true;
+}
+
+/** @param {string} job that this tab corrects no more */
+export function disown(job) {
+  if (!owned.delete(job)) return;
+  tolerant(async () => {
+    const edits = await store("readwrite");
+    if ((await answer(edits.get([job, OWNER]))) === ME) await answer(edits.delete([job, OWNER]));
+  }, undefined);
+}
+
+/** @param {string} job @param {() => void} ontaken another tab has taken it @param {AbortSignal} signal */
+export function whenTaken(job, ontaken, signal) {
+  const listen = (/** @type {MessageEvent} */ { data }) => {
+    if (data.job === job && data.said === "mine") ontaken();
+  };
+  tabs.addEventListener("message", listen, { signal });
+}
+
+/** Ask the other tabs which of them corrects a result. @param {string} job @returns {Promise<boolean>} */
+function lives(job) {
+  return new Promise((resolve) => {
+    const asked = new AbortController();
+    const end = (/** @type {boolean} */ alive) => {
+      asked.abort();
+      resolve(alive);
+    };
+    const listen = (/** @type {MessageEvent} */ { data }) => data.job === job && data.said === "I do" && end(true);
+    tabs.addEventListener("message", listen, { signal: asked.signal });
+    tabs.postMessage({ job, said: "who?" });
+    setTimeout(() => end(false), ANSWER_MILLISECONDS);
+  });
+}
+
+const tabs = new BroadcastChannel(NAME);
+tabs.addEventListener("message", ({ data }) => {
+  if (data.said === "who?" && owned.has(data.job)) tabs.postMessage({ job: data.job, said: "I do" });
+  if (data.said === "mine") owned.delete(data.job);
+});

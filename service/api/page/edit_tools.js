@@ -2,7 +2,7 @@
 
 import { element } from "./elements.js";
 import { CannotEdit } from "./label_edit.js";
-import { ACROSS } from "./slices.js";
+import { ACROSS, cssColour } from "./slices.js";
 import { clamp } from "./view.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -39,7 +39,7 @@ export const TOOLS = [
     name: "paint",
     text: "Brush",
     key: "b",
-    hint: "Begin on an object to enlarge it; elsewhere the chosen object grows, or a new one begins (N: choose none).",
+    hint: "Begin on an object to enlarge it. On empty ground a new object begins, or the chosen one grows, as set below.",
   },
   { name: "erase", text: "Eraser", key: "e", hint: "Begin on an object to take from it; others stay as they are." },
 ];
@@ -65,13 +65,15 @@ export class EditTools extends EventTarget {
     this.radius = 4 * editor.voxel[2];
     this.ball = true;
     this.over = false;
+    /** What a stroke of the brush adds to that begins on empty ground. @type {"new" | "chosen"} */
+    this.ground = "new";
     /** The object that a merge began with. */
     this.first = 0;
     /** Where a split began. @type {{id: number, at: Triple} | null} */
     this.seed = null;
     /** What is drawn: a line or an outline in a view. @type {{view: View, points: Point[]} | null} */
     this.line = null;
-    /** A stroke of the brush under way. @type {{view: View, id: number, at: Triple} | null} */
+    /** A stroke of the brush under way, and whether its object is new. @type {{view: View, id: number, at: Triple, fresh: boolean} | null} */
     this.stroke = null;
     /** Where the button was pressed, and whether the pointer has moved since: an outline ends where it began. */
     this.began = [0, 0];
@@ -157,6 +159,8 @@ export class EditTools extends EventTarget {
   startNew() {
     this.cancel();
     this.viewer.select(0);
+    this.ground = "new";
+    this.dispatchEvent(new Event("tool"));
     this.told.say("The next outline or stroke begins a new object.");
   }
 
@@ -248,11 +252,13 @@ export class EditTools extends EventTarget {
   /** @param {View} view @param {MouseEvent} event @returns {Point} voxels down and to the right */
   #pointAt(view, event) {
     const bounds = view.stage.getBoundingClientRect();
+    return this.#toPoint(view, event.clientX - bounds.left, event.clientY - bounds.top);
+  }
+
+  /** @param {View} view @param {number} x @param {number} y of its stage @returns {Point} voxels down and to the right */
+  #toPoint(view, x, y) {
     const place = view.placement();
-    return [
-      (event.clientY - bounds.top - place.top) / place.scaleY,
-      (event.clientX - bounds.left - place.left) / place.scaleX,
-    ];
+    return [(y - place.top) / place.scaleY, (x - place.left) / place.scaleX];
   }
 
   /** @param {View} view @param {Point} point @returns {Triple} the voxel there, in the plane that is shown */
@@ -345,13 +351,27 @@ export class EditTools extends EventTarget {
   /** @param {View} view @param {Triple} at */
   #startStroke(view, at) {
     const { editor, viewer } = this;
-    const here = editor.idAt(at);
-    let id = here || (editor.objects.has(viewer.scene.selected) ? viewer.scene.selected : 0);
-    if (id === 0 && this.tool === "erase") return this.told.say("Begin on the object to take from.");
-    id ||= editor.startObject();
+    const target = this.#targetAt(at);
+    if (target === null) {
+      const erasing = this.tool === "erase";
+      return this.told.say(
+        erasing ? "Begin on the object to take from." : "Choose the object that is to grow: begin the stroke on it.",
+      );
+    }
+    const id = target || editor.startObject();
     viewer.scene.selected = id;
-    this.stroke = { view, id, at };
+    this.stroke = { view, id, at, fresh: target === 0 };
     return this.#goOn(at);
+  }
+
+  /** The object that a stroke adds to, or takes from, if it begins there. @param {Triple} at @returns {number | null} 0: a new one, null: there is none */
+  #targetAt(at) {
+    const { editor, viewer, tool, ground } = this;
+    const here = editor.idAt(at);
+    if (here) return here;
+    if (tool === "paint" && ground === "new") return 0;
+    const { selected } = viewer.scene;
+    return editor.objects.has(selected) ? selected : null;
   }
 
   /** Paint from where the stroke is to another voxel. @param {Triple} to */
@@ -376,10 +396,11 @@ export class EditTools extends EventTarget {
   }
 
   #endStroke() {
-    const id = this.stroke?.id;
+    const { id, fresh } = this.stroke ?? { id: 0, fresh: false };
     this.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
-    this.do(() => this.editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : "larger"}.`);
+    const grown = fresh ? "new. Begin on it to go on with it" : "larger";
+    this.do(() => this.editor.commit(kind), `Object ${id} is ${kind === "erase" ? "smaller" : grown}.`);
     if (!this.editor.objects.has(this.viewer.scene.selected)) this.viewer.select(0);
   }
 
@@ -492,10 +513,20 @@ export class EditTools extends EventTarget {
   #drawBrush(view, context) {
     const { pointer } = this;
     if (pointer?.view !== view || (this.tool !== "paint" && this.tool !== "erase")) return;
+    const at = this.#voxelAt(view, this.#toPoint(view, pointer.x, pointer.y));
+    const target = this.stroke ? this.stroke.id : this.#targetAt(at);
+    const radius = Math.max(2, this.radius * this.viewer.scene.scale);
+    context.strokeStyle = target ? cssColour(target) : INK;
     context.setLineDash(this.tool === "erase" ? [4, 3] : []);
     context.beginPath();
-    context.arc(pointer.x, pointer.y, Math.max(2, this.radius * this.viewer.scene.scale), 0, 2 * Math.PI);
+    context.arc(pointer.x, pointer.y, radius, 0, 2 * Math.PI);
     context.stroke();
     context.setLineDash([]);
+    const words = target === null ? "no object chosen" : target === 0 ? "new object" : `object ${target}`;
+    context.font = "12px system-ui, sans-serif";
+    context.strokeStyle = "#000c";
+    context.lineWidth = 3;
+    context.strokeText(words, pointer.x + radius + 5, pointer.y + 4);
+    context.fillText(words, pointer.x + radius + 5, pointer.y + 4);
   }
 }

@@ -1,7 +1,7 @@
 /** Corrections of labels: merging, splitting, deleting, drawing and painting objects, with undo. Nothing here touches the document. */
 
 import { divide, fillBetween, fillPolygon } from "./label_shapes.js";
-import { ACROSS } from "./slices.js";
+import { ACROSS, lookAlike } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./planes.js").Volume} Volume */
@@ -30,6 +30,7 @@ import { ACROSS } from "./slices.js";
  */
 
 const MOST_CELLS = 400_000;
+const COLOURS_TO_TRY = 16;
 
 /** A correction that cannot be done as it was asked for; the message says what to do instead. */
 export class CannotEdit extends Error {}
@@ -112,9 +113,11 @@ export class LabelEditor {
     return at[0] * this.strides[0] + at[1] * this.strides[1] + at[2];
   }
 
-  /** @returns {number} an id that no object has or had */
-  #newId() {
-    this.most += 1;
+  /** @param {number[]} [parts] ids of what lies beside it @returns {number} an id that no object has or had, in another colour than theirs */
+  #newId(parts = []) {
+    const first = this.most + 1;
+    const candidates = Array.from({ length: COLOURS_TO_TRY }, (_, more) => first + more);
+    this.most = candidates.find((id) => !parts.some((part) => lookAlike(id, part))) ?? first;
     this.#makeRoom(this.most);
     return this.most;
   }
@@ -270,7 +273,7 @@ export class LabelEditor {
     });
     const smaller = sides[0].length < sides[1].length ? sides[0] : sides[1];
     if (smaller.length === 0) throw new CannotEdit("The line passes beside the object; draw it across.");
-    const own = this.#newId();
+    const own = this.#newId([id]);
     for (const place of smaller) this.#set(place, own);
     return this.commit("split");
   }
@@ -321,7 +324,7 @@ export class LabelEditor {
       throw new CannotEdit("Click once into each part of the object.");
     const parts = divide(inside, shape, this.voxel, places);
     const all = [...ids];
-    while (all.length < seeds.length) all.push(this.#newId());
+    while (all.length < seeds.length) all.push(this.#newId(all));
     // Places first: writing changes what is visited.
     /** @type {number[]} */
     const writes = [];

@@ -61,7 +61,7 @@ class Session {
     this.refused = false;
     this.timer = 0;
     this.labelling = new AbortController();
-    /** Tells when another time point is shown. */
+    /** Tells when a time point is left, and when another one is shown. */
     this.moved = new EventTarget();
   }
 
@@ -168,6 +168,7 @@ class Session {
     this.times.show(first, stop, time);
     // Of linked objects the same one stays chosen.
     const chosen = this.job?.parameters.link ? this.viewer.scene.selected : 0;
+    this.moved.dispatchEvent(new Event("leaving"));
     if (this.job) this.viewer.setLabels(null);
     await Promise.all([this.#showPlanes(this.inspection), this.job && this.#showLabels(this.job)]);
     this.viewer.select(chosen);

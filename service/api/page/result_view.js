@@ -13,8 +13,9 @@ import { counted, number, setting, widths } from "./words.js";
 /** @typedef {import("./viewer.js").Viewer} Viewer */
 /** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
 
-const ONE_TIME_POINT =
-  "Labels of several time points cannot be corrected here. Segment one time point, and correct its labels.";
+const PER_TIME_POINT =
+  "Numbers and colours are of each time point: object 5 of one is not object 5 of the next. To follow objects, choose how they are linked, and segment again.";
+const AS_SEGMENTED = "These are the labels as they were segmented. Those with your corrections are under Correct.";
 
 /**
  * @param {HTMLElement} root
@@ -29,46 +30,91 @@ export function showResult(root, job, { table, name, stack, viewer, abilities, s
   const objects = table && new ObjectsView(table);
   const unnumbered = job.objects === null ? "The result has classes." : `${counted(job.objects, "object")}.`;
   const take = takeView(job, name, objects !== null, () => viewer.picture());
-  // Labels of several time points cannot be kept as one annotated stack.
   const correct =
-    job.objects === null || job.time_points ? null : new CorrectView(job, stack, name, viewer, abilities, signal);
+    job.objects === null ? null : new CorrectView(job, stack, name, viewer, times.at(), abilities, signal);
+  const words = element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered);
+  const tables = new Tables(objects, words, viewer, times, signal);
   const pages = tabs([
-    {
-      text: "Objects",
-      page: objects?.root ?? element("p", { class: "muted" }, "There is no table of objects for this result."),
-    },
+    { text: "Objects", page: tables.root },
     { text: "Take", page: take },
     ...(correct
       ? [{ text: "Correct", page: correct.root, onshow: (/** @type {boolean} */ shown) => switchMode(shown) }]
       : []),
-    ...(job.objects !== null && job.time_points
-      ? [{ text: "Correct", page: element("p", { class: "muted" }, ONE_TIME_POINT) }]
-      : []),
   ]);
+  let correcting = false;
   /** @param {boolean} shown */
   async function switchMode(shown) {
+    correcting = shown;
     if (shown) await correct?.enter();
     else {
       correct?.leave();
-      viewer.hide(objects?.hidden ?? null);
+      viewer.hide(tables.shown?.hidden ?? null);
     }
   }
-  correct?.root.addEventListener("kept", (event) => {
-    const edits = /** @type {CustomEvent<number>} */ (event).detail;
-    pages[0].lastElementChild?.append(element("span", { class: "badge" }, `${edits} kept`));
-  });
+  if (correct) {
+    const badge = element("span", { class: "badge" });
+    pages[0].lastElementChild?.append(badge);
+    const note = element("p", { class: "muted small", hidden: true }, AS_SEGMENTED);
+    take.prepend(note);
+    correct.root.addEventListener("kept", (event) => {
+      const edits = /** @type {CustomEvent<number>} */ (event).detail;
+      badge.textContent = edits > 0 ? `${edits} kept` : "";
+      note.hidden = edits === 0;
+    });
+    correct.root.addEventListener("corrected", (event) => tables.correct(/** @type {CustomEvent} */ (event).detail));
+    times.target.addEventListener("leaving", () => correct.leave(false), { signal });
+    times.target.addEventListener("time", () => correct.goTo(times.at(), correcting), { signal });
+  }
   root.replaceChildren(
     element(
       "div",
       { class: "result" },
       versions(job, stack),
-      element("p", { class: "big", id: "words" }, objects ? objects.words() : unnumbered),
+      words,
       element("p", { class: "muted small" }, facts(job).join(" · ")),
       notes(job, stack ? segmentWith : null),
       ...pages,
     ),
   );
-  if (objects) connect(viewer, objects, times, signal);
+}
+
+/** The table of objects, of the labels as segmented or as corrected. */
+class Tables {
+  /**
+   * @param {ObjectsView | null} segmented null: the result has no table @param {HTMLElement} words count and size of what is shown
+   * @param {Viewer} viewer @param {Times} times @param {AbortSignal} signal
+   */
+  constructor(segmented, words, viewer, times, signal) {
+    this.segmented = segmented;
+    this.words = words;
+    this.viewer = viewer;
+    this.times = times;
+    this.signal = signal;
+    /** @type {ObjectsView | null} */
+    this.shown = null;
+    this.linked = new AbortController();
+    this.said = words.textContent ?? "";
+    this.root = element("div", { class: "tables" });
+    this.#show(segmented);
+  }
+
+  /** @param {import("./table.js").Table | null} table of the corrected objects, which the views show; null: they show the others */
+  correct(table) {
+    const corrected = table && new ObjectsView(table);
+    if (corrected === null && this.shown === this.segmented) return;
+    this.#show(corrected ?? this.segmented);
+    this.words.textContent = corrected ? `${corrected.words()} As corrected.` : this.said;
+  }
+
+  /** @param {ObjectsView | null} objects */
+  #show(objects) {
+    this.linked.abort();
+    this.linked = new AbortController();
+    this.shown = objects;
+    const none = element("p", { class: "muted" }, "There is no table of objects for this result.");
+    this.root.replaceChildren(objects?.root ?? none);
+    if (objects) connect(this.viewer, objects, this.times, AbortSignal.any([this.linked.signal, this.signal]));
+  }
 }
 
 /**
@@ -119,7 +165,8 @@ function notes(job, segmentWith) {
   const doubt = job.doubt ? warningText(job.doubt) : "";
   const [parameter, value] = job.doubt?.try.split("=") ?? [];
   const attempt = segmentWith !== null && value && { [parameter]: value };
-  const texts = job.warnings.map(warningText).filter((note) => note && note !== doubt);
+  const own = job.time_points && !job.parameters.link && job.objects !== null ? [PER_TIME_POINT] : [];
+  const texts = [...own, ...job.warnings.map(warningText).filter((note) => note && note !== doubt)];
   return (
     (doubt || texts.length > 0) &&
     element(

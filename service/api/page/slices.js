@@ -83,6 +83,9 @@ export function paintGrey(plane, low, high, colour = [255, 255, 255]) {
   return image;
 }
 
+// Of 765, over red, green and blue: less looks the same as an outline of one pixel.
+const ALIKE = 120;
+
 /** Colours of objects as the label files have them for ImageJ: hues after the golden ratio. Entries are ABGR. */
 export const COLOURS = Uint32Array.from({ length: 256 }, (_, entry) => {
   const label = entry - 1;
@@ -92,9 +95,21 @@ export const COLOURS = Uint32Array.from({ length: 256 }, (_, entry) => {
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 });
 
+/** @param {number} id @returns {number} ABGR */
+export function colourOf(id) {
+  return COLOURS[((id - 1) % 255) + 1];
+}
+
+/** Whether the colours of two objects are hard to tell apart. @param {number} id @param {number} other */
+export function lookAlike(id, other) {
+  const [one, two] = [colourOf(id), colourOf(other)];
+  const between = [0, 8, 16].map((shift) => Math.abs(((one >> shift) & 255) - ((two >> shift) & 255)));
+  return between.reduce((sum, part) => sum + part, 0) < ALIKE;
+}
+
 /** @param {number} id @returns {string} for style sheets */
 export function cssColour(id) {
-  const colour = COLOURS[((id - 1) % 255) + 1];
+  const colour = colourOf(id);
   return `rgb(${colour & 255} ${(colour >> 8) & 255} ${(colour >> 16) & 255})`;
 }
 
@@ -109,7 +124,7 @@ function hsv(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement of a plane's voxels, in pixels */
-/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, thickness: number}} Style */
+/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colours: Uint32Array | null, thickness: number}} Style colours: ABGR by id, instead of those of the ids */
 
 /**
  * Draw outlines at the resolution of the screen, so that they are sharp however large a voxel is.
@@ -128,7 +143,8 @@ export function paintLabels(labels, image, place, style) {
   if (first < 0) return;
   let last = width - 1;
   while (columns[last] < 0) last -= 1;
-  const thick = style.thickness;
+  // The outline of the chosen object is thicker.
+  const [thick, reach] = [style.thickness, style.thickness + 1];
   /** @param {number} y @param {Int32Array} row */
   const look = (y, row) => {
     const v = Math.floor((y + 0.5 - place.top) / place.scaleY);
@@ -142,11 +158,13 @@ export function paintLabels(labels, image, place, style) {
     }
     return row;
   };
-  const rows = Array.from({ length: 2 * thick + 1 }, () => new Int32Array(width));
-  for (let y = 0; y < 2 * thick; y += 1) look(y - thick, rows[y]);
+  const rows = Array.from({ length: 2 * reach + 1 }, () => new Int32Array(width));
+  for (let y = 0; y < 2 * reach; y += 1) look(y - reach, rows[y]);
   for (let y = 0; y < height; y += 1) {
-    look(y + thick, rows[2 * thick]);
-    paintRow(rows[0], rows[thick], rows[2 * thick], pixels, y * width, first, last, style);
+    look(y + reach, rows[2 * reach]);
+    const [row, above, below] = [rows[reach], rows[reach - thick], rows[reach + thick]];
+    paintRow(above, row, below, pixels, y * width, first, last, style);
+    if (style.selected) paintSelected(rows, pixels, y * width, first, last, style);
     const spare = rows.shift();
     if (spare) rows.push(spare);
   }
@@ -157,14 +175,31 @@ export function paintLabels(labels, image, place, style) {
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
-  const { filled, selected, thickness } = style;
+  const { filled, colours, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
     // Beyond the ends of a row there is undefined, which is no id.
     const inside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
-    if (id === selected) pixels[offset + x] = inside ? 0x28ffffff : 0xffffffff;
-    else if (!inside) pixels[offset + x] = COLOURS[((id - 1) % 255) + 1];
-    else if (filled) pixels[offset + x] = (COLOURS[((id - 1) % 255) + 1] & 0x00ffffff) | 0x70000000;
+    if (inside && !filled) continue;
+    const colour = colours === null ? COLOURS[((id - 1) % 255) + 1] : colours[id];
+    pixels[offset + x] = inside ? (colour & 0x00ffffff) | 0x70000000 : colour;
+  }
+}
+
+/**
+ * Paint the chosen object: white around its colour.
+ * @param {Int32Array[]} rows of ids, the one that is painted in the middle
+ * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
+ */
+function paintSelected(rows, pixels, offset, first, last, { selected, colours }) {
+  const reach = rows.length >> 1;
+  const row = rows[reach];
+  const colour = ((colours?.[selected] ?? colourOf(selected)) & 0x00ffffff) | 0x78000000;
+  for (let x = first; x <= last; x += 1) {
+    if (row[x] !== selected) continue;
+    const along = row[x - reach] === selected && row[x + reach] === selected;
+    const inside = along && rows[0][x] === selected && rows[2 * reach][x] === selected;
+    pixels[offset + x] = inside ? colour : 0xffffffff;
   }
 }
