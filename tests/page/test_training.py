@@ -31,9 +31,10 @@ def live(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> 
         image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
         stack = running.client.post("/stacks", content=as_tiff(image), headers=TIFF).json()["id"]
         np.save(array := io.BytesIO(), labels)
-        query = {"stack": stack, "name": "nuclei by hand"}
-        kept = running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY)
-        assert kept.status_code == 201
+        for name in ("first try", "nuclei by hand"):
+            query = {"stack": stack, "name": name}
+            kept = running.client.post("/annotations", content=array.getvalue(), params=query, headers=NPY)
+            assert kept.status_code == 201
         yield running
 
 
@@ -41,7 +42,14 @@ def test_a_model_is_improved_followed_and_used(live: Live, open_page: Open) -> N
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog.get_by_label("nuclei by hand")).to_be_checked()
+    newest, older = dialog.get_by_role("checkbox").all()
+    expect(newest).to_be_checked()
+    expect(older).not_to_be_checked()
+    expect(dialog).to_contain_text("same place as nuclei by hand; a training takes one of them")
+    older.check()
+    expect(newest).not_to_be_checked()
+    newest.check()
+    expect(older).not_to_be_checked()
     expect(dialog.get_by_label("Name of the new model")).to_have_value("random-nuclei-2")
     check_accessibility(page)
     dialog.get_by_label("Name of the new model").fill("random-nuclei")

@@ -19,6 +19,7 @@ import { ago, counted } from "./words.js";
  * @property {string} created
  * @property {string | null} [stack] that it was made of, and which may be kept no more
  * @property {string | null} [job] whose labels were corrected
+ * @property {string[]} overlaps ids of those with labels for the same place of the same image
  */
 
 /** @returns {Promise<Annotation[]>} */

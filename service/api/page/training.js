@@ -56,10 +56,7 @@ export async function trainingDialog(most, model = "") {
     step: "any",
     required: true,
   });
-  const boxes = annotations.map((annotation) => ({
-    annotation,
-    box: element("input", { type: "checkbox", checked: true }),
-  }));
+  const boxes = chooseBoxes(annotations);
   const problem = element("p", { class: "warning-text", role: "alert" });
   const start = async (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -96,6 +93,8 @@ export async function trainingDialog(most, model = "") {
         box,
         element("span", {}, annotation.name),
         element("span", { class: "muted small" }, describeAnnotation(annotation)),
+        annotation.overlaps.length > 0 &&
+          element("span", { class: "small overlapping" }, `same place as ${namesOf(annotation.overlaps, annotations)}`),
       ),
     ),
     annotations.length === 0 && none,
@@ -123,6 +122,31 @@ export async function trainingDialog(most, model = "") {
       ),
     ),
   );
+}
+
+/**
+ * A box for each annotated stack. Of several with labels for the same place the newest is ticked, and ticking one takes the
+ * others back: a training takes one of them.
+ * @param {import("./annotations.js").Annotation[]} annotations newest first
+ */
+function chooseBoxes(annotations) {
+  const boxes = annotations.map((annotation) => {
+    const box = element("input", { type: "checkbox", onchange: () => box.checked && untick(annotation.overlaps) });
+    return { annotation, box };
+  });
+  /** @param {string[]} ids */
+  const untick = (ids) => {
+    for (const { annotation, box } of boxes) if (ids.includes(annotation.id)) box.checked = false;
+  };
+  for (const { annotation, box } of boxes)
+    box.checked = !boxes.some((other) => other.box.checked && annotation.overlaps.includes(other.annotation.id));
+  return boxes;
+}
+
+/** @param {string[]} ids @param {import("./annotations.js").Annotation[]} annotations */
+function namesOf(ids, annotations) {
+  const names = ids.map((id) => annotations.find((one) => one.id === id)?.name ?? "another one");
+  return `${names.join(", ")}; a training takes one of them`;
 }
 
 /** @param {string} base @param {string[]} names that are taken */
