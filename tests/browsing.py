@@ -33,4 +33,4 @@ def check_accessibility(page: Page) -> None:
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         found = page.evaluate("axe.run().then(found => found.violations.map(v => v.id + ' ' + v.nodes[0].html))")
-        assert found == [], scheme
+        assert found == [], f"{scheme}: {found}"

@@ -10,7 +10,7 @@ import pytest
 import tifffile
 from browsing import SECONDS, Open, check_accessibility, put, segment
 from fakes import until
-from live import Live, as_tiff
+from live import Answer, Live, as_tiff
 from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
@@ -26,9 +26,10 @@ COLOURS = """() => {
   return counts;
 }"""
 
-COUNT_COMMON = """async ([one, other]) => {
-  const { countCommon } = await import("/page/agreement.js");
-  return countCommon({ data: Uint16Array.from(one) }, { data: Uint16Array.from(other) });
+COMPARE = """async ([one, other]) => {
+  const { compareObjects } = await import("/page/agreement.js");
+  const found = compareObjects({ data: Uint16Array.from(one) }, { data: Uint16Array.from(other) });
+  return { ...found, entries: found.entries.map(entries => [...entries]) };
 }"""
 
 
@@ -80,9 +81,15 @@ def test_objects_are_the_same_where_they_share_more_than_half(fake: Live, open_p
         for b in range(1, 4)
     )
     assert common > 0
-    assert page.evaluate(COUNT_COMMON, [one.tolist(), mixed.tolist()]) == common
-    assert page.evaluate(COUNT_COMMON, [one.tolist(), one.tolist()]) == 3
-    assert page.evaluate(COUNT_COMMON, [one.tolist(), np.zeros(300, int).tolist()]) == 0
+    found = page.evaluate(COMPARE, [one.tolist(), mixed.tolist()])
+    assert (found["common"], found["counts"]) == (common, [3, 3])
+    shared = np.array([[np.sum((one == a) & (mixed == b)) for b in range(1, 4)] for a in range(1, 4)])
+    for a, b in np.ndindex(3, 3):
+        most = shared[a, b] == shared[a].max() == shared[:, b].max() > 0
+        assert most == (found["entries"][0][a + 1] == found["entries"][1][b + 1] != 0)
+    assert page.evaluate(COMPARE, [one.tolist(), one.tolist()])["common"] == 3
+    alone = page.evaluate(COMPARE, [one.tolist(), np.zeros(300, int).tolist()])
+    assert (alone["common"], alone["counts"], alone["entries"]) == (0, [3, 0], [[0] * 4, [0]])
 
 
 def test_a_series_is_segmented_and_looked_at_through_time(nuclei: Live, open_page: Open, sample: NDArray[Any]) -> None:
@@ -112,8 +119,60 @@ def test_a_series_is_segmented_and_looked_at_through_time(nuclei: Live, open_pag
     expect(page.locator("tr[aria-selected='true']")).to_contain_text("2")
     page.get_by_role("tab", name="Take").click()
     expect(page.get_by_role("button", name="NumPy")).to_have_count(0)
+    correct_a_time_point(nuclei, page)
+    compare_a_series(nuclei, page, points.shape[1:])
+
+
+def correct_a_time_point(live: Live, page: Page) -> None:
+    """Delete an object at time point 2, keep the labels as an annotated stack, look elsewhere and come back."""
     page.get_by_role("tab", name="Correct").click()
-    expect(page.get_by_role("tabpanel", name="Correct")).to_contain_text("Segment one time point")
+    panel = page.get_by_role("tabpanel", name="Correct")
+    expect(panel).to_contain_text("These are the labels of time point 2")
+    job = live.client.get("/jobs").json()["jobs"][0]["id"]
+    before = planes(live, job, 1)
+    label = int(np.argmax(np.bincount(before.ravel())[1:])) + 1
+    voxels = np.argwhere(before == label)
+    for axis, place in zip("zyx", voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))], strict=True):
+        page.get_by_label(f"Plane along {axis}").fill(str(place))
+    stage = page.locator(".view[data-axis=z] .stage")
+    stage.press("Enter")
+    expect(page.locator(".chosen-object")).to_contain_text(f"Object {label} is chosen")
+    stage.press("Delete")
+    expect(panel).to_contain_text("1 deleted")
+    page.get_by_role("button", name="Keep as annotated stack").click()
+    page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+    expect(panel).to_contain_text("Kept as annotated stack cells, time 2")
+    kept = live.client.get("/annotations").json()["annotations"][0]
+    after = Answer(live.client.get(f"/annotations/{kept['id']}/labels").content).pixels
+    assert kept["job"] == job
+    assert np.array_equal(after, np.where(before == label, 0, before))
+    live.client.delete(f"/annotations/{kept['id']}")
+    page.get_by_role("button", name="Later").click()
+    expect(panel).to_contain_text("nothing corrected")
+    page.get_by_role("button", name="Earlier").click()
+    expect(panel).to_contain_text("1 deleted")
+
+
+def planes(live: Live, job: str, time: int) -> NDArray[Any]:
+    """Labels [Z, Y, X] of a time point of a job."""
+    answer = live.client.get(f"/jobs/{job}/planes", params={"time": time})
+    shape = [int(length) for length in answer.headers["X-StackSeg-Shape"].split(",")]
+    return np.frombuffer(answer.content, answer.headers["X-StackSeg-Dtype"]).reshape(shape)
+
+
+def compare_a_series(live: Live, page: Page, shape: tuple[int, ...]) -> None:
+    """Look at a result of three time points beside one of the last of them, by one slider for both."""
+    job = live.client.get("/jobs").json()["jobs"][0]
+    last = submit(live, job["parameters"]["stack"], time="3", diameter="none")
+    page.goto(f"/#compare={job['id']},{last}")
+    footer = page.locator("#compare footer")
+    expect(footer).to_contain_text("1 of 1 to 3")
+    expect(page.locator(".side-by-side").last).to_contain_text("Time point 1 is not in this result.")
+    footer.get_by_label("Time point that is shown").fill("3")
+    expect(footer).to_contain_text(" 0 on the left alone, 0 on the right alone")
+    expect(page.locator(".side-by-side").last).to_contain_text("Click an object")
+    expect(page.locator(".caption").first).to_contain_text(f"/ {shape[0]}")
+    check_accessibility(page)
 
 
 def test_a_channel_is_chosen_by_its_picture_and_shown_over_another(fake: Live, open_page: Open) -> None:

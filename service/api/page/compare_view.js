@@ -1,16 +1,19 @@
 /** Two results of one stack side by side: views that go together, and their counts beside each other. */
 
-import { countCommon } from "./agreement.js";
+import { compareObjects } from "./agreement.js";
 import { element } from "./elements.js";
 import { entries } from "./history.js";
 import { fetchPlane, fetchVolume, partOf } from "./planes.js";
 import { firstTime } from "./series.js";
 import { json, queryOf } from "./server.js";
+import { TimeSlider } from "./time_slider.js";
 import { Viewer } from "./viewer.js";
 import { counted } from "./words.js";
 
 /** @typedef {import("./server.js").Job} Job */
 /** @typedef {import("./planes.js").Triple} Triple */
+
+const CLICK = "Click an object to see it in both.";
 
 /** @param {import("./history.js").Entry} entry @returns {string} of a result among others of its stack */
 export function describeResult(entry) {
@@ -24,8 +27,8 @@ export function resultsOf(stack) {
 
 /** One of the two results. */
 class Side {
-  /** @param {Job} job @param {import("./history.js").Entry[]} all @param {(job: string) => void} onchoose */
-  constructor(job, all, onchoose) {
+  /** @param {string} where @param {Job} job @param {import("./history.js").Entry[]} all @param {(job: string) => void} onchoose */
+  constructor(where, job, all, onchoose) {
     this.job = job;
     const known = all.some((entry) => entry.job === job.id);
     const choice = element(
@@ -37,12 +40,12 @@ class Side {
       ),
     );
     const views = element("div", {});
-    this.here = element("p", { class: "muted small", "aria-live": "polite" }, "Click an object to see it in both.");
+    this.here = element("p", { class: "muted small", "aria-live": "polite" }, CLICK);
     const count = job.objects === null ? "Classes" : counted(job.objects, "object");
     const facts = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
     this.root = element(
       "section",
-      { class: "side-by-side", "aria-label": `${job.model}, ${count}` },
+      { class: "side-by-side", "aria-label": `${where}: ${job.model}, ${count}` },
       element(
         "header",
         { class: "panel" },
@@ -75,50 +78,87 @@ export async function showCompare(root, ids, signal) {
   const stack = String(jobs[0].parameters.stack ?? "");
   const all = resultsOf(stack);
   const sides = jobs.map((job, place) => {
-    return new Side(job, all, (chosen) => {
+    return new Side(place === 0 ? "Left" : "Right", job, all, (chosen) => {
       location.hash = `compare=${place === 0 ? [chosen, ids[1]] : [ids[0], chosen]}`;
     });
   });
   const agreement = element("p", { class: "muted", role: "status" }, "Reading the stack");
+  const times = new TimeSlider();
   root.replaceChildren(
     element("div", { class: "pair" }, ...sides.map((side) => side.root)),
-    element("footer", { class: "panel" }, agreement),
+    element("footer", { class: "panel" }, times.root, agreement),
   );
-  await load(sides, stack, signal);
-  agreement.textContent = describeAgreement(sides);
-}
-
-/** @param {Side[]} sides @param {string} stack @param {AbortSignal} signal */
-async function load(sides, stack, signal) {
-  const { model: _model, measurements: _measurements, ...parameters } = sides[0].job.parameters;
+  const { model: _model, measurements: _measurements, ...parameters } = jobs[0].parameters;
+  const query = queryOf({ ...parameters, model: jobs[0].model.split("/")[0] });
   /** @type {import("./server.js").Inspection} */
-  const { file } = await json(`inspect?${queryOf({ ...parameters, model: sides[0].job.model.split("/")[0] })}`, {
-    method: "POST",
-    signal,
-  });
-  const whole = /** @type {Triple} */ (file.shape.slice(1));
-  const time = firstTime(parameters.time);
-  const part = partOf(file, parameters, time, /** @type {string | undefined} */ (parameters.channel));
-  const address = `stacks/${stack}/planes`;
-  const image = await fetchVolume(address, part, whole, signal, () => undefined);
-  /** @param {Job} job */
-  const pointOf = (job) => ({
-    time: job.time_points ? Math.max(0, time - firstTime(job.parameters.time)) : undefined,
-  });
-  for (const { viewer, job } of sides) {
-    viewer.fetchSharp = async (axis, at, sharpening) => {
-      const { plane, step } = await fetchPlane(address, part, whole, axis, at, sharpening);
-      const labels = await fetchPlane(`jobs/${job.id}/planes`, pointOf(job), whole, axis, at, sharpening);
-      return { image: plane, labels: labels.plane, step };
-    };
-    viewer.open(image, file.voxel_size);
-    viewer.settle();
-  }
+  const { file } = await json(`inspect?${query}`, { method: "POST", signal });
+  const ranges = jobs.map(timesOf);
+  times.show(
+    Math.min(...ranges.map(([first]) => first)),
+    Math.max(...ranges.map(([, stop]) => stop)),
+    firstTime(parameters.time),
+  );
+  let loading = new AbortController();
+  const show = async () => {
+    loading.abort();
+    loading = new AbortController();
+    const own = AbortSignal.any([signal, loading.signal]);
+    const part = partOf(file, parameters, times.at, /** @type {string | undefined} */ (parameters.channel));
+    try {
+      await load(sides, stack, file, part, times.at, own);
+      agreement.textContent = describeAgreement(sides);
+    } catch (error) {
+      if (!own.aborted) agreement.textContent = /** @type {Error} */ (error).message;
+    }
+  };
+  times.addEventListener("change", show);
+  await show();
   // Views that have not settled would have the others follow them.
   link(sides);
+}
+
+/** @param {Job} job @returns {[number, number]} its first time point, and one beyond its last */
+function timesOf({ parameters, time_points: points }) {
+  const first = firstTime(parameters.time);
+  return [first, first + (points?.total ?? 1)];
+}
+
+/**
+ * Show a time point on both sides.
+ * @param {Side[]} sides @param {string} stack @param {import("./server.js").Description} file @param {Record<string, unknown>} part of the stack
+ * @param {number} time @param {AbortSignal} signal
+ */
+async function load(sides, stack, file, part, time, signal) {
+  const whole = /** @type {Triple} */ (file.shape.slice(1));
+  const address = `stacks/${stack}/planes`;
+  const image = await fetchVolume(address, part, whole, signal, () => undefined);
   for (const { viewer, job } of sides) {
-    viewer.setLabels(await fetchVolume(`jobs/${job.id}/planes`, pointOf(job), whole, signal, () => undefined));
+    const first = viewer.scene.image === null;
+    const planes = planesOf(job, time);
+    viewer.fetchSharp = async (axis, at, sharpening) => {
+      const { plane, step } = await fetchPlane(address, part, whole, axis, at, sharpening);
+      const labels = planes && (await fetchPlane(`jobs/${job.id}/planes`, planes, whole, axis, at, sharpening));
+      return { image: plane, labels: labels?.plane ?? null, step };
+    };
+    viewer.setLabels(null);
+    viewer.open(image, file.voxel_size);
+    // Time points are shown with the same contrast.
+    if (first) viewer.settle();
+    else viewer.refreshProjection();
   }
+  for (const side of sides) {
+    const planes = planesOf(side.job, time);
+    side.here.textContent = planes ? CLICK : `Time point ${time} is not in this result.`;
+    if (!planes) continue;
+    side.viewer.setLabels(await fetchVolume(`jobs/${side.job.id}/planes`, planes, whole, signal, () => undefined));
+  }
+}
+
+/** @param {Job} job @param {number} time @returns {Record<string, unknown> | null} what to ask for its labels of a time point with; null: it has none */
+function planesOf(job, time) {
+  const [first, stop] = timesOf(job);
+  if (time < first || time >= stop) return null;
+  return { time: job.time_points ? time - first : undefined };
 }
 
 /** Have the views of both go together, and what is clicked in one shown in the other. @param {Side[]} sides */
@@ -134,12 +174,16 @@ function link(sides) {
   }
 }
 
-/** @param {Side[]} sides */
+/** Say how far both agree, and give their objects colours that say so. @param {Side[]} sides */
 function describeAgreement([one, other]) {
   const [left, right] = [one.viewer.scene.labels, other.viewer.scene.labels];
-  if (!left || !right || left.data.length !== right.data.length) return "The results are of different parts.";
+  if (!left || !right) return "";
+  if (left.data.length !== right.data.length) return "The results are of different parts.";
   if (one.job.objects === null || other.job.objects === null) return "";
-  const common = countCommon(left, right);
-  const [only, others] = [one.job.objects - common, other.job.objects - common];
-  return `${counted(common, "object")} in both (they share more than half), ${only} on the left alone, ${others} on the right alone.`;
+  const { common, counts, entries } = compareObjects(left, right);
+  [one, other].forEach(({ viewer }, place) => {
+    viewer.scene.entries = entries[place];
+    viewer.draw();
+  });
+  return `${counted(common, "object")} in both (they share more than half), ${counts[0] - common} on the left alone, ${counts[1] - common} on the right alone. The same colour is the same object; what has no counterpart is grey.`;
 }

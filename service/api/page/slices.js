@@ -83,33 +83,35 @@ export function paintGrey(plane, low, high, colour = [255, 255, 255]) {
   return image;
 }
 
+// Of objects that have no colour of their own.
+const GREY = 0xffa8a8a8;
 // Of 765, over red, green and blue: less looks the same as an outline of one pixel.
 const ALIKE = 120;
 
 /** Colours of objects as the label files have them for ImageJ: hues after the golden ratio. Entries are ABGR. */
 export const COLOURS = Uint32Array.from({ length: 256 }, (_, entry) => {
   const label = entry - 1;
-  if (label < 0) return 0;
+  if (label < 0) return GREY;
   const hue = (label * 0.618034) % 1;
   const [red, green, blue] = hsv(hue, [1, 0.55, 0.8][label % 3], [1, 0.95, 0.85][label % 3]);
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 });
 
-/** @param {number} id @returns {number} ABGR */
-export function colourOf(id) {
-  return COLOURS[((id - 1) % 255) + 1];
+/** @param {number} id @returns {number} where its colour is among `COLOURS` */
+export function entryOf(id) {
+  return ((id - 1) % 255) + 1;
 }
 
 /** Whether the colours of two objects are hard to tell apart. @param {number} id @param {number} other */
 export function lookAlike(id, other) {
-  const [one, two] = [colourOf(id), colourOf(other)];
+  const [one, two] = [COLOURS[entryOf(id)], COLOURS[entryOf(other)]];
   const between = [0, 8, 16].map((shift) => Math.abs(((one >> shift) & 255) - ((two >> shift) & 255)));
   return between.reduce((sum, part) => sum + part, 0) < ALIKE;
 }
 
 /** @param {number} id @returns {string} for style sheets */
 export function cssColour(id) {
-  const colour = colourOf(id);
+  const colour = COLOURS[entryOf(id)];
   return `rgb(${colour & 255} ${(colour >> 8) & 255} ${(colour >> 16) & 255})`;
 }
 
@@ -124,7 +126,7 @@ function hsv(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement of a plane's voxels, in pixels */
-/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colours: Uint32Array | null, thickness: number}} Style colours: ABGR by id, instead of those of the ids */
+/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, entries: Uint8Array | null, thickness: number}} Style entries: for each id that of its colour among `COLOURS`; null: the usual one */
 
 /**
  * Draw outlines at the resolution of the screen, so that they are sharp however large a voxel is.
@@ -175,14 +177,14 @@ export function paintLabels(labels, image, place, style) {
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
-  const { filled, colours, thickness } = style;
+  const { filled, entries, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
     // Beyond the ends of a row there is undefined, which is no id.
     const inside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
     if (inside && !filled) continue;
-    const colour = colours === null ? COLOURS[((id - 1) % 255) + 1] : colours[id];
+    const colour = COLOURS[entries === null ? ((id - 1) % 255) + 1 : entries[id]];
     pixels[offset + x] = inside ? (colour & 0x00ffffff) | 0x70000000 : colour;
   }
 }
@@ -192,10 +194,10 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
  * @param {Int32Array[]} rows of ids, the one that is painted in the middle
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
-function paintSelected(rows, pixels, offset, first, last, { selected, colours }) {
+function paintSelected(rows, pixels, offset, first, last, { selected, entries }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const colour = ((colours?.[selected] ?? colourOf(selected)) & 0x00ffffff) | 0x78000000;
+  const colour = (COLOURS[entries?.[selected] ?? entryOf(selected)] & 0x00ffffff) | 0x78000000;
   for (let x = first; x <= last; x += 1) {
     if (row[x] !== selected) continue;
     const along = row[x - reach] === selected && row[x + reach] === selected;

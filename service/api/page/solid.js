@@ -1,6 +1,6 @@
 /** The objects of a stack as solids, or the stack's brightest voxels, turned by hand: rays through textures (WebGL2). */
 
-import { COLOURS } from "./slices.js";
+import { COLOURS, entryOf } from "./slices.js";
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -43,13 +43,14 @@ void main() {
     vec3 slope = vec3(dense(p + vec3(e.x, 0, 0)) - dense(p - vec3(e.x, 0, 0)),
       dense(p + vec3(0, e.y, 0)) - dense(p - vec3(0, e.y, 0)), dense(p + vec3(0, 0, e.z)) - dense(p - vec3(0, 0, e.z))) / e;
     float light = length(slope) > 0.0 ? max(dot(normalize(slope), ray), 0.0) : 1.0;
+    // The entry of the colour, and the number of the object in the lower 24 bits.
     uint id = 0u;
     for (int deeper = 0; deeper < 4 && id == 0u; deeper++) {
       ivec3 cell = ivec3(place(p + float(deeper) * 0.5 * voxel * ray) * vec3(textureSize(ids, 0)));
       id = texelFetch(ids, clamp(cell, ivec3(0), textureSize(ids, 0) - 1), 0).r;
     }
-    vec3 own = texelFetch(palette, ivec2(id == 0u ? 0 : int((id - 1u) % 255u) + 1, 0), 0).rgb;
-    if (id == selected && id != 0u) own = vec3(1.0);
+    vec3 own = texelFetch(palette, ivec2(int(id >> 24), 0), 0).rgb;
+    if ((id & 0xffffffu) == selected && id != 0u) own = vec3(1.0);
     float fog = 1.0 - 0.45 * smoothstep(2.6, 5.6, far);
     colour = vec4(own * (0.25 + 0.75 * light) * fog, 1.0);
     return;
@@ -143,8 +144,8 @@ export class Solid {
   /** Fill the textures with what is shown, unless they hold it. */
   #hold() {
     const { gl } = this;
-    const { image, labels, hidden, contrast, voxel } = this.scene;
-    const wanted = [image, labels, hidden, ...contrast, ...voxel];
+    const { image, labels, hidden, entries, contrast, voxel } = this.scene;
+    const wanted = [image, labels, hidden, entries, ...contrast, ...voxel];
     if (!gl || image === null || wanted.every((value, index) => value === this.held[index])) return;
     this.held = wanted;
     const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxel[axis]);
@@ -155,7 +156,8 @@ export class Solid {
     const grey = Uint8Array.from(pick.places, (at) =>
       Math.max(0, Math.min(255, (image.data[at] - contrast[0]) * scale)),
     );
-    const shown = (/** @type {number} */ id) => (hidden?.[id] ? 0 : id);
+    const shown = (/** @type {number} */ id) =>
+      id === 0 || hidden?.[id] ? 0 : (((entries?.[id] ?? entryOf(id)) << 24) | id) >>> 0;
     const ids = Uint32Array.from(pick.places, (at) => (labels ? shown(labels.data[at]) : 0));
     const inside = Uint8Array.from(ids, (id) => (id ? 255 : 0));
     fill(gl, 0, pick.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, grey, gl.LINEAR);

@@ -34,7 +34,7 @@ import { ACROSS, cut, paintGrey, paintLabels } from "./slices.js";
  * @property {number} opacity of the objects
  * @property {number} selected id of the selected object, 0: none
  * @property {Uint8Array | null} hidden for each id whether it is hidden
- * @property {Uint32Array | null} colours for each id its colour, ABGR; null: that of the id
+ * @property {Uint8Array | null} entries for each id that of its colour among `COLOURS`; null: the usual one
  */
 /** @typedef {Layer & SceneParts} Scene */
 
@@ -182,7 +182,7 @@ export class View {
 
   /** @param {import("./slices.js").Placement} place */
   #drawLabels(place) {
-    const { labels, at, filled, selected, hidden, colours, opacity, shown } = this.scene;
+    const { labels, at, filled, selected, hidden, entries, opacity, shown } = this.scene;
     this.over.style.opacity = String(shown ? opacity : 0);
     const context = this.over.getContext("2d");
     if (context === null) return;
@@ -202,7 +202,7 @@ export class View {
       scaleY: fine.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(plane, image, pixels, { filled, selected, hidden, colours, thickness });
+    paintLabels(plane, image, pixels, { filled, selected, hidden, entries, thickness });
     context.putImageData(image, 0, 0);
   }
 

@@ -42,7 +42,7 @@ export class Viewer extends EventTarget {
       opacity: 0.9,
       selected: 0,
       hidden: null,
-      colours: null,
+      entries: null,
     };
     /** The layer that the sliders of contrast are for. @type {Layer} */
     this.adjusted = this.scene;
@@ -177,7 +177,7 @@ export class Viewer extends EventTarget {
       scene.at = [image.shape[0] >> 1, image.shape[1] >> 1, image.shape[2] >> 1];
       scene.labels = null;
       scene.selected = 0;
-      scene.hidden = scene.colours = null;
+      scene.hidden = scene.entries = null;
       this.objectTools?.setAttribute("hidden", "");
       this.fit();
     }
@@ -207,7 +207,7 @@ export class Viewer extends EventTarget {
     this.scene.labels = labels;
     this.#forgetSharp();
     this.scene.selected = 0;
-    this.scene.hidden = this.scene.colours = null;
+    this.scene.hidden = this.scene.entries = null;
     this.objectTools?.toggleAttribute("hidden", labels === null);
     this.draw();
   }
