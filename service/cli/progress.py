@@ -30,6 +30,13 @@ class ProgressBar:
         self._bar.bar_format, self._bar.total = None, total
         self._bar.update(done - self._bar.n)
 
+    def count(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` parts of a step are done."""
+        if done == 0 or self._bar.total != total:
+            self.begin(name)
+        self._bar.bar_format, self._bar.total = None, total
+        self._bar.update(done - self._bar.n)
+
 
 @contextmanager
 def show_progress() -> Iterator[ProgressBar]:

@@ -144,6 +144,19 @@ def add_arguments(segment: argparse.ArgumentParser) -> None:
     segment.add_argument(
         "--force", action="store_true", help="replace results that are there already (default: refuse to)"
     )
+    segment.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="segment an OME-Zarr of any size block by block, with so many processes (default: as a whole)",
+    )
+    segment.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="what blocks hand on; the same command goes on with it after an interruption (with --workers; default:"
+        " OUT.blocks)",
+    )
     segment.set_defaults(run=run, reword=name_options, extra="zarr")
 
 
@@ -176,6 +189,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter(f"--glob: {options.input} is not a folder.")
     _check_names(options)
     spec = choose_model(query.model, settings)
+    if options.workers is not None:
+        from service.cli import segment_blocks  # noqa: PLC0415
+
+        return segment_blocks.run(options, query, spec, settings)
     stages, limit = Stages(), settings.limits.decoded_bytes
     with (
         tempfile.TemporaryDirectory(prefix="segment-") as scratch,

@@ -7,6 +7,7 @@ Everything is checked before a pixel is decoded. Files that cannot be trusted ar
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from typing import BinaryIO
 
 import numpy as np
 
+from service.core.errors import BadParameter
 from service.core.volume import Array, Description, Selection, Volume, VoxelSize
 from service.formats import pixels, tiff_reader, zarr_reader
 from service.formats.open_stack import OpenStack
 from service.formats.pixels import Placement
+from service.formats.zarr_reader import ZarrStack
 from service.formats.zarr_store import FolderStore, Store, ZipStore, open_below
 
 _ZIP = b"PK\x03\x04"
@@ -59,6 +62,16 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
 
         stack.decode(store)
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.facts(selection))
+
+
+@contextmanager
+def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
+    """Open the selected part of an OME-Zarr image of any size, to read it box by box. Raises what `inspect` raises."""
+    with ExitStack() as files:
+        store = _open_folder(path, files)
+        if store is None:
+            raise BadParameter(f"{path} is no folder of OME-Zarr, which alone is read block by block.")
+        yield zarr_reader.open_stack(store, selection, sys.maxsize)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import itertools
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import zarr
@@ -36,26 +36,81 @@ def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO
     Coarser resolutions have every second voxel, so that labels stay what they are. A store that is there is replaced.
     `origin`, facts about how the segmentation was made, is an attribute of the group under `ORIGIN_NAMESPACE`.
     """
-    image = find_image(path)
-    version: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
-    partial = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(exist_ok=True)
+    partial = partial_path(path)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        group = zarr.open_group(partial, mode="w-", zarr_format=version)
-        datasets = [
-            _write_level(group, number, segmentation, steps) for number, steps in enumerate(_choose_steps(segmentation))
-        ]
-        group.attrs.update(_describe(segmentation, datasets, version, path.name, in_image=image is not None))
-        if origin:
-            group.attrs[ORIGIN_NAMESPACE] = dict(origin)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
+        for level in create(segmentation, path, origin):
+            for part in level.parts:
+                level.array[part] = level.reduce(segmentation.pixels)[part]
+        finish(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+class Level(NamedTuple):
+    """One resolution of a store that is being written: steps along z, y, x in the finest, and shape of its blocks.
+
+    Blocks, one file each where the store is sharded, may be written by several processes at a time.
+    """
+
+    array: Any
+    steps: tuple[int, int, int]
+    block: tuple[int, ...]
+
+    @property
+    def parts(self) -> Iterator[tuple[slice, ...]]:
+        """Places of the blocks."""
+        shape = self.array.shape
+        for start in itertools.product(*(range(0, n, step) for n, step in zip(shape, self.block, strict=True))):
+            yield tuple(
+                slice(first, min(first + n, end)) for first, n, end in zip(start, self.block, shape, strict=True)
+            )
+
+    def reduce(self, pixels: Array) -> Array:
+        """Return the voxels of the finest resolution that this one has."""
+        z, y, x = self.steps
+        return pixels[..., ::z, ::y, ::x]
+
+
+def create(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NOTHING) -> list[Level]:
+    """Make a store for labels, classes or probabilities without pixels at `partial_path(path)`.
+
+    Of `segmentation.pixels` the shape and dtype count. A store that is there is replaced. `origin` as in `write`.
+    """
+    image = find_image(path)
+    version: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
+    partial = partial_path(path)
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    group = zarr.open_group(partial, mode="w-", zarr_format=version)
+    levels = [
+        _make_level(group, number, segmentation, steps) for number, steps in enumerate(_choose_steps(segmentation))
+    ]
+    datasets = [_describe_level(number, segmentation, level.steps) for number, level in enumerate(levels)]
+    group.attrs.update(_describe(segmentation, datasets, version, path.name, in_image=image is not None))
+    if origin:
+        group.attrs[ORIGIN_NAMESPACE] = dict(origin)
+    return levels
+
+
+def open_level(path: Path, number: int) -> Any:
+    """Open one resolution of the store that `create` has made for `path`, to read and write."""
+    return zarr.open_array(partial_path(path) / str(number), mode="r+")
+
+
+def finish(path: Path) -> None:
+    """Give the store that `create` has made its name, and list it among the labels of its image."""
+    if path.exists():
+        shutil.rmtree(path)
+    partial_path(path).rename(path)
+    image = find_image(path)
     if image is not None:
+        version: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
         _list_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a store lies until it is complete."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
@@ -73,8 +128,8 @@ def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
         steps[0] *= 1 + (steps[0] * sizes[0] <= min(steps[1:] * sizes[1:]) and shape[0] > steps[0])
 
 
-def _write_level(group: Any, number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
-    """Write one resolution, shard by shard, and return what the metadata say of it."""
+def _make_level(group: Any, number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> Level:
+    """Make the array of one resolution, without pixels."""
     z, y, x = steps
     pixels: Array = segmentation.pixels[..., ::z, ::y, ::x]
     outer = (1,) * (pixels.ndim - 3)
@@ -93,9 +148,11 @@ def _write_level(group: Any, number: int, segmentation: Segmentation, steps: tup
         fill_value=0,
         **({"dimension_names": list(segmentation.axes.lower())} if is_sharded else _SLASHES),
     )
-    for start in itertools.product(*(range(0, n, step) for n, step in zip(pixels.shape, block, strict=True))):
-        part = tuple(slice(first, first + step) for first, step in zip(start, block, strict=True))
-        array[part] = pixels[part]
+    return Level(array, steps, block)
+
+
+def _describe_level(number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
+    """Return what the metadata say of one resolution."""
     scale = dict(zip("ZYX", np.multiply(steps, tuple(segmentation.voxel_size or (1, 1, 1))).tolist(), strict=True))
     if segmentation.time_interval is not None:
         scale["T"] = segmentation.time_interval.length

@@ -172,20 +172,20 @@ class NormalisedImage:
     """
 
     def __init__(self, volume: Volume, scalings: Sequence[IntensityScaling], sent: SentPixels | None = None) -> None:
-        self._volume, self._scalings, self._sent = volume, scalings, sent
+        self._volume, self.scalings, self._sent = volume, tuple(scalings), sent
         self.shape = (1, *volume.shape)
         # First plane, end plane, and the planes of each channel between them.
         self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
         self._lock = threading.Lock()
 
     def __getitem__(self, box: Box) -> Tensor:
-        pairs = zip(self._read(box), self._scalings[box[1]], strict=True)
+        pairs = zip(self._read(box), self.scalings[box[1]], strict=True)
         channels = [torch.from_numpy(scaling.apply(pixels)) for pixels, scaling in pairs]
         return channels[0][None] if len(channels) == 1 else torch.stack(channels)
 
     def read_into(self, box: Box, out: Iterable[Tensor]) -> None:
         """Write the normalised box into `out`: one tensor [z, y, x] of any floating dtype for each channel."""
-        for target, pixels, scaling in zip(out, self._read(box), self._scalings[box[1]], strict=True):
+        for target, pixels, scaling in zip(out, self._read(box), self.scalings[box[1]], strict=True):
             scaling.apply_into(pixels, target)
 
     def send_planes(self, first: int, end: int, out: Tensor, send: Callable[[Array], Tensor]) -> None:
@@ -194,10 +194,10 @@ class NormalisedImage:
         `send` returns a copy of an array on that device.
         """
         if self._sent is not None:
-            for index, (target, scaling) in enumerate(zip(out, self._scalings, strict=True)):
+            for index, (target, scaling) in enumerate(zip(out, self.scalings, strict=True)):
                 scaling.scale_into(self._sent.planes(index, first, end), self._volume.dtype, target)
             return
-        for target, pixels, scaling in zip(out, self._volume.read(first, end), self._scalings, strict=True):
+        for target, pixels, scaling in zip(out, self._volume.read(first, end), self.scalings, strict=True):
             scaling.send_into(pixels, target, send)
 
     def _read(self, box: Box) -> list[Array]:

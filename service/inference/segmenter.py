@@ -51,7 +51,7 @@ from service.inference.memory import check_memory, translate_errors
 from service.inference.normalize import NormalisedImage, normalise_volume
 from service.inference.resample import resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
-from service.inference.scores import Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer
+from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -241,6 +241,40 @@ class Segmenter:
             confidence=confidence,
             doubt=doubt,
         )
+
+    def score(
+        self, image: Image, plan: Plan, make_consumer: Callable[[], C], run: ComputeSlabs
+    ) -> tuple[Scored[C], Stages]:
+        """Hand what `run` makes of the scores of a normalised image, on the grid of the network, to a new consumer.
+
+        Returns that with the seconds of the stages windows and decode. Raises what `ScoreComputer.compute` raises.
+        """
+        stages = Stages()
+        with torch.inference_mode():
+            return self._scores.compute(self._bring(image), plan, make_consumer, stages, run), stages
+
+    def skip_empty_windows(self, image: NormalisedImage, volume: Volume, plan: Plan) -> Skipping:
+        """Find the windows that `segment` would leave out of a volume that is not resampled."""
+        probe = partial(SlidingWindow.run, cancelled=lambda: False, progress=lambda _done, _total: None)
+        spec = steer(self.spec, plan.steering, volume, as_size(volume.shape[1:]))
+        with torch.inference_mode():
+            return self._skip_empty_windows(self._bring(image), volume, spec, plan, Stages(), probe)
+
+    @property
+    def engine(self) -> str:
+        """Engine that computes the windows, with its precision."""
+        return f"{self._config.engine} {self._config.precision}"
+
+    @property
+    def device(self) -> torch.device:
+        """Device that scores are computed on."""
+        return self._device
+
+    def _bring(self, image: Image) -> Image:
+        """Return an image whose windows are read on the device."""
+        if self._on_host or not isinstance(image, NormalisedImage):
+            return image
+        return DeviceImage(image, self.spec.input.roi_size[0], self._device)
 
     def _choose_decoder(self, make: Callable[..., Decoder], plan: Plan) -> Callable[[], Decoder]:
         """Return what makes the decoder: `make`, which takes `whole`, or one that decodes elsewhere with one of it."""

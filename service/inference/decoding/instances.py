@@ -123,23 +123,26 @@ class InstanceDecoder:
         # Dropping objects below makes a copy of the labels, for which memory is planned no more than for the pieces.
         self._watershed = None
         segmentation = Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
-        kept = (objects.confidence >= decoding.min_confidence) & (objects.voxels >= self._least_voxels(objects))
+        kept = (objects.confidence >= decoding.min_confidence) & (
+            objects.voxels >= least_voxels(self._diameter, decoding, objects, self._size)
+        )
         if not kept.all():
             segmentation = keep_objects(segmentation, kept)
         if decoding.holes == "fill":
             fill_holes(segmentation.pixels)
         return segmentation
 
-    def _least_voxels(self, objects: Objects) -> float:
-        """Return the voxels below which an object is a fragment, by those of a whole one.
 
-        That is a ball of the diameter that the model wants, or the object that the median voxel belongs to, whichever
-        is smaller: objects of another width than wanted are not fragments.
-        """
-        if not self._decoding.minimum_fraction or not len(objects):
-            return 0.0
-        ball = math.pi / 6 * math.prod(min(self._diameter, edge) for edge in self._size)
-        return self._decoding.minimum_fraction * min(ball, objects.typical_size)
+def least_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
+    """Return the voxels below which an object is a fragment, by those of a whole one.
+
+    That is a ball of the diameter that the model wants, or the object that the median voxel belongs to, whichever is
+    smaller: objects of another width than wanted are not fragments.
+    """
+    if not decoding.minimum_fraction or not len(objects):
+        return 0.0
+    ball = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
+    return decoding.minimum_fraction * min(ball, objects.typical_size)
 
 
 class StreamingWatershed(Protocol):

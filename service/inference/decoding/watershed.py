@@ -187,7 +187,7 @@ class Watershed:
         np.add.at(total[1], basin_of + 1, foreground)
         inner = self._pieces[1:-1, 1:-1, 1:-1]
         inner = inner.transpose(0, 1) if self._along_y else inner
-        peaks = _heights(self._tensor(top[maxima]).int())
+        peaks = heights_of_keys(self._tensor(top[maxima]).int())
         sums = (self._tensor(total[0, 1:]), self._tensor(total[1, 1:]))
         return Basins(self._tensor(basin_of), inner, peaks, *sums, self._passes(basin_of))
 
@@ -205,7 +205,7 @@ class Watershed:
             return Passes(none, none, none.float())
         here, place, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
         one, other = here.cpu().numpy(), self._pieces_at(place.cpu().numpy())
-        return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), _heights(key))
+        return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), heights_of_keys(key))
 
     def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the pieces at places of the volume with its rim."""
@@ -278,7 +278,7 @@ class Watershed:
     def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
         """Find passes near the tops of a block's pieces; the pieces of the plane above are not yet known."""
         # The least key that a pass may touch.
-        limit = _keys(self._floor(_heights(paths.tops))).index_select(0, paths.piece)
+        limit = _keys(self._floor(heights_of_keys(paths.tops))).index_select(0, paths.piece)
         near = (paths.own >= limit).nonzero().squeeze(1)
         here = paths.piece + (self._count - len(paths.targets))
         for rows in torch.split(near, self._neighbours):
@@ -327,7 +327,7 @@ def _keys(heights: Tensor) -> Tensor:
     return keys
 
 
-def _heights(keys: Tensor) -> Tensor:
+def heights_of_keys(keys: Tensor) -> Tensor:
     """Invert `_keys`, except for the bits that were dropped."""
     ordered = keys & ~PLACE_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)

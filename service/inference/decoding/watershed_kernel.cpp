@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <new>
 
+#include "block_watershed.hpp"
 #include "streaming_watershed.hpp"
 
 extern "C" {
@@ -66,4 +67,33 @@ void stackseg_facts(const void *watershed, double *facts) {
 
 // After `stackseg_objects`, in 32 bits.
 void stackseg_labels(const void *watershed, uint32_t *labels) { static_cast<const StreamingWatershed *>(watershed)->label(labels); }
+
+// One block of a height map, worked on as a whole; null where there is no memory. As `BlockWatershed` and
+// `stackseg_planes` have the arguments.
+void *stackseg_block(const int64_t *geometry, const int32_t *margins, float threshold, double depth, int32_t logits,
+                     const void *heights, int32_t kind, const int64_t *steps, const void *inside, int32_t inside_kind,
+                     const int64_t *inside_steps, int32_t *pieces) {
+  try {
+    return new BlockWatershed(geometry, geometry + 3, geometry + 6, margins, threshold, {depth, logits != 0},
+                              {heights, kind, steps}, {inside, inside_kind, inside_steps}, pieces);
+  } catch (const std::bad_alloc &) {
+    return nullptr;
+  }
+}
+
+// How many pieces a block has, and how many passes between two of them.
+int64_t stackseg_block_pieces(const void *block) { return static_cast<const BlockWatershed *>(block)->pieces().size(); }
+int64_t stackseg_block_passes(const void *block) { return static_cast<const BlockWatershed *>(block)->passes().size(); }
+
+// Into [pieces, 4]: the place of its end in the volume, voxels, the sum of their probabilities, the key at the end; and
+// into [passes, 3]: two pieces, and the key of the pass.
+void stackseg_block_facts(const void *block, int64_t *pieces, int32_t *passes) {
+  for (const Piece &piece : static_cast<const BlockWatershed *>(block)->pieces())
+    for (const int64_t fact : {piece.place, piece.voxels, piece.foreground, static_cast<int64_t>(piece.top)})
+      *pieces++ = fact;
+  for (const auto &pass : static_cast<const BlockWatershed *>(block)->passes())
+    passes = std::copy(pass.begin(), pass.end(), passes);
+}
+
+void stackseg_block_free(void *block) { delete static_cast<BlockWatershed *>(block); }
 }

@@ -1,0 +1,116 @@
+"""`stackseg segment IN.zarr OUT.zarr --workers N`: an OME-Zarr of any size, block by block."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from contextlib import closing
+
+import numpy as np
+
+from service.cli.progress import ProgressBar, show_progress
+from service.cli.segment import check_output, name_options
+from service.core import host
+from service.core.config import Settings, override_settings
+from service.core.errors import BadParameter, DoubtfulResult
+from service.core.volume import Objects, Segmentation
+from service.formats import zarr_writer  # noqa: F401 (An extra may be missing, which is told before anything is computed.)
+from service.inference.blockwise.driver import Driver, Progress
+from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.run_folder import RunFolder
+from service.inference.blockwise.workers import LocalWorkers
+from service.inference.confidence import judge
+from service.inference.result import Result
+from service.models.spec import ModelSpec
+from service.serving.parameters import Query
+from service.serving.provenance import describe_origin
+
+# What the bar says of each step.
+_STEPS = {"survey": "reading all of it", "tile": "blocks", "join": "joining", "labels": "writing"}
+
+
+def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
+    """Segment one OME-Zarr image block by block, or go on with that where it was interrupted."""
+    _check(options)
+    began, out = time.monotonic(), options.result.absolute()
+    settings = share_threads(settings, options.workers)
+    plan = make_plan(options.input, query.selection, spec, query.options, settings, workers=options.workers)
+    check_output(plan.output, query, measured=options.measurements is not None)
+    folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
+    folder.begin(plan, settings)
+
+    def describe() -> dict[str, str]:
+        result = _facts(folder, spec)
+        doubt = _doubt(result, spec)
+        if doubt is not None and options.strict:
+            raise DoubtfulResult(doubt)
+        return describe_origin(query, result, options.input.name, None)
+
+    with show_progress() as bar, closing(LocalWorkers(options.workers)) as workers:
+        Driver(folder, workers, _show(bar)).run(out, describe)
+    result = _facts(folder, spec)
+    found = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
+    shutil.rmtree(folder.path)
+    sys.stdout.write(f"{options.result}: {found}{spec.identifier} ({time.monotonic() - began:.2f} s)\n")
+    if result.skipped is not None:
+        sys.stdout.write(f"skipped: {result.skipped}\n")
+    if result.confidence is not None:
+        sys.stdout.write(f"confidence: {result.confidence:.2f}\n")
+    sys.stdout.writelines(f"note: {name_options(note)}\n" for note in result.notes)
+    if (doubt := _doubt(result, spec)) is not None:
+        sys.stderr.write(f"stackseg: warning: {doubt}\n")
+    return 0
+
+
+def share_threads(settings: Settings, workers: int) -> Settings:
+    """Return settings with which so many workers share the cores, where the operator does not say how."""
+    if settings.device.threads:
+        return settings
+    return override_settings(settings, "device", {"threads": max(host.usable_cores() // workers, 1)})
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise BadParameter for options that do not go together."""
+    if options.workers < 1:
+        raise BadParameter("--workers: at least one process is needed.")
+    if options.measurements is not None:
+        raise BadParameter("--measurements: no table is made block by block; leave it out.")
+
+
+def _show(bar: ProgressBar) -> Progress:
+    def show(step: str, done: int, total: int) -> None:
+        if total > 1:
+            bar.count(_STEPS[step], done, total)
+        elif not done:
+            bar.begin(_STEPS[step])
+
+    return show
+
+
+def _doubt(result: Result, spec: ModelSpec) -> str | None:
+    """Return why the labels are not to be trusted, None where they may be."""
+    if spec.confidence is None or result.confidence is None or result.confidence >= spec.confidence.threshold:
+        return None
+    return f"{spec.name} is not sure of these labels: its confidence is {result.confidence:.2f}."
+
+
+def _facts(folder: RunFolder, spec: ModelSpec) -> Result:
+    """Return what is known of the result beside its pixels."""
+    survey = folder.survey
+    confidence = None
+    if folder.done("join") and spec.confidence is not None and spec.input.diameter is not None:
+        voxels, sure, peaks = folder.read_array("objects.npy")
+        objects = Objects(voxels.astype(np.int64), sure.astype(np.float32), peaks.astype(np.float32))
+        confidence = judge(objects, spec.input.diameter, spec.confidence) if len(objects) else None
+    nothing = np.zeros((0, 0, 0), np.uint8)
+    return Result(
+        Segmentation(nothing, folder.plan.output),
+        {},
+        survey.notes,
+        skipped=survey.skipped,
+        model=spec.identifier,
+        engine=survey.engine,
+        confidence=confidence,
+    )

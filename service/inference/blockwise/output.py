@@ -1,0 +1,109 @@
+"""Writing of the result, a block of one resolution after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.core.volume import Array, Segmentation, label_dtype
+from service.formats import zarr_writer
+from service.inference.blockwise.join import label_tile
+from service.inference.blockwise.layout import Box, firsts, lengths, slices
+from service.inference.blockwise.run_folder import OpenRun
+from service.inference.blockwise.tiles import decoding_spec
+from service.models.spec import Instances
+
+
+def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> list[int]:
+    """Make the store of the result without pixels; return the number of blocks of each resolution."""
+    plan, spec = run.plan, decoding_spec(run)
+    count, names = None, spec.outputs
+    if plan.output == "labels":
+        count, names = run.folder.read_record("join")["objects"], ()
+        dtype = label_dtype(count)
+    else:
+        dtype = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
+        if isinstance(spec.decoding, Instances):
+            names = ("background", spec.decoding.foreground)
+    nothing = np.broadcast_to(np.zeros((), dtype), plan.layout.size)
+    levels = zarr_writer.create(Segmentation(nothing, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
+    facts = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
+    run.folder.write_levels(facts)
+    return [sum(1 for _ in level.parts) for level in levels]
+
+
+def write_block(run: OpenRun, number: int) -> dict[str, Any]:
+    """Write one block, by its number among those of all resolutions; coarser ones are made of the one before."""
+    facts = run.folder.levels
+    out, levels = Path(facts["out"]), facts["levels"]
+    for level, known in enumerate(levels):
+        shape = level_shape(run.plan.layout.size, known["steps"])
+        counts = [-(-n // edge) for n, edge in zip(shape, known["block"], strict=True)]
+        if number >= np.prod(counts):
+            number -= int(np.prod(counts))
+            continue
+        place = np.unravel_index(number, counts)
+        z, y, x = (
+            (int(at) * edge, min((int(at) + 1) * edge, n))
+            for at, edge, n in zip(place, known["block"], shape, strict=True)
+        )
+        box: Box = (z, y, x)
+        pixels = _coarsen(out, level, levels, box) if level else _collect(run, box)
+        if pixels.any():
+            zarr_writer.open_level(out, level)[slices(box)] = pixels
+        return {}
+    raise IndexError(number)
+
+
+def level_shape(size: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Return the edges of a resolution."""
+    return [-(-n // step) for n, step in zip(size, steps, strict=True)]
+
+
+def _collect(run: OpenRun, box: Box) -> Array:
+    layout = run.plan.layout
+    pixels: Array = np.zeros(lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
+    for number in layout.tiles_of(box):
+        if run.folder.read_record("tile", number)["empty"]:
+            continue
+        tile = layout.tile(number)
+        z, y, x = ((max(a, c), min(b, d)) for (a, b), (c, d) in zip(tile, box, strict=True))
+        inside = slices((z, y, x), firsts(tile))
+        if run.plan.output == "labels":
+            part = label_tile(run, number, inside)
+        else:
+            part = run.folder.read_array(f"tiles/{number}.npy")[inside]
+        pixels[slices((z, y, x), firsts(box))] = part
+    return pixels
+
+
+def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
+    """Return a block of a coarser resolution: every second voxel of the one before along some axes."""
+    finer = zarr_writer.open_level(out, level - 1)
+    steps = [now // before for now, before in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)]
+    wanted = tuple(
+        slice(first * step, min(end * step, n)) for (first, end), step, n in zip(box, steps, finer.shape, strict=True)
+    )
+    pixels: Array = finer[wanted]
+    return pixels[:: steps[0], :: steps[1], :: steps[2]]
+
+
+def blocks_of_levels(run: OpenRun) -> list[range]:
+    """Return the numbers of the blocks of each resolution."""
+    counts = [
+        int(
+            np.prod(
+                [
+                    -(-n // edge)
+                    for n, edge in zip(level_shape(run.plan.layout.size, known["steps"]), known["block"], strict=True)
+                ]
+            )
+        )
+        for known in run.folder.levels["levels"]
+    ]
+    ends = list(itertools.accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,213 @@
+"""Folder of one block-wise run on storage that all workers share: its plan, what workers hand on, and what is done.
+
+A file gets its name once its content is safe on disk, and the record of a block is written after all files of it. So
+whatever was interrupted is done again, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from service.core.config import Settings
+from service.core.errors import BadParameter
+from service.core.volume import Array, Options, OutputKind, Selection, VoxelSize
+from service.inference.blockwise.layout import Layout
+from service.inference.empty_windows import Skipped
+from service.inference.normalize import IntensityScaling
+from service.models.repository import read_spec
+from service.models.spec import ModelSpec
+
+Step = Literal["survey", "scores", "tile", "join", "labels"]
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """One piece of work for a worker: which step of the run in `folder`, an absolute path, and which block of it."""
+
+    folder: str
+    step: Step
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run does, which stays the same when it is resumed.
+
+    source    path of the image, and what tells whether it was replaced meanwhile
+    weights   SHA-256 of the model's weights
+    choices   of the operator for engine and windows, as JSON
+    """
+
+    source: Path
+    changed: str
+    selection: Selection
+    model: Path
+    weights: str
+    choices: str
+    options: Options
+    output: OutputKind
+    layout: Layout
+    voxel_size: VoxelSize | None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of a volume once all of it was read.
+
+    scalings  one for each channel
+    skipped   windows that are not computed, None where all are
+    scores    that stand for those of these, one for each output
+    engine    that is to compute the windows
+    """
+
+    scalings: tuple[IntensityScaling, ...]
+    notes: tuple[str, ...]
+    skipped: Skipped | None
+    scores: tuple[float, ...]
+    engine: str
+
+
+_PLAN, _SETTINGS, _SURVEY = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
+
+
+class RunFolder:
+    """Folder of a run, as its driver and its workers see it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, plan: RunPlan, settings: Settings) -> RunPlan:
+        """Write the plan, or return that of the run which is to be resumed; its layout then stays what it was.
+
+        Raises BadParameter where the folder holds another run, or something else.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / "plan.json").exists():
+            before = self.plan
+            if _same(plan, before):
+                self._write_text("settings.json", settings.model_dump_json())
+                return before
+            raise BadParameter(
+                f"{self.path} holds a run of another stack, model or options; resume that one as it was begun, or name"
+                " another folder."
+            )
+        if any(self.path.iterdir()):
+            raise BadParameter(f"{self.path} holds something else already; name an empty folder, or one to make.")
+        for name in ("records", "scores", "tiles"):
+            (self.path / name).mkdir()
+        self._write_text("settings.json", settings.model_dump_json())
+        self._write_text("plan.json", _PLAN.dump_json(plan).decode())
+        return plan
+
+    @property
+    def plan(self) -> RunPlan:
+        """Plan of the run."""
+        return _PLAN.validate_json((self.path / "plan.json").read_bytes())
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the workers."""
+        return Settings.model_validate_json((self.path / "settings.json").read_bytes())
+
+    @property
+    def survey(self) -> Survey:
+        """Survey of the volume."""
+        return _SURVEY.validate_json((self.path / "survey.json").read_bytes())
+
+    def write_survey(self, survey: Survey, skipped: Array) -> None:
+        """Write the survey, and the first voxels of the windows that are not computed, int64 [N, 3]."""
+        self.write_array("skipped.npy", skipped)
+        self._write_text("survey.json", _SURVEY.dump_json(survey).decode())
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Write a file, which gets its name after the block, once its content is on disk."""
+        partial = self.path / f"{name}.part-{os.getpid()}"
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _write_text(self, name: str, text: str) -> None:
+        with self.writing(name) as file:
+            file.write(text.encode())
+
+    def write_array(self, name: str, array: Array) -> None:
+        """Write an array of NumPy."""
+        with self.writing(name) as file:
+            np.save(file, array)
+
+    def read_array(self, name: str) -> Array:
+        """Map an array of NumPy."""
+        return np.load(self.path / name, mmap_mode="r")  # type: ignore[no-any-return]
+
+    def write_record(self, task: BlockTask, facts: dict[str, Any]) -> None:
+        """Note that a block is done."""
+        self._write_text(_record(task.step, task.number), json.dumps(facts))
+
+    def read_record(self, step: Step, number: int = 0) -> dict[str, Any]:
+        """Return what was noted of a block. Raises FileNotFoundError."""
+        content: dict[str, Any] = json.loads((self.path / _record(step, number)).read_bytes())
+        return content
+
+    def write_levels(self, facts: dict[str, Any]) -> None:
+        """Write where the result goes, and of which resolutions and blocks it is."""
+        self._write_text("levels.json", json.dumps(facts))
+
+    @property
+    def levels(self) -> dict[str, Any]:
+        """What `write_levels` has written."""
+        content: dict[str, Any] = json.loads((self.path / "levels.json").read_bytes())
+        return content
+
+    def forget(self, step: Step) -> None:
+        """Have all blocks of a step done again."""
+        for number in self.done(step):
+            (self.path / _record(step, number)).unlink()
+
+    def done(self, step: Step) -> set[int]:
+        """Return the blocks of a step that are done."""
+        names = (path.name for path in (self.path / "records").iterdir())
+        return {
+            int(name.split("-")[1].split(".")[0]) for name in names if name.startswith(step) and ".part" not in name
+        }
+
+
+def _record(step: Step, number: int) -> str:
+    return f"records/{step}-{number}.json"
+
+
+def _same(one: RunPlan, other: RunPlan) -> bool:
+    """Return whether two plans have the same result; how the volume is cut does not matter for that."""
+    shown = [_PLAN.dump_python(plan, mode="json", exclude={"layout": {"windows"}}) for plan in (one, other)]
+    return bool(shown[0] == shown[1])
+
+
+@lru_cache(maxsize=4)
+def open_run(path: str) -> OpenRun:
+    """Open the folder of a run, once in each process."""
+    folder = RunFolder(Path(path))
+    return OpenRun(folder, folder.plan, read_spec(folder.plan.model))
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run as a worker has it open."""
+
+    folder: RunFolder
+    plan: RunPlan
+    spec: ModelSpec

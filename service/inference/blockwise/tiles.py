@@ -1,0 +1,134 @@
+"""Decoding of a tile: blending of the windows over it, and classes, or the pieces of the watershed in it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.core.timing import Stages
+from service.core.volume import Array
+from service.inference.blockwise.layout import Box, firsts, lengths, slices
+from service.inference.blockwise.run_folder import BlockTask, OpenRun
+from service.inference.blockwise.window_scores import GroupScores, window_places
+from service.inference.decoding.basin_merging import Persistence
+from service.inference.decoding.block_kernel import block_kernel
+from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.instances import Smoother, logit
+from service.inference.decoding.steering import steer
+from service.inference.decoding.watershed_kernel import WatershedParameters
+from service.inference.windows.blending import Blending, make_blender, require_finite
+from service.inference.windows.kernels import window_kernels
+from service.models.spec import Instances, ModelSpec
+
+
+def decoding_spec(run: OpenRun) -> ModelSpec:
+    """Return the model as it decodes a run."""
+    plan = run.plan
+    with_source = _Extent((run.spec.input.channels, *plan.layout.size), plan.voxel_size)
+    return steer(run.spec, plan.options.steering, with_source, plan.layout.size)
+
+
+def decode_tile(
+    run: OpenRun,
+    task: BlockTask,
+    blending: Blending,
+    device: torch.device,
+    stages: Stages,
+) -> dict[str, Any]:
+    """Decode a tile and write what came out; return facts for its record.
+
+    Of classes that is the tile, [Z, Y, X]; of labels its pieces, with an archive of what is known of these.
+    """
+    layout = run.plan.layout
+    scores = GroupScores(run, layout.needs(task.number))
+    if not scores:
+        return {"empty": True}
+    with stages.measure("blend"):
+        blended = blend(run, task.number, scores, blending, device)
+    spec = decoding_spec(run)
+    with stages.measure("decode"):
+        if run.plan.output == "classes":
+            decoder = make_decoder(spec, lengths(layout.tile(task.number)), "classes", None)
+            decoder.add(0, 0, blended[None])
+            pixels: Array = decoder.finish().pixels
+        else:
+            pixels = _trace(run, task, spec, blended)
+    with stages.measure("write"):
+        run.folder.write_array(f"tiles/{task.number}.npy", pixels)
+    return {"empty": False, "bytes": pixels.nbytes}
+
+
+def blend(run: OpenRun, number: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
+    """Return the scores [K, z, y, x] of a tile and of its margin, equal to the bit to those of the whole volume."""
+    layout = run.plan.layout
+    around = layout.surroundings(number)
+    windows = layout.windows_over(around)
+    grid = layout.subgrid(windows)
+    origin = window_places(layout, windows)[0]
+    first = scores.read(origin)
+    if layout.grid.count == 1:
+        inside = tuple(slice(low, low + n) for low, n in zip(grid.pad_before, grid.size, strict=True))
+        return first[(slice(None), *inside)]
+    blender = make_blender(grid, len(first), blending, device, window_kernels, require_finite)
+    blended = torch.empty((len(first), *lengths(around)))
+    for place, there in zip(grid.positions(), window_places(layout, windows), strict=True):
+        slab = blender.add(place, scores.read(there).to(device))
+        if slab is not None:
+            span = tuple((low, low + n) for low, n in zip((slab.z0, slab.y0, 0), slab.scores.shape[2:], strict=True))
+            _paste(slab.scores[0].cpu(), _shift(span, origin), blended, around)
+    return blended
+
+
+def _shift(span: Any, origin: Any) -> Box:
+    z, y, x = ((first + start, end + start) for (first, end), start in zip(span, origin, strict=True))
+    return z, y, x
+
+
+def _paste(part: Tensor, box: Box, whole: Tensor, around: Box) -> None:
+    """Copy what two boxes have in common from a part to the whole."""
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, around, strict=True)]
+    if all(first < end for first, end in common):
+        z, y, x = common
+        target, source = slices((z, y, x), firsts(around)), slices((z, y, x), firsts(box))
+        whole[(slice(None), *target)] = part[(slice(None), *source)]
+
+
+def _trace(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> Array:
+    decoding, layout = spec.decoding, run.plan.layout
+    assert isinstance(decoding, Instances)  # noqa: S101 - no other model has labels
+    tile, around = layout.tile(task.number), layout.surroundings(task.number)
+    heights, inside = scores[spec.outputs.index(decoding.distance)], scores[spec.outputs.index(decoding.foreground)]
+    if decoding.smoothing:
+        smoother = Smoother(decoding.smoothing)
+        heights = torch.cat([part for part, _ in (*smoother.add(heights.float(), inside), *smoother.finish())])
+    z, y, x = ((max(first - 1, 0), min(end + 1, n)) for (first, end), n in zip(tile, layout.size, strict=True))
+    rimmed = slices((z, y, x), firsts(around))
+    persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
+    parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
+    found = block_kernel.trace(lengths(tile), firsts(tile), layout.size, heights[rimmed], inside[rimmed], parameters)
+    file = io.BytesIO()
+    np.savez(file, facts=found.facts, passes=found.passes, at_faces=_at_faces(found.pieces, tile, layout.size))
+    with run.folder.writing(f"tiles/{task.number}.npz") as out:
+        out.write(file.getbuffer())
+    return found.pieces.astype(np.uint16 if len(found.facts) < 2**16 else np.uint32)
+
+
+def _at_faces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:
+    """Return the pieces with a voxel at a face of the volume, along axes of several voxels."""
+    faces = [np.zeros(0, pieces.dtype)]
+    for axis, ((first, end), length) in enumerate(zip(tile, size, strict=True)):
+        if length > 1:
+            faces += [pieces.take(0, axis).ravel()] * (first == 0) + [pieces.take(-1, axis).ravel()] * (end == length)
+    found = np.unique(np.concatenate(faces))
+    return found[found > 0]
+
+
+class _Extent:
+    """Shape and sampling of a volume without its pixels."""
+
+    def __init__(self, shape: tuple[int, int, int, int], voxel_size: Any) -> None:
+        self.shape, self.voxel_size = shape, voxel_size

@@ -1,0 +1,65 @@
+"""What a worker does: one block of a run after the other, in whatever process, on whatever host that has the folder."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import Any
+
+from service.core.timing import Stages
+from service.inference.blockwise import join, output, survey, tiles, window_scores
+from service.inference.blockwise.run_folder import BlockTask, OpenRun, open_run
+from service.inference.segmenter import Segmenter
+from service.inference.windows.blending import Blending
+
+
+def run_block(task: BlockTask) -> dict[str, Any]:
+    """Do one block of a run, and write its record once all that it makes is safe on disk; return the record.
+
+    The model is loaded with the first block that needs it, and stays. A process calls this from one thread alone.
+    Raises what `Segmenter` and its `segment` raise; a block may be done again at any time.
+    """
+    run, stages, began = open_run(task.folder), Stages(), time.time()
+    facts = _STEPS[task.step](run, task, stages)
+    record = facts | {"seconds": stages.seconds, "began": began, "ended": time.time()}
+    run.folder.write_record(task, record)
+    return record
+
+
+@lru_cache(maxsize=1)
+def _segmenter(folder: str) -> Segmenter:
+    """Return the model of a run, loaded and warm."""
+    run = open_run(folder)
+    segmenter = Segmenter(run.spec, run.folder.settings)
+    segmenter.warm_up()
+    return segmenter
+
+
+def _survey(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    segmenter = _segmenter(task.folder)
+    with stages.measure("survey"):
+        survey.survey_volume(run, segmenter)
+    return {}
+
+
+def _score(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    return window_scores.score_group(run, task, _segmenter(task.folder), stages)
+
+
+def _decode(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    windows = run.folder.settings.windows
+    blending = Blending(windows.blending, windows.sigma)
+    return tiles.decode_tile(run, task, blending, _segmenter(task.folder).device, stages)
+
+
+def _join(run: OpenRun, _task: BlockTask, stages: Stages) -> dict[str, Any]:
+    with stages.measure("join"):
+        return join.join_tiles(run)
+
+
+def _write(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
+    with stages.measure("write"):
+        return output.write_block(run, task.number)
+
+
+_STEPS = {"survey": _survey, "scores": _score, "tile": _decode, "join": _join, "labels": _write}

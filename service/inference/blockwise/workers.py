@@ -1,0 +1,94 @@
+"""Workers of a block-wise run: the seam between its driver and processes here, or elsewhere."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+from service.core.errors import InternalError
+from service.inference.blockwise.run_folder import BlockTask
+from service.inference.blockwise.worker import run_block
+
+# Workers that may die over one block before the run gives up: it may be the block that kills them.
+MOST_DEATHS = 3
+PARENT_SECONDS = 1.0
+
+Work = Callable[[BlockTask], dict[str, Any]]
+
+
+class Workers(Protocol):
+    """Processes that do blocks: `run_block`, each in one process at a time, where the folder of the run is mounted."""
+
+    @property
+    def count(self) -> int:
+        """How many blocks are done at a time; more of them wait."""
+
+    def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
+        """Have a block done; return its record, or what `run_block` raises. A worker that dies is replaced."""
+
+    def close(self) -> None:
+        """End the workers; what they were doing is given up."""
+
+
+class LocalWorkers:
+    """Processes on this machine, each with a model of its own."""
+
+    def __init__(self, count: int, work: Work = run_block) -> None:
+        self.count = count
+        self._work = work
+        # Each thread owns one process, so that a process that dies takes no other block with it.
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="block-worker")
+        self._own = threading.local()
+        self._processes = set[ProcessPoolExecutor]()
+        self._closed = False
+
+    def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
+        return self._threads.submit(self._run, task)
+
+    def _run(self, task: BlockTask) -> dict[str, Any]:
+        for _ in range(MOST_DEATHS):
+            try:
+                return self._process().submit(self._work, task).result()
+            except BrokenProcessPool:
+                self._processes.discard(self._own.process)
+                self._own.process = None
+                if self._closed:
+                    raise
+        raise InternalError(
+            f"{MOST_DEATHS} workers died one after the other over {task.step} {task.number}; with less memory taken, by"
+            " fewer workers or smaller windows, the run can be resumed."
+        )
+
+    def _process(self) -> ProcessPoolExecutor:
+        process: ProcessPoolExecutor | None = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = ProcessPoolExecutor(
+                1, get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+            )
+            self._processes.add(process)
+        return process
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            for each in list((process._processes or {}).values()):
+                each.terminate()
+            process.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

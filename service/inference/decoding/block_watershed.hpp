@@ -1,0 +1,191 @@
+// Watershed of one block of a height map whose other blocks are worked on elsewhere, or at another time.
+//
+// Paths are those of `streaming_watershed.hpp`: they depend on heights and on places in the whole volume alone. A path that
+// leaves the block ends at the voxel behind its border, which has a number of its own here, and which the block that it
+// lies in knows by another one.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "height_keys.hpp"
+#include "passes.hpp"
+
+namespace {
+
+class BlockWatershed {
+public:
+  // size     of the block, [Z, Y, X]
+  // origin   of its first voxel in the volume of `volume` voxels
+  // margins  whether there is a voxel before and behind the block along each axis, [Z, Y, X] x 2
+  // heights, inside   of the block with these voxels
+  // pieces   [Z, Y, X], to be written: 0 for background, else the number of a piece from 1
+  BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
+                 Persistence persistence, const Planes &heights, const Planes &inside, int32_t *pieces)
+      : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
+        width_(size[2] + 2), plane_(rows_ * width_), planes_(size[0] + 2), keys_(planes_ * plane_), pieces_(planes_ * plane_),
+        foreground_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
+    std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND);
+    std::fill_n(pieces_.get(), planes_ * plane_, RIM);
+    fill(size, margins, threshold, heights, inside);
+    count_foreground();
+    trace_paths();
+    settle();
+    find_passes();
+    for (int64_t z = 1; z < planes_ - 1; ++z)
+      for (int64_t y = 1; y < rows_ - 1; ++y, pieces += width_ - 2)
+        std::copy_n(pieces_.get() + z * plane_ + y * width_ + 1, width_ - 2, pieces);
+  }
+
+  // By number, from 1.
+  const std::vector<Piece> &pieces() const { return piece_ends_; }
+
+  // Between two pieces, the highest of each pair.
+  const std::vector<std::array<int32_t, 3>> &passes() const { return between_; }
+
+private:
+  // Of a voxel behind the border that nothing has led to yet.
+  static constexpr int32_t RIM = INT32_MIN;
+
+  void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &inside) {
+    const auto with = [&](auto height, auto mask) {
+      const auto *const from = static_cast<const decltype(height) *>(heights.data);
+      const auto *const among = static_cast<const decltype(mask) *>(inside.data);
+      const int64_t lengths[] = {size[0] + margins[0] + margins[1], size[1] + margins[2] + margins[3],
+                                 size[2] + margins[4] + margins[5]};
+      for (int64_t z = 0; z < lengths[0]; ++z)
+        for (int64_t y = 0; y < lengths[1]; ++y) {
+          const int64_t place = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
+          // As in the volume with its rim, whose first voxel has place 1 along each axis.
+          const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
+                        first = origin_[2] - margins[4] + 1;
+          const int32_t level = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
+          for (int64_t x = 0; x < lengths[2]; ++x) {
+            const auto *const score = among + z * inside.steps[0] + y * inside.steps[1] + x * inside.steps[2];
+            if (is_above(score, threshold))
+              keys_.get()[place + x] =
+                  key_of(load_one(from + z * heights.steps[0] + y * heights.steps[1] + x * heights.steps[2])) + level +
+                  static_cast<int32_t>((first + x) % 3);
+            scores_.get()[place + x] = code_of(score);
+          }
+        }
+    };
+    if (inside.kind == 2)
+      heights.kind ? with(Bfloat16{}, uint8_t{}) : with(float{}, uint8_t{});
+    else if (inside.kind == 1)
+      heights.kind ? with(Bfloat16{}, Bfloat16{}) : with(float{}, Bfloat16{});
+    else
+      heights.kind ? with(Bfloat16{}, float{}) : with(float{}, float{});
+  }
+
+  void count_foreground() {
+    for (int64_t z = 1; z < planes_ - 1; ++z)
+      for (int64_t y = 1; y < rows_ - 1; ++y) {
+        const int64_t row = z * plane_ + y * width_;
+        std::fill_n(pieces_.get() + row + 1, width_ - 2, 0);
+        count_ = list_foreground(keys_.get(), row + 1, row + width_ - 1, foreground_.get(), count_);
+      }
+  }
+
+  // Along one axis, from the place modulo 3 of one voxel to that of its neighbour.
+  static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
+
+  int32_t add_piece(int64_t place) {
+    const int64_t z = place / plane_, y = place % plane_ / width_, x = place % width_;
+    const int64_t there = ((origin_[0] + z - 1) * volume_[1] + origin_[1] + y - 1) * volume_[2] + origin_[2] + x - 1;
+    piece_ends_.push_back({there, 0, keys_.get()[place]});
+    return pieces_.get()[place] = static_cast<int32_t>(piece_ends_.size());
+  }
+
+  void trace_paths() {
+    std::array<int32_t, CODES * CODES> steps;
+    for (int from = 0; from < CODES; ++from)
+      for (int to = 0; to < CODES; ++to)
+        steps[from * CODES + to] = static_cast<int32_t>(step(from, to, 9) * plane_ + step(from, to, 3) * width_ + step(from, to, 1));
+    Pages<int32_t> scratch(4 * plane_);
+    int32_t *const along_x = scratch.get() + 3 * plane_;
+    const int32_t *const keys = keys_.get();
+    int32_t *const pieces = pieces_.get();
+    const auto prepare = [&](int64_t z) { widen(keys + z * plane_, plane_, width_, along_x, scratch.get() + z % 3 * plane_); };
+    prepare(0), prepare(1);
+    int64_t n = 0;
+    for (int64_t z = 1; z < planes_ - 1; ++z) {
+      prepare(z + 1);
+      for (; n < count_ && foreground_.get()[n] < (z + 1) * plane_; ++n) {
+        const int32_t place = foreground_.get()[n];
+        const int32_t *const here = scratch.get() + (place - z * plane_);
+        const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
+        const int32_t target = place + steps[(keys[place] & PLACE_BITS) << 5 | (top & PLACE_BITS)];
+        if (target == place || pieces[target] == RIM)
+          pieces[place] = add_piece(target);
+        else
+          // What lies behind may know its piece already; what lies ahead is still zero.
+          pieces[place] = pieces[target] > 0 ? pieces[target] : ~target;
+      }
+    }
+  }
+
+  // Follows every path to its end, and counts the voxels of each piece.
+  void settle() {
+    int32_t *const pieces = pieces_.get();
+    const std::array<int32_t, 256> &probability = probabilities();
+    for (int64_t n = count_ - 1; n >= 0; --n) {
+      const int32_t here = foreground_.get()[n];
+      int32_t end = here;
+      while (pieces[end] < 0)
+        end = ~pieces[end];
+      const int32_t piece = pieces[end];
+      for (int32_t on = here; pieces[on] < 0;) {
+        const int32_t next = ~pieces[on];
+        pieces[on] = piece;
+        on = next;
+      }
+      Piece &known = piece_ends_[piece - 1];
+      ++known.voxels;
+      known.foreground += probability[scores_.get()[here]];
+    }
+  }
+
+  // Finds the ways between voxels near the tops of pieces and neighbours that belong to other pieces.
+  void find_passes() {
+    std::vector<int32_t> limits;
+    for (const Piece &piece : piece_ends_)
+      limits.push_back(persistence_.limit(piece.top));
+    Passes passes;
+    const int32_t *const keys = keys_.get();
+    for (int64_t n = 0; n < count_; ++n) {
+      const int64_t voxel = foreground_.get()[n];
+      const int32_t piece = pieces_.get()[voxel], key = keys[voxel], limit = limits[piece - 1];
+      if (key < limit)
+        continue;
+      for (int64_t z = -plane_; z <= plane_; z += plane_)
+        for (int64_t y = -width_; y <= width_; y += width_)
+          for (int64_t x = -1; x <= 1; ++x) {
+            const int64_t neighbour = voxel + z + y + x;
+            const int32_t height = keys[neighbour];
+            if (height < limit || pieces_.get()[neighbour] == piece)
+              continue;
+            const int32_t other = pieces_.get()[neighbour] == RIM ? add_piece(neighbour) : pieces_.get()[neighbour];
+            passes.add(piece, other, std::min(key, height));
+          }
+    }
+    passes.visit_all([this](int64_t one, int64_t other, int32_t key) {
+      between_.push_back({static_cast<int32_t>(one), static_cast<int32_t>(other), key});
+    });
+  }
+
+  const std::array<int64_t, 3> origin_, volume_;
+  const int64_t rows_, width_, plane_, planes_;
+  Pages<int32_t> keys_, pieces_, foreground_;
+  Pages<uint8_t> scores_;
+  const Persistence persistence_;
+  int64_t count_ = 0;
+  std::vector<Piece> piece_ends_;
+  std::vector<std::array<int32_t, 3>> between_;
+};
+
+} // namespace

@@ -1,0 +1,77 @@
+"""Block-wise runs for tests, in this process or in others."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from service.core.config import Settings
+from service.core.volume import Options, Selection, Size
+from service.formats import stack_reader
+from service.inference.blockwise.driver import Driver
+from service.inference.blockwise.prepare import make_plan
+from service.inference.blockwise.run_folder import BlockTask, RunFolder
+from service.inference.blockwise.worker import run_block
+from service.inference.blockwise.workers import Workers
+from service.inference.result import Result
+from service.models.spec import ModelSpec
+from tests.segmenters import started
+
+WHOLE = Selection()
+
+
+class InlineWorkers:
+    """A worker in the thread that submits; `seen` has the blocks that it was given."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
+        self.seen.append((task.step, task.number))
+        future: Future[dict[str, Any]] = Future()
+        try:
+            future.set_result(run_block(task))
+        except Exception as error:  # noqa: BLE001 - as a pool hands it on
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def begin(
+    scratch: Path,
+    source: Path,
+    spec: ModelSpec,
+    options: Options,
+    settings: Settings,
+    windows: Size | None = None,
+    selection: Selection = WHOLE,
+) -> RunFolder:
+    """Begin a run whose groups have so many windows."""
+    plan = make_plan(source, selection, spec, options, settings, workers=2)
+    if windows is not None:
+        plan = replace(plan, layout=replace(plan.layout, windows=windows))
+    folder = RunFolder(scratch)
+    folder.begin(plan, settings)
+    return folder
+
+
+def segment_blocks(folder: RunFolder, out: Path, workers: Workers | None = None) -> np.ndarray:
+    """Run it; return the finest resolution of the result."""
+    Driver(folder, workers or InlineWorkers()).run(out, dict)
+    return zarr.open_group(out, mode="r")["0"][...]
+
+
+def segment_whole(
+    source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = WHOLE
+) -> Result:
+    """Segment the whole volume in one piece."""
+    return started(spec, settings).segment(stack_reader.read(source, selection, 2**40), options)
