@@ -86,7 +86,7 @@ class FakeSegmenter:
         pixels = (volume.array()[0] > 100).astype(np.uint8)
         kind = self.estimator.output(options)
         segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
-        return Result(segmentation, {"windows": 0.5}, self.notes)
+        return Result(segmentation, {"windows": 0.5}, self.notes, spec=self.spec)
 
     @property
     def estimator(self) -> Estimator:

@@ -11,6 +11,7 @@ from service.engine.plans import Trial
 from service.inference.confidence import Doubt
 from service.inference.empty_windows import Skipped
 from service.inference.measurements import Table
+from service.models.spec import ModelSpec
 
 
 class SeriesFacts(NamedTuple):
@@ -38,7 +39,7 @@ class Result(NamedTuple):
     fallbacks   how often memory did not hold the batch, and a smaller one was taken
     recomputed  whether the scores had to be computed a second time, in float32
     skipped     windows that were not computed; None where all had to be
-    model       name and version of the model
+    spec        of the model that was loaded, which may have been replaced since; None where none was
     engine      that computed the windows, with its precision
     series      of several time points; None for one volume
     confidence  in the result, 0 to 1; None where the model has none or found nothing
@@ -53,11 +54,16 @@ class Result(NamedTuple):
     diameter: Diameter | None = None
     estimated: bool = False
     skipped: Skipped | None = None
-    model: str = ""
+    spec: ModelSpec | None = None
     engine: str = ""
     series: SeriesFacts | None = None
     confidence: float | None = None
     doubt: Doubt | None = None
+
+    @property
+    def model(self) -> str:
+        """Name and version of the model."""
+        return "" if self.spec is None else self.spec.identifier
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -190,9 +190,10 @@ class Segmenter:
         request = request or self.estimator.plan_request(volume, options)
         if options.roi_size is not None:
             other, options = self._with_window(options, request.estimate), replace(options, roi_size=None)
-            return other.segment(
+            result = other.segment(
                 volume, options, request=request, cancelled=cancelled, progress=progress, run=run, revised=revised
             )
+            return result._replace(spec=self.spec)
         stages = Stages()
         infer = self._choose_inferer(run)
         # Windows that are scored to measure objects or background do not count as progress.
@@ -236,7 +237,7 @@ class Segmenter:
             sized.diameter,
             plan.estimated and sized.diameter is not None,
             skipped,
-            self.spec.identifier,
+            self.spec,
             f"{self._config.engine} {'fp32' if scored.recomputed else self._config.precision}",
             confidence=confidence,
             doubt=doubt,

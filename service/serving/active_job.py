@@ -15,7 +15,6 @@ from service.core.errors import StackSegError
 from service.core.timing import Stages
 from service.inference.memory import translate_error
 from service.inference.result import Result
-from service.models.spec import ModelSpec
 from service.serving.device_worker import Reservation
 from service.serving.folder_run import FolderRun
 from service.serving.folder_work import Done
@@ -73,7 +72,6 @@ class ActiveJob:
         self.waits_for_space = False
         self.over = threading.Event()
         self.space: Hold
-        self.spec: ModelSpec
         self.queue = reservation.device_worker.queue
         self.run: FolderRun | None = None
         self.job: Job[Result | Done]

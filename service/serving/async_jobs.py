@@ -326,7 +326,7 @@ class AsyncJobs:
         if active.job.cancelled():
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
-        active.spec = self._runtime.models.servable_spec(active.request.model)
+        self._runtime.models.servable_spec(active.request.model)
         source, place = self._store.input_path(active.id), active.query.input
         if not source.exists():
             raise InternalError("The input of the job is lost; post it again.")
@@ -420,23 +420,22 @@ class AsyncJobs:
             return
         assert active.pixels is not None  # noqa: S101 - they were segmented
         store, host_files = self._store, self._runtime.host_files
-        spec = active.spec
         active.stages.update(result.seconds)
         received = self._received(active)
         with translate_disk_faults():
             # That of a file of the host is an empty one.
             if active.query.input is None and received.source.is_file():
                 received = received._replace(digest=hash_file(received.source))
-            answer = write_answer(host_files, received, active.pixels.measured, result, spec.identifier)
+            answer = write_answer(host_files, received, active.pixels.measured, result)
             active.stages.update(answer.seconds)
-            metadata = describe_answer(spec.identifier, active.request.name, answer, result, active.stages.seconds)
+            metadata = describe_answer(active.request.name, answer, result, active.stages.seconds)
             fault = result.series.fault if result.series else None
             finished = store.finish(active.id, answer.path, metadata, fault)
             settle(host_files, received)
             if not finished:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
-        self._runtime.metrics.count_segmentation(spec.name, active.pixels.segmented.voxels, count, seconds)
+        self._runtime.metrics.count_segmentation(active.request.model, active.pixels.segmented.voxels, count, seconds)
 
     def _write_receipt(self, active: ActiveJob, done: Done) -> None:
         assert active.run is not None  # noqa: S101 - it has made the results

@@ -171,13 +171,11 @@ def encode_small_answer(received: ReceivedRequest, result: Result) -> Answer | N
     return _label_answer(received.folder / LABELS, result.segmentation, stages, content)
 
 
-def write_answer(
-    host_files: HostFiles, received: ReceivedRequest, measured: Volume | None, result: Result, model: str
-) -> Answer:
+def write_answer(host_files: HostFiles, received: ReceivedRequest, measured: Volume | None, result: Result) -> Answer:
     """Write the files that the query asks for into the request's folder, or where it says on the host.
 
-    Objects are measured in every channel of `measured`, whichever was segmented. `model` has the version. Raises
-    Cancelled, and what `HostFiles.put` and writing raise.
+    Objects are measured in every channel of `measured`, whichever was segmented. Raises Cancelled, and what
+    `HostFiles.put` and writing raise.
     """
     place = received.query.output_to
     answer = _write_files(received, measured, result)
@@ -193,7 +191,7 @@ def write_answer(
         output=place,
         media_type=answer.media_type,
         bytes=answer.path.stat().st_size,
-        model=model,
+        model=result.model,
         objects=result.segmentation.count,
     )
     answer.path.unlink()
@@ -234,12 +232,10 @@ def _check_folder(query: Query) -> None:
         raise BadParameter("measurements: the table of a folder is objects.csv among its results; leave it out.")
 
 
-def describe_answer(
-    model: str, name: str, answer: Answer, result: Result, seconds: Mapping[str, float]
-) -> AnswerMetadata:
-    """Return the metadata of an answer. `model` has the version, `name` is that of the posted file."""
+def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
+    """Return the metadata of an answer; `name` is that of the posted file."""
     return AnswerMetadata(
-        model=model,
+        model=result.model,
         media_type=answer.media_type,
         file_name=answer_name(name, answer.suffix),
         kind=result.segmentation.kind,

@@ -57,7 +57,7 @@ def test_classes_are_those_of_the_phantom(eager, volume, phantom):
         assert (found & true).sum() / (found | true).sum() > 0.9
     assert list(result.seconds) == ["prepare", "windows", "decode"]
     assert min(result.seconds.values()) > 0
-    assert result[2:] == Result(segmentation, {}, (), model="bands/1", engine="eager fp32")[2:]
+    assert result[2:] == Result(segmentation, {}, (), spec=eager.spec, engine="eager fp32")[2:]
 
 
 def test_a_result_says_how_the_file_was_understood(eager, volume):

@@ -17,6 +17,7 @@ from live import as_tiff, eager, serve
 from service.__main__ import main
 from service.core.volume import Diameter, Segmentation
 from service.inference.result import Result
+from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.provenance import describe_origin, hash_file
 
@@ -31,12 +32,13 @@ def origin_of(content: bytes, folder: Path) -> dict[str, str]:
     return {str(entry.get("K")): str(entry.text) for entry in root.iter() if entry.tag.endswith("}M")}
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_what_is_not_known_is_left_out(bands: ModelSpec) -> None:
     result = Result(Segmentation(np.zeros((1, 2, 2), np.uint8), "labels"), {}, ())
     assert set(describe_origin(Query(), result, "", None)) == {"software"}
-    known = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), model="nuclei/1")
+    known = result._replace(diameter=Diameter((15,), "px"), estimated=True, notes=("One.", "Two."), spec=bands)
     found = describe_origin(Query(overlap=0.5, model="nuclei"), known, "a.tif", "00")
     assert (found["diameter"], found["warnings"], found["source"]) == ("15px; estimated", "One. Two.", "a.tif")
+    assert found["model"] == "bands/1"
     assert json.loads(found["parameters"]) == {"overlap": 0.5}
 
 

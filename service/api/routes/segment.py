@@ -236,7 +236,9 @@ class _SegmentRequest:
         return response
 
     async def _answer_new(self, new: _NewResult) -> ResultResponse:
-        runtime, stages, spec, result = self._runtime, self._stages, self._spec, new.result
+        runtime, stages, result = self._runtime, self._stages, new.result
+        # A device may have loaded another one of this name by the time the job began.
+        spec = self._spec = result.spec or self._spec
         assert self._job is not None  # noqa: S101 - it has made the result
         stages.add("queue", self._job.seconds_waited)
         stages.update(result.seconds)
@@ -250,7 +252,7 @@ class _SegmentRequest:
         stages.update(answer.seconds)
         runtime.metrics.count_segmentation(spec.name, self._voxels, result.segmentation.count, stages.seconds)
         seconds = {**stages.seconds, "total": stages.total}
-        metadata = describe_answer(spec.identifier, self._file.name, answer, result, seconds)
+        metadata = describe_answer(self._file.name, answer, result, seconds)
         # The key depends on how the model runs, which is known only once it is loaded.
         if (key := self._cache_key()) is None:
             return build_response(answer.path, metadata, snapshot)
@@ -273,7 +275,7 @@ class _SegmentRequest:
         One call does both, so that a client that disconnects meanwhile leaves nothing on the host but its result.
         """
         received = self._file.received._replace(digest=self._digest)
-        answer = write_answer(self._runtime.host_files, received, self._pixels.measured, result, self._spec.identifier)
+        answer = write_answer(self._runtime.host_files, received, self._pixels.measured, result)
         settle(self._runtime.host_files, received)
         return answer, FileSnapshot.read(answer.path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ def put(models: Path, name: str, version: str) -> Path:
 
 
 class Loading:
-    """Loads fake segmenters, and remembers them by identifier; versions in `broken` do not load."""
+    """Loads fake segmenters, and remembers them by identifier; versions in `broken` do not load.
+
+    The version `held` loads on one device, and on a second once `gate` is open.
+    """
 
     def __init__(self) -> None:
         self.fakes: dict[str, list[FakeSegmenter]] = {}
         self.broken: set[str] = set()
+        self.held, self.gate = "", threading.Event()
 
     def __call__(self, spec: Any, settings: Any, *devices: Any) -> FakeSegmenter:
+        if spec.version == self.held and spec.identifier in self.fakes:
+            self.gate.wait(30)
         if spec.version in self.broken:
             raise BrokenModel(f"{spec.folder}: the weights do not fit.")
         self.fakes.setdefault(spec.identifier, []).append(FakeSegmenter(spec, settings, *devices))
@@ -103,6 +110,33 @@ def test_a_request_keeps_its_model_and_its_result_is_kept_for_no_other(service: 
     memory = service.live.runtime.device_workers[0]
     until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
     assert memory.loaded_bytes == old.nbytes
+
+
+def test_a_result_says_which_model_made_it_and_is_kept_for_no_other_while_devices_change(
+    bands_repository: Path, tmp_path: Path
+) -> None:
+    models, loading = tmp_path / "models", Loading()
+    shutil.copytree(bands_repository / "bands", models / "bands")
+    settings = eager(models, device={"serve": ["cpu", "cpu"]}, limits={"cache_bytes": 2**20})
+    with serve(settings, load=loading) as live, ThreadPoolExecutor(1) as pool:
+        loading.held = "2"
+        put(models, "bands", "2")
+        reloading = pool.submit(live.client.post, "/models/reload")
+        try:
+            first, _ = live.runtime.device_workers
+            until(lambda: first.model_cache.get("bands") in loading.fakes.get("bands/2", []))
+            assert live.client.get("/models").json()["models"][0]["version"] == "1"
+            # By the first device, as both have nothing to do.
+            answer = live.segment(STACK)
+            job = live.client.post("/jobs", content=STACK).headers["location"]
+            until(lambda: live.client.get(job).json()["state"] == "done")
+        finally:
+            loading.gate.set()
+        assert reloading.result().json()["changed"] == ["bands"]
+        told = [each.headers["X-StackSeg-Model"] for each in (answer, live.client.get(f"{job}/result"))]
+        assert told == ["bands/2"] * 2
+        assert "X-Cache" not in answer.headers
+        assert [live.segment(STACK).headers["X-Cache"] for _ in range(2)] == ["miss", "hit"]
 
 
 @pytest.mark.parametrize("fault", ["model file", "weights", "loading"])
