@@ -2,9 +2,11 @@
 
 The devices compute on the CPU, and in everything else count as separate ones. Faults are files of these names:
 no-memory  batches of more than one window do not fit
+no-room    no window fits
+no-room-load  no model fits
 break      the next batch breaks the device for good, as an error that sticks to a CUDA context does
 break-load  so does loading the next model
-broken     the device broke while it was idle; the other faults end in this one
+broken     the device broke while it was idle; those that break it end in this one
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import uvicorn
 from fakes import SeparateDevice
-from torch import Tensor
+from torch import Tensor, nn
 
 from service.api.app import create_app
 from service.api.server import build_config, listen
@@ -24,7 +26,6 @@ from service.core import hardware
 from service.core.config import Settings
 from service.core.hardware import Driver
 from service.inference.segmenter import Segmenter
-from service.models.loader import Network
 from service.models.spec import ModelSpec
 from service.serving.runtime import Runtime
 
@@ -74,26 +75,28 @@ class FaultySegmenter(Segmenter):
 
     def warm_up(self, *, tune: bool = False) -> None:
         self._faulty.break_if("break-load")
+        if self._faulty.has("no-room-load"):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         super().warm_up(tune=tune)
-        self.instrument(self._fail)
+        # Not only its warm network: also what runs where that does not fit.
+        self._scores.module.register_forward_pre_hook(self._fail)
 
-    def _fail(self, network: Network) -> Network:
-        def failing(batch: Tensor) -> Tensor:
-            self._faulty.break_if("break")
-            if self._faulty.has("no-memory") and len(batch) > 1:
-                raise RuntimeError("CUDA error: out of memory")
-            return network(batch)
-
-        return failing
+    def _fail(self, _network: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        self._faulty.break_if("break")
+        if self._faulty.has("no-room") or (self._faulty.has("no-memory") and len(batch[0]) > 1):
+            raise RuntimeError("CUDA error: out of memory")
 
 
-def serve(models: Path, faults: Path, port: Connection) -> None:
-    """Serve the models until the process is ended, and tell the port."""
+def serve(models: Path, faults: Path, port: Connection, asynchronous: tuple[str, ...], grace: float) -> None:
+    """Serve the models until the process is ended, and tell the port.
+
+    asynchronous, grace  as `device.asynchronous` and `watchdog.grace_seconds`
+    """
     settings: dict[str, Any] = {
         "models": {"folder": models, "default": "bands"},
         "engine": {"kind": "eager"},
-        "device": {"serve": ["cpu", "cpu"], "threads": 1},
-        "watchdog": {"grace_seconds": 0.1},
+        "device": {"serve": ["cpu", "cpu"], "threads": 1, "asynchronous": asynchronous},
+        "watchdog": {"grace_seconds": grace},
         "limits": {"cache_bytes": 0},
         "server": {"scratch_folder": faults.parent},
     }

@@ -6,9 +6,9 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import faulty_server
 import httpx2
@@ -17,6 +17,7 @@ from conftest import make_phantom
 from fakes import until
 from live import as_tiff
 
+from service.core.config import AsynchronousStage
 from service.serving.watchdog import EXIT_STATUS
 
 SECONDS = 60
@@ -28,11 +29,13 @@ PROCESSES.set_forkserver_preload(["faulty_server"])
 class Server:
     """A process that serves models as `faulty_server` does."""
 
-    def __init__(self, models: Path, folder: Path) -> None:
+    def __init__(self, models: Path, folder: Path, asynchronous: tuple[str, ...], grace: float) -> None:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self._port, port = PROCESSES.Pipe(duplex=False)
-        self.process = PROCESSES.Process(target=faulty_server.serve, args=(models, self.faults, port))
+        self.process = PROCESSES.Process(
+            target=faulty_server.serve, args=(models, self.faults, port, asynchronous, grace)
+        )
         self.process.start()
 
     def wait_ready(self) -> None:
@@ -41,6 +44,18 @@ class Server:
 
     def segment(self, stack: bytes, **parameters: Any) -> httpx2.Response:
         return self.client.post("/segment", content=stack, params=parameters, headers={"Content-Type": "image/tiff"})
+
+    def segment_on_first(self, stack: bytes, **parameters: Any) -> httpx2.Response:
+        """The first device answers, as long as nothing else has it work."""
+        until(lambda: not any(device["running"] for device in self.client.get("/gpu").json()["devices"]))
+        return self.segment(stack, **parameters)
+
+    @contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        """The first device has a fault for a while."""
+        (self.faults / name).touch()
+        yield
+        (self.faults / name).unlink()
 
     def assert_ended(self) -> None:
         """The process ends by itself."""
@@ -57,13 +72,15 @@ class Server:
 def servers(
     bands_repository: Path, random_nuclei: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """A server for each way to lose a device; they start at the same time."""
+    """A server for each way to lose a device, that of `idle` without waiting for it; they start at the same time."""
     folder = tmp_path_factory.mktemp("faults")
     models = folder / "models"
     shutil.copytree(bands_repository, models)
     shutil.copytree(random_nuclei.folder, models / random_nuclei.name)
     with ExitStack() as stack:
-        running = {name: Server(models, folder / name) for name in ("request", "idle", "load")}
+        # The other device has time to answer what it has begun.
+        servers = {"request": ((), 2.0), "idle": (get_args(AsynchronousStage), 0.1), "load": ((), 0.1)}
+        running = {name: Server(models, folder / name, *settings) for name, settings in servers.items()}
         for server in running.values():
             stack.callback(server.stop)
         for server in running.values():
@@ -80,17 +97,28 @@ def assert_lost(answer: httpx2.Response) -> None:
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:device-lost")
 
 
+def assert_refused(answer: httpx2.Response) -> None:
+    assert (answer.status_code, answer.json()["type"]) == (507, "urn:stackseg:problem:out-of-memory")
+
+
+def assert_survives_without_memory(server: Server, stack: bytes) -> None:
+    """A request takes fewer windows at once, or is refused; the next one is answered as ever."""
+    with server.fault("no-memory"):
+        answer = server.segment_on_first(stack)
+        assert answer.status_code == 200, answer.text
+        assert "fewer were taken" in str(answer.headers)
+    with server.fault("no-room"):
+        assert_refused(server.segment_on_first(stack))
+    answer = server.segment_on_first(stack)
+    assert answer.status_code == 200
+    assert "fewer were taken" not in str(answer.headers)
+
+
 def test_request_that_breaks_its_device_is_refused_and_one_without_memory_takes_fewer_windows(
     servers: dict[str, Server], stack: bytes
 ) -> None:
     server = servers["request"]
-    fault = server.faults / "no-memory"
-    fault.touch()
-    answer = server.segment(stack)
-    assert answer.status_code == 200, answer.text
-    assert "fewer were taken" in str(answer.headers)
-    fault.unlink()
-    assert "fewer were taken" not in str(server.segment(stack).headers)
+    assert_survives_without_memory(server, stack)
     (server.faults / "break").touch()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: server.segment(stack), range(4)))
@@ -104,8 +132,9 @@ def test_device_that_broke_while_it_was_idle_is_found_by_the_next_request(
     servers: dict[str, Server], stack: bytes
 ) -> None:
     server = servers["idle"]
+    assert_survives_without_memory(server, stack)
     (server.faults / "broken").touch()
-    assert_lost(server.segment(stack))
+    assert_lost(server.segment_on_first(stack))
     server.assert_ended()
 
 
@@ -113,6 +142,9 @@ def test_device_that_breaks_while_a_model_is_loaded_is_no_fault_of_the_model(
     servers: dict[str, Server], stack: bytes
 ) -> None:
     server = servers["load"]
+    with server.fault("no-room-load"):
+        assert_refused(server.segment_on_first(stack, model="random-nuclei"))
+        assert server.segment(stack).status_code == 200
     (server.faults / "break-load").touch()
-    assert_lost(server.segment(stack, model="random-nuclei"))
+    assert_lost(server.segment_on_first(stack, model="random-nuclei"))
     server.assert_ended()

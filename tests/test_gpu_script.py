@@ -2,10 +2,13 @@
 
 import os
 import random
+import runpy
 import signal
 import subprocess
 import time
 
+import pytest
+from packaging.requirements import Requirement
 from paths import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -24,11 +27,11 @@ def test_a_row_that_is_finished_outlives_the_script(tmp_path):
     environment = os.environ | {"PYTHON": str(python), "FINISHED": str(finished)}
     command = [SCRIPT, "--device", "cpu", "--tiny", "--out", tmp_path / "out"]
     seconds = random.Random(0)
-    for _ in range(8):
+    for _ in range(20):
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        time.sleep(seconds.uniform(0.05, 0.5))
+        time.sleep(seconds.uniform(0.02, 0.2))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         # The last step's process may be about to print; what it has said to be finished was printed before.
@@ -57,3 +60,29 @@ def test_a_step_that_does_not_exist_is_refused(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr[:26]) == (2, "There is no step reqeust; ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("options", "precision"), [([], "bf16"), (["--device", "cpu"], "fp32")])
+def test_random_weights_run_in_a_precision_that_is_set_as_their_labels_say_nothing(tmp_path, options, precision):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase $* in *kits19*) echo "in $STACKSEG_ENGINE__PRECISION";; esac\n')
+    python.chmod(0o755)
+    command = [SCRIPT, *options, "--out", tmp_path / "out", "kits19"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("STACKSEG")}
+    done = subprocess.run(
+        command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True, check=True
+    )
+    assert f"\nin {precision}\n" in done.stdout
+
+
+def test_what_is_carried_is_for_the_python_that_is_named_and_leaves_torch_and_numpy_to_the_machine():
+    wheels = runpy.run_path(str(ROOT / "benchmarks" / "wheels.py"))
+    environment = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "extra": ""}
+    wanted = [
+        "torch",
+        "numpy",
+        "old; python_version < '3.12'",
+        "new; python_version >= '3.12'",
+        "more; extra == 'more'",
+    ]
+    assert list(wheels["walk"](list(map(Requirement, wanted)), environment)) == ["new"]

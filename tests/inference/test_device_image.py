@@ -103,6 +103,19 @@ def test_every_plane_is_read_once_and_no_more_are_held_than_a_window_has(overlap
         image[0, slice(None), slice(0, 5), slice(0, 4), slice(0, 4)]
 
 
+@pytest.mark.parametrize(("dtype", "sent_as"), [("u1", "u1"), ("i1", "i1"), ("u2", "u2"), ("i2", "i2"), ("f8", "f4")])
+def test_pixels_are_sent_as_they_are_stored_where_float32_holds_them(dtype: str, sent_as: str) -> None:
+    sent = list[Any]()
+
+    def send(pixels: Array) -> Tensor:
+        sent.append(pixels.dtype)
+        return torch.from_numpy(np.ascontiguousarray(pixels))
+
+    source = NormalisedImage(Volume.from_array(some_pixels(dtype)[:1]), SCALINGS[:1])
+    source.send_planes(0, 11, torch.empty(1, 11, 6, 7), send)
+    assert sent == [np.dtype(sent_as)]
+
+
 class SlowCopies:
     """Copies as a device makes them: at any time until somebody waits, here as late as possible."""
 
