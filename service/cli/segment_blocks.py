@@ -110,7 +110,7 @@ def _facts(folder: RunFolder, spec: ModelSpec) -> Result:
         {},
         survey.notes,
         skipped=survey.skipped,
-        model=spec.identifier,
+        spec=spec,
         engine=survey.engine,
         confidence=confidence,
     )
