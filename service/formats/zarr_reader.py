@@ -141,26 +141,7 @@ class ZarrStack(OpenStack):
     @property
     def chunk_depth(self) -> int:
         """Planes of a chunk."""
-        return dict(zip(self._axes, self._steps, strict=True)).get("Z", 1)
-
-    def read_box(self, box: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]) -> Array:
-        """Read a part of the selection, first and end along (z, y, x), as [C, z, y, x] in native byte order."""
-        pixels = np.empty((self.shape[0], *(end - first for first, end in box)), self.dtype)
-        spans = dict(zip("ZYX", box, strict=True))
-        grid = [
-            [at for at in indices if axis not in spans or _overlaps(at * step, step, *spans[axis])]
-            for axis, indices, step in zip(self._axes, self._grid, self._steps, strict=True)
-        ]
-        for place in itertools.product(*grid):
-            block = self._read(place)
-            first = {axis: index * step for axis, index, step in zip(self._axes, place, self._steps, strict=True)}
-            starts = [first.get(axis, 0) for axis in "ZYX"]
-            there = list(zip(starts, block.shape[2:], box, strict=True))
-            source = tuple(slice(max(low - start, 0), min(high - start, n)) for start, n, (low, high) in there)
-            target = tuple(slice(max(start - low, 0), min(start + n, high) - low) for start, n, (low, high) in there)
-            for number, c, s in self._wanted(first, block.shape):
-                pixels[number][target] = block[c, s][source]
-        return pixels
+        return dict(zip(self._axes, self.image.array.chunks, strict=True)).get("Z", 1)
 
     @property
     def _axes(self) -> str:
@@ -231,10 +212,6 @@ class ZarrStack(OpenStack):
             c, s = c - first.get("C", 0), s - first.get("S", 0)
             if 0 <= c < shape[0] and 0 <= s < shape[1]:
                 yield position, c, s
-
-
-def _overlaps(start: int, length: int, first: int, end: int) -> bool:
-    return start < end and first < start + length
 
 
 def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:

@@ -175,6 +175,12 @@ def slices(box: Box, origin: Sequence[int] = (0, 0, 0)) -> tuple[slice, slice, s
     return z, y, x
 
 
+def ranges(box: Box) -> tuple[range, range, range]:
+    """Return the voxels of a box along (z, y, x)."""
+    z, y, x = (range(first, end) for first, end in box)
+    return z, y, x
+
+
 def lengths(box: Box) -> Size:
     """Return the edges of a box."""
     return as_size([end - first for first, end in box])

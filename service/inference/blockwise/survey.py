@@ -94,8 +94,9 @@ class LayerReader:
         layer = self._allocate((channels, high - low, height, width), self._stack.dtype)
 
         def decode(place: tuple[int, int]) -> None:
-            rows, columns = ((at, min(at + READ_EDGE, n)) for at, n in zip(place, (height, width), strict=True))
-            layer[:, :, slice(*rows), slice(*columns)] = self._stack.read_box(((low, high), rows, columns))
+            rows, columns = (range(at, min(at + READ_EDGE, n)) for at, n in zip(place, (height, width), strict=True))
+            pixels = self._stack.read_region((range(low, high), rows, columns))
+            layer[:, :, rows.start : rows.stop, columns.start : columns.stop] = pixels
 
         places = [(y, x) for y in range(0, height, READ_EDGE) for x in range(0, width, READ_EDGE)]
         run_in_threads(decode, places, math.prod(layer.shape) * layer.dtype.itemsize)

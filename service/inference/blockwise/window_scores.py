@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.timing import Stages
 from service.core.volume import Array, Size, Volume
 from service.formats import stack_reader
-from service.inference.blockwise.layout import Box, Layout, lengths
+from service.inference.blockwise.layout import Box, Layout, lengths, ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
 from service.inference.normalize import NormalisedImage
 from service.inference.segmenter import Segmenter
@@ -34,7 +34,7 @@ def score_group(run: OpenRun, task: BlockTask, segmenter: Segmenter, stages: Sta
         return {"windows": 0}
     survey, box = run.folder.survey, layout.voxels(windows)
     with stages.measure("read"), stack_reader.open_blocks(plan.source, plan.selection) as stack:
-        volume = Volume.from_array(stack.read_box(box))
+        volume = Volume.from_array(stack.read_region(ranges(box)))
     image: Image = NormalisedImage(volume, survey.scalings)
     if skipped:
         origin = window_places(layout, windows)[0]
