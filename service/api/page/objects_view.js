@@ -37,6 +37,8 @@ export class ObjectsView extends EventTarget {
     /** @type {Map<string, [number, number]>} */
     this.limits = new Map();
     this.rows = chooseRows(table, this.sorted, this.descending, this.limits);
+    /** The rows that are in the document. */
+    this.drawn = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
     this.count = element("span", { class: "muted", "aria-live": "polite" });
     this.clear = button("Show all", () => this.#showAll(), "link");
     this.border = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
@@ -219,12 +221,24 @@ export class ObjectsView extends EventTarget {
   }
 
   #drawRows() {
-    const { scroller, rows } = this;
+    const { scroller, rows, drawn } = this;
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - SPARE_ROWS);
     const last = Math.min(rows.length, first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * SPARE_ROWS);
-    const drawn = [];
-    for (let place = first; place < last; place += 1) drawn.push(this.#makeRow(rows[place], place));
-    this.body.replaceChildren(spacer(first), ...drawn, spacer(rows.length - last));
+    if (drawn.rows !== rows || drawn.first !== first || drawn.last !== last) {
+      const made = Array.from(rows.subarray(first, last), (row, place) => this.#makeRow(row, first + place));
+      this.body.replaceChildren(spacer(first), ...made, spacer(rows.length - last));
+      this.drawn = { rows, first, last };
+    }
+    this.#markChosen();
+  }
+
+  #markChosen() {
+    const chosen = this.rowOf.get(key(this.selected, this.time));
+    for (const row of this.body.rows) {
+      const own = chosen !== undefined && row.dataset.row === String(chosen);
+      if (row.classList.toggle("chosen", own)) row.ariaSelected = "true";
+      else if (row.ariaSelected !== null) row.ariaSelected = null;
+    }
   }
 
   /** @param {number} row @param {number} place */
@@ -241,18 +255,8 @@ export class ObjectsView extends EventTarget {
       if (name === "touching_border") return element("td", {}, value ? "yes" : "");
       return element("td", {}, name === "parent" && value === 0 ? "" : number(value));
     });
-    const chosen = label === this.selected && this.times[row] === this.time;
-    return element(
-      "tr",
-      {
-        "data-label": String(label),
-        "data-row": String(row),
-        "aria-rowindex": String(place + 2),
-        "aria-selected": chosen ? "true" : undefined,
-        class: chosen ? "chosen" : "",
-      },
-      ...cells,
-    );
+    const names = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(place + 2) };
+    return element("tr", names, ...cells);
   }
 }
 

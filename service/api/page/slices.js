@@ -23,13 +23,17 @@ export function cut(volume, axis, at) {
   const width = volume.shape[right];
   const height = volume.shape[down];
   if (axis === 0) return { data: volume.data.subarray(at * rows * columns, (at + 1) * rows * columns), width, height };
-  const strides = [rows * columns, columns, 1];
   const data = /** @type {Numbers} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
   const source = volume.data;
-  let to = 0;
-  for (let v = 0; v < height; v += 1) {
-    let from = at * strides[axis] + v * strides[down];
-    for (let u = 0; u < width; u += 1, from += strides[right]) data[to++] = source[from];
+  // Plane after plane, in which voxels lie close to each other in memory.
+  for (let z = 0; z < volume.shape[0]; z += 1) {
+    const plane = z * rows * columns;
+    if (axis === 1) {
+      data.set(source.subarray(plane + at * columns, plane + (at + 1) * columns), z * columns);
+      continue;
+    }
+    let from = plane + at;
+    for (let y = 0; y < rows; y += 1, from += columns) data[y * width + z] = source[from];
   }
   return { data, width, height };
 }
@@ -63,6 +67,22 @@ export function quantiles(data, shares) {
   return shares.map((share) => sorted[Math.round(share * (sorted.length - 1))] ?? 0);
 }
 
+/** Levels of a colour, ABGR, by the colour. @type {Map<string, Uint32Array>} */
+const SHADES = new Map();
+
+/** @param {[number, number, number]} colour @returns {Uint32Array} from black to the colour */
+function shadesOf(colour) {
+  const name = String(colour);
+  const known = SHADES.get(name);
+  if (known) return known;
+  const shades = Uint32Array.from({ length: 256 }, (_, level) => {
+    const [red, green, blue] = colour.map((part) => Math.round((part * level) / 255));
+    return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
+  });
+  SHADES.set(name, shades);
+  return shades;
+}
+
 /**
  * @param {Plane} plane @param {number} low @param {number} high grey values that become black and white
  * @param {[number, number, number]} colour of white
@@ -70,10 +90,7 @@ export function quantiles(data, shares) {
 export function paintGrey(plane, low, high, colour = [255, 255, 255]) {
   const image = new ImageData(plane.width, plane.height);
   const pixels = new Uint32Array(image.data.buffer);
-  const shades = Uint32Array.from({ length: 256 }, (_, level) => {
-    const [red, green, blue] = colour.map((part) => Math.round((part * level) / 255));
-    return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
-  });
+  const shades = shadesOf(colour);
   const scale = 255.999 / Math.max(high - low, 1e-9);
   const { data } = plane;
   for (let place = 0; place < data.length; place += 1) {
@@ -154,10 +171,8 @@ export function paintLabels(labels, image, place, style) {
     const offset = v * labels.width;
     const { data } = labels;
     const { hidden } = style;
-    for (let x = first; x <= last; x += 1) {
-      const id = data[offset + columns[x]];
-      row[x] = id !== 0 && hidden !== null && hidden[id] ? 0 : id;
-    }
+    for (let x = first; x <= last; x += 1) row[x] = data[offset + columns[x]];
+    if (hidden !== null) for (let x = first; x <= last; x += 1) if (hidden[row[x]]) row[x] = 0;
     return row;
   };
   const rows = Array.from({ length: 2 * reach + 1 }, () => new Int32Array(width));
@@ -166,7 +181,7 @@ export function paintLabels(labels, image, place, style) {
     look(y + reach, rows[2 * reach]);
     const [row, above, below] = [rows[reach], rows[reach - thick], rows[reach + thick]];
     paintRow(above, row, below, pixels, y * width, first, last, style);
-    if (style.selected) paintSelected(rows, pixels, y * width, first, last, style);
+    if (style.selected && row.includes(style.selected)) paintSelected(rows, pixels, y * width, first, last, style);
     const spare = rows.shift();
     if (spare) rows.push(spare);
   }

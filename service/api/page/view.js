@@ -72,7 +72,11 @@ export class View {
       element("div", { class: "view-foot" }, this.caption, this.slider),
     );
     this.offscreen = document.createElement("canvas");
-    this.painted = "";
+    /** Of the stage, in pixels of the style sheet. */
+    this.width = 0;
+    this.height = 0;
+    /** What the outlines are painted into. @type {ImageData | undefined} */
+    this.outlines = undefined;
   }
 
   /** Give the canvases as many pixels as the screen has there. */
@@ -83,6 +87,10 @@ export class View {
       canvas.height = Math.max(1, Math.round(this.stage.clientHeight * ratio));
     }
     this.ratio = ratio;
+    // Asking the document while drawing would have it laid out anew for every view.
+    this.width = this.stage.clientWidth;
+    this.height = this.stage.clientHeight;
+    this.outlines = undefined;
   }
 
   /** Where voxel 0 lies and how large a voxel is, in pixels of the style sheet. */
@@ -91,8 +99,8 @@ export class View {
     const [down, right] = ACROSS[this.axis];
     const scaleX = scale * voxel[right];
     const scaleY = scale * voxel[down];
-    const left = this.stage.clientWidth / 2 - centre[right] * scaleX;
-    return { left, top: this.stage.clientHeight / 2 - centre[down] * scaleY, scaleX, scaleY };
+    const left = this.width / 2 - centre[right] * scaleX;
+    return { left, top: this.height / 2 - centre[down] * scaleY, scaleX, scaleY };
   }
 
   /** @param {number} x @param {number} y of the stage @returns {Triple} the voxel there, within the stack */
@@ -110,7 +118,7 @@ export class View {
 
   draw() {
     const { image, at } = this.scene;
-    if (image === null || this.stage.clientWidth === 0) return;
+    if (image === null || this.width === 0) return;
     const place = this.placement();
     this.#drawImage(image, place);
     this.#drawLabels(place);
@@ -155,8 +163,8 @@ export class View {
    */
   #paint(context, { contrast, colour }, plane, { left, top, scaleX, scaleY }) {
     const ratio = this.ratio ?? 1;
-    this.offscreen.width = plane.width;
-    this.offscreen.height = plane.height;
+    if (this.offscreen.width !== plane.width) this.offscreen.width = plane.width;
+    if (this.offscreen.height !== plane.height) this.offscreen.height = plane.height;
     this.offscreen.getContext("2d")?.putImageData(paintGrey(plane, ...contrast, colour), 0, 0);
     context.setTransform(scaleX * ratio, 0, 0, scaleY * ratio, left * ratio, top * ratio);
     context.drawImage(this.offscreen, 0, 0);
@@ -191,7 +199,8 @@ export class View {
       return;
     }
     const ratio = this.ratio ?? 1;
-    const image = context.createImageData(this.over.width, this.over.height);
+    const image = this.outlines ?? context.createImageData(this.over.width, this.over.height);
+    this.outlines = image;
     const sharp = this.#sharp();
     const plane = sharp?.labels ?? cut(labels, this.axis, at[this.axis]);
     const fine = this.#fine(place, sharp?.labels ? sharp.step : undefined);

@@ -47,11 +47,13 @@ export function widths(text) {
     .replace(/(\d)um\b/g, "$1 µm");
 }
 
+// `toLocaleString` would make one for every number.
+const FORMAT = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
+
 /** @param {number} value @param {number} [digits] significant digits */
 export function number(value, digits = 3) {
   if (!Number.isFinite(value)) return "–";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return FORMAT.format(Number.isInteger(value) ? value : Number(value.toPrecision(digits)));
 }
 
 /** @param {number} count @param {string} one @param {string} [many] */
