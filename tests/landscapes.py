@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.volume import Objects
 from service.inference.decoding.basin_merging import Persistence
@@ -22,6 +23,7 @@ Array = NDArray[Any]
 Size = tuple[int, int, int]
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 
 
 def parts(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
@@ -96,3 +98,17 @@ def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
     noise = gaussian_filter(np.random.default_rng(seed).standard_normal(size), sigma, mode="nearest")
     noise /= noise.std()
     return np.where(noise > 0, noise, -np.inf).astype(np.float32)
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts operations for whose result the host waits where a device computes by itself."""
+
+    WAITING = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.waits += function.overloadpacket in self.WAITING
+        return function(*arguments, **(keywords or {}))

@@ -55,6 +55,17 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
     """
     peaks = persistence.distance(basins.peaks).cpu().numpy()
     first, second, height = find_shallow_passes(basins, persistence)
+    return np.unique(join_basins(peaks, first, second, height, persistence.depth), return_inverse=True)[1]
+
+
+def join_basins(
+    peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
+) -> NDArray[np.int64]:
+    """Join pairs of basins [E] in their order, where the lower peak rises less than `depth` above their `height` [E].
+
+    Returns the number of the highest basin of each one's group, int64 [R]; of several as high as each other that of the
+    first side of the pair that brought them together.
+    """
     parent = list(range(len(peaks)))
 
     def root(basin: int) -> int:
@@ -67,10 +78,9 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
         high, low = root(one), root(other)
         if peaks[high] < peaks[low]:
             high, low = low, high
-        if high != low and peaks[low] - saddle < persistence.depth:
+        if high != low and peaks[low] - saddle < depth:
             parent[low] = high
-    roots = np.array([root(basin) for basin in range(len(peaks))], np.int64)
-    return np.unique(roots, return_inverse=True)[1]
+    return np.array([root(basin) for basin in range(len(peaks))], np.int64)
 
 
 def find_shallow_passes(basins: Basins, persistence: Persistence) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

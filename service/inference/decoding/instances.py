@@ -19,6 +19,7 @@ from torch import Tensor
 
 from service.core.hardware import mark_end
 from service.core.volume import Objects, Segmentation, Size, VoxelSize, label_dtype
+from service.inference.decoding.basin_joining import merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.watershed import PROBABILITY_ONE, Basins, Watershed, foreground_codes
@@ -181,7 +182,8 @@ class TorchWatershed:
 class WholeWatershed:
     """A `StreamingWatershed` that gathers all planes on their device, and then works on up to `WHOLE_VOXELS` at once.
 
-    The host waits for the device a few times for each block, however many parts the planes came in.
+    The host waits for the device a few times for each block, however many parts the planes came in, and while basins
+    are joined there.
     """
 
     def __init__(  # noqa: PLR0913
@@ -220,7 +222,8 @@ class WholeWatershed:
         watershed.add(self._heights, self._inside, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._inside, self._codes
-        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border)
+        merge = merge_basins_on_device
+        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, merge=merge)
 
 
 class Smoother:
@@ -272,15 +275,21 @@ def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
 
 
 def label_basins(
-    basins: Basins, persistence: Persistence, minimum_size: int, *, drop_border: bool = False
+    basins: Basins,
+    persistence: Persistence,
+    minimum_size: int,
+    *,
+    drop_border: bool = False,
+    merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, from 1, and the objects.
 
     minimum_size  voxels that an object must have
     drop_border   and it must not touch a face of the volume, unless that is one voxel wide there
+    merge         returns the object of every basin
     """
     # NumPy takes a fraction of torch's time for so few numbers.
-    group = merge_shallow_basins(basins, persistence)
+    group = merge(basins, persistence)
     found = int(np.max(group, initial=-1)) + 1
     voxels, foreground = np.zeros((2, found), np.int64)
     np.add.at(voxels, group, basins.voxels.cpu().numpy())

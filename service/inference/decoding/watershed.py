@@ -204,8 +204,9 @@ class Watershed:
             none = torch.zeros(0, dtype=torch.int64, device=self._device)
             return Passes(none, none, none.float())
         here, place, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
-        one, other = here.cpu().numpy(), self._pieces_at(place.cpu().numpy())
-        return Passes(self._tensor(basin_of[one]), self._tensor(basin_of[other]), heights_of_keys(key))
+        # Many more than basins, so that they stay where they are.
+        of_piece, other = self._tensor(basin_of), self._pieces.view(-1)[place]
+        return Passes(of_piece[here], of_piece[other], heights_of_keys(key))
 
     def _pieces_at(self, place: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the pieces at places of the volume with its rim."""

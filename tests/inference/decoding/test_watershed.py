@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import basins_of, decode, decode_objects, hills
+from landscapes import CountWaits, basins_of, decode, decode_objects, hills
 from scipy.ndimage import maximum
 from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.inference.decoding.basin_merging import Persistence, find_shallow_passes
 from service.inference.decoding.instances import WholeWatershed
@@ -22,7 +20,6 @@ from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, watershed_
 from service.training.evaluate import score
 
 SIZE = (11, 23, 19)
-aten = torch.ops.aten
 
 
 @settings(max_examples=25, deadline=None)
@@ -197,20 +194,6 @@ def test_the_whole_volume_at_once_gives_the_labels_of_its_parts(
     assert np.array_equal(found, expected)
     for name in ("voxels", "confidence", "peaks"):
         np.testing.assert_allclose(getattr(others, name), getattr(objects, name), rtol=1e-6)
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts operations for whose result the host waits where a device computes by itself."""
-
-    WAITING = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = 0
-
-    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.waits += function.overloadpacket in self.WAITING
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("parts", [1, 4, 12])

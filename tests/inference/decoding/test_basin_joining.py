@@ -1,0 +1,58 @@
+"""Basins that are merged all at once are those that are merged pass by pass, whatever the ties."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from landscapes import CountWaits
+from torch import Tensor
+
+from service.inference.decoding.basin_joining import merge_basins_on_device
+from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
+from service.inference.decoding.watershed import Basins, Passes
+
+
+def some_basins(peaks: Tensor, first: Tensor, second: Tensor, height: Tensor) -> Basins:
+    """Basins without voxels; a pass is no higher than the lower of its two peaks."""
+    none = torch.zeros(len(peaks), dtype=torch.int64)
+    lower = torch.minimum(peaks[first], peaks[second])
+    passes = Passes(first, second, torch.minimum(height, lower))
+    return Basins(none, torch.zeros(0, 0, 0, dtype=torch.int32), peaks, none, none, passes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.integers(0, 30),
+    passes=st.integers(0, 90),
+    levels=st.sampled_from([0, 1, 2, 5]),
+    persistence=st.sampled_from([0.0, 0.1, 0.4, 2.0]),
+    logits=st.booleans(),
+)
+def test_objects_are_those_of_merging_pass_by_pass(
+    seed: int, count: int, passes: int, levels: int, persistence: float, logits: bool
+) -> None:
+    """With few levels peaks and passes are as high as each other, and some pairs have several passes or are one."""
+    rng = np.random.default_rng(seed)
+    peaks, heights = (rng.random(number).astype(np.float32) for number in (count, passes if count else 0))
+    if levels:
+        peaks, heights = np.round(peaks * levels) / levels, np.round(heights * levels) / levels
+    sides = torch.from_numpy(rng.integers(0, max(count, 1), (2, len(heights))))
+    basins = some_basins(torch.from_numpy(peaks), *sides, torch.from_numpy(heights))
+    chosen = Persistence(persistence, logits=logits)
+    assert np.array_equal(merge_basins_on_device(basins, chosen), merge_shallow_basins(basins, chosen))
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_a_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
+    count = 1000
+    peaks = torch.linspace(1, 2, count) if rising else 1 + torch.rand(count, generator=torch.Generator().manual_seed(0))
+    numbers = torch.arange(count)
+    basins = some_basins(peaks, numbers[:-1], numbers[1:], torch.full((count - 1,), 9.0))
+    with CountWaits() as counted:
+        merged = merge_basins_on_device(basins, Persistence(5.0, logits=False))
+    assert set(merged) == {0}
+    assert counted.waits < 60
