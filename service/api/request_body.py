@@ -17,8 +17,9 @@ from service.api.threads import HOST_FILE_THREADS, run_in_thread
 from service.api.uploads import STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
+from service.formats.remote_store import RemoteStore
 from service.serving.async_jobs import AsyncJobs
-from service.serving.host_files import HostFiles, Source
+from service.serving.host_files import HostFiles, RemoteSource, Source
 from service.serving.job_store import INPUT
 from service.serving.parameters import Query
 from service.serving.results import ReceivedRequest
@@ -69,10 +70,15 @@ class ReceivedFile:
     """
 
     def __init__(
-        self, received: ReceivedRequest, name: str, upload: Upload, space: Hold, resources: AsyncExitStack
+        self,
+        received: ReceivedRequest,
+        named: Source | RemoteSource,
+        upload: Upload,
+        space: Hold,
+        resources: AsyncExitStack,
     ) -> None:
-        self.received, self.name, self.space = received, name, space
-        self.resources, self._upload = resources, upload
+        self.received, self.name, self.space = received, named.name, space
+        self.resources, self._upload, self._named = resources, upload, named
         self.shared = received.query.input is not None
 
     def complete(self) -> str | None:
@@ -84,9 +90,9 @@ class ReceivedFile:
         return None if self.shared else self._upload.digest
 
     @property
-    def source(self) -> Path | bytearray:
-        """The path or the content of the complete file."""
-        return self.received.source if self.shared else self._upload.source
+    def source(self) -> Path | bytearray | RemoteStore:
+        """The path or the content of the complete file, or the store that was named."""
+        return self._named.path if self.shared else self._upload.source
 
     def drop_content(self) -> None:
         """Forget the content of a file in memory once it was read; its volume keeps what it needs of it."""
@@ -127,22 +133,25 @@ async def receive_file(  # noqa: PLR0913
             if (kept := _choose_stack(query, upload)) is not None:
                 stored = await run_in_thread(partial(_adopt, upload, get_stacks(request), kept, caller))
                 upload.set_name(stored.name)
-            source, name = Source(upload.path, upload.name), ""
+            source: Source | RemoteSource = Source(upload.path, upload.name)
+            name = ""
             if (place := _choose_host_file(query, upload)) is not None:
                 opening = partial(_open_host_file, runtime.host_files, place, caller, stack, folders=folders)
                 source = await run_in_thread(opening, HOST_FILE_THREADS)
                 name = source.name
-            received = ReceivedRequest(query, source.path, path, caller, name=name)
-            yield ReceivedFile(received, source.name, upload, space, stack)
+            own = source.path if isinstance(source, Source) else upload.path
+            received = ReceivedRequest(query, own, path, caller, name=name)
+            yield ReceivedFile(received, source, upload, space, stack)
 
 
 def _open_host_file(
     host_files: HostFiles, place: str, caller: str | None, stack: AsyncExitStack, *, folders: bool
-) -> Source:
-    """Open a file, or a folder where `folders` are taken. Raises BadParameter."""
+) -> Source | RemoteSource:
+    """Open a file, a store elsewhere, or a folder where `folders` are taken. Raises BadParameter."""
     is_folder = folders and host_files.is_folder(place, caller)
-    opening = host_files.open_folder if is_folder else host_files.open_input
-    return stack.enter_context(opening(place, caller))
+    if is_folder:
+        return stack.enter_context(host_files.open_folder(place, caller))
+    return stack.enter_context(host_files.open_input(place, caller))
 
 
 def _adopt(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:

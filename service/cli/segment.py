@@ -21,6 +21,7 @@ from service.core.timing import Stages
 
 if TYPE_CHECKING:
     from service.core.volume import OutputKind, Segmentation
+    from service.formats.zarr_store import Store
     from service.inference.estimate import Estimator
     from service.inference.result import Result
     from service.models.spec import ModelSpec
@@ -116,7 +117,12 @@ _PARAMETER = re.compile(rf"\b({_NAMES})=([\w'\"-]?)|(?:^|(?<=\. ))({_NAMES})(?=:
 
 def add_arguments(segment: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
-    segment.add_argument("input", type=Path, metavar="IN", help="TIFF stack, OME-Zarr image, or a folder of TIFFs")
+    segment.add_argument(
+        "input",
+        type=_parse_input,
+        metavar="IN",
+        help="TIFF stack, OME-Zarr image (also at a URL: s3, gs, az, http, https), or a folder of TIFFs",
+    )
     segment.add_argument(
         "result",
         type=Path,
@@ -169,24 +175,34 @@ def name_options(text: str) -> str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Read, segment and write one file; print what was found and the seconds of each stage."""
+    from service.formats.remote_store import RemoteStore  # noqa: PLC0415
+    from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
+
+    query = _parse_query(options)
+    if (options.result is None) == (options.out is None):
+        raise BadParameter("Say once where the result goes: stackseg segment IN OUT.")
+    options.result = options.result or options.out
+    if isinstance(options.input, str):
+        with RemoteStore(options.input) as options.input:
+            return _run(options, query, settings)
+    if options.input.is_dir() and not is_zarr_folder(options.input):
+        return _run_folder(options, query, settings)
+    if options.glob is not None:
+        raise BadParameter(f"--glob: {options.input} is not a folder.")
+    return _run(options, query, settings)
+
+
+def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
+    """Segment one file, or a store that is open."""
     from service.cli import segment_series  # noqa: PLC0415
     from service.cli.progress import show_progress  # noqa: PLC0415
     from service.formats import stack_reader  # noqa: PLC0415
-    from service.formats.zarr_store import is_zarr_folder  # noqa: PLC0415
     from service.inference.batcher import open_batcher  # noqa: PLC0415
     from service.inference.estimate import Estimator  # noqa: PLC0415
     from service.inference.measurements import measure, write_csv  # noqa: PLC0415
     from service.inference.segmenter import Segmenter  # noqa: PLC0415
     from service.serving.provenance import describe_origin, hash_file  # noqa: PLC0415
 
-    query = _parse_query(options)
-    if (options.result is None) == (options.out is None):
-        raise BadParameter("Say once where the result goes: stackseg segment IN OUT.")
-    options.result = options.result or options.out
-    if options.input.is_dir() and not is_zarr_folder(options.input):
-        return _run_folder(options, query, settings)
-    if options.glob is not None:
-        raise BadParameter(f"--glob: {options.input} is not a folder.")
     _check_names(options)
     spec = choose_model(query.model, settings)
     if options.workers is not None:
@@ -213,7 +229,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         stages.update(result.seconds)
         bar.begin("writing")
         with stages.measure("write"):
-            origin = describe_origin(query, result, options.input.name, hash_file(options.input))
+            digest = hash_file(options.input) if isinstance(options.input, Path) else None
+            origin = describe_origin(query, result, options.input.name, digest)
             _write(result.segmentation, options.result, origin)
         if options.measurements is not None:
             with stages.measure("measure"):
@@ -226,6 +243,13 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
                 write_csv(table, options.measurements)
     sys.stdout.writelines(f"{line}\n" for line in _summarise(str(options.result), spec, result, stages))
     return _warn(result)
+
+
+def _parse_input(text: str) -> Path | str:
+    """Return the path of a file or a folder, or the URL of a store."""
+    from service.formats.remote_store import is_url  # noqa: PLC0415
+
+    return text if is_url(text) else Path(text)
 
 
 def _check_names(options: argparse.Namespace) -> None:
@@ -351,7 +375,7 @@ def _parse_query(options: argparse.Namespace) -> Query:
         raise BadParameter(explain(error.errors())) from error
 
 
-def check_results(stack: Path, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
+def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
     """Check results and the ends that their names may have.
 
     Raises BadParameter for one that could not be written, would replace the stack, is there already unless `force`, or
@@ -366,7 +390,8 @@ def check_results(stack: Path, results: Mapping[Path, tuple[str, ...]], *, force
             raise BadParameter(f"{path} is a folder; name the file to write.")
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise BadParameter(f"{path}: {folder} is not a folder that may be written to; make it, or name another.")
-        if path.exists() and (path.samefile(stack) or path.resolve() in stack.resolve().parents):
+        is_stack = isinstance(stack, Path) and path.exists() and path.samefile(stack)
+        if is_stack or (isinstance(stack, Path) and path.exists() and path.resolve() in stack.resolve().parents):
             raise BadParameter(f"{path} is the stack itself, which would be replaced; choose another name.")
         if image is None and not path.name.lower().endswith(suffixes):
             raise BadParameter(f"{path}: the name must end with {' or '.join(suffixes)}, after what is written.")

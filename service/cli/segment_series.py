@@ -9,6 +9,7 @@ from pathlib import Path
 from service.cli.progress import ProgressBar
 from service.core.volume import Options, TimeRange, Volume
 from service.formats import stack_reader
+from service.formats.zarr_store import Store
 from service.inference.batcher import WindowBatcher
 from service.inference.result import Result
 from service.inference.segmenter import Segmenter
@@ -17,7 +18,7 @@ from service.serving.parameters import Query
 from service.serving.results import Pixels
 
 
-def read(path: Path, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:
+def read(path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> Volume | Series:
     """Read the volume, or describe the time points, that the query asks for.
 
     Time points come with what objects are measured in, where they are `measured`. Raises what `stack_reader` raises.

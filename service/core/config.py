@@ -206,17 +206,38 @@ class Root(_Section):
         return {"folder": given} if isinstance(given, str | Path) else given
 
 
+class Prefix(_Section):
+    """The URL of stores elsewhere, and the names of the API keys that may use it (none: every caller may)."""
+
+    url: Annotated[str, Field(pattern=r"^(s3|gs|az|https?)://[^@?#]+$")]
+    keys: tuple[KeyName, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_alone(cls, given: Any) -> Any:
+        return {"url": given} if isinstance(given, str) else given
+
+
 class References(_Section):
     """Folders of this host below which requests may name files instead of sending and receiving them; none: off.
 
     inputs         name -> folder, or folder and keys, that `input=NAME/...` reads from
     outputs        name -> folder, or folder and keys, that `output_to=NAME/...` writes to
+    stores         name -> URL such as s3://BUCKET/FOLDER, or url and keys, below which `input=NAME/...`, or such a URL,
+                   reads OME-Zarr that lies elsewhere
     decoded_bytes  of the pixels that are read from such a file; None: limits.decoded_bytes
     """
 
     inputs: dict[RootName, Root] = {}
     outputs: dict[RootName, Root] = {}
+    stores: dict[RootName, Prefix] = {}
     decoded_bytes: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _names_of_one_kind(self) -> Self:
+        if both := sorted(self.inputs.keys() & self.stores.keys()):
+            raise ValueError(f"{both[0]} names a folder of inputs and one of stores; give one another name")
+        return self
 
 
 class Jobs(_Section):

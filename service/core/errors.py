@@ -25,7 +25,7 @@ StackSegError
 |   |-- QueueFull           too many requests are waiting
 |   |-- RateLimited         the caller's key has been used too often, or for too much at a time
 |   |-- NotReady            a model is still being loaded or warmed up, or the service is stopping
-|   |-- StorageUnavailable  the folder of jobs, its database or the scratch folder cannot be used now
+|   |-- StorageUnavailable  the folder of jobs, its database, the scratch folder or a store elsewhere cannot be used
 |   |-- DeviceLost          the device has failed for good; a new process may find it well
 |   |-- TimedOut            not finished within the time that the operator allows for a request
 |   |-- OutOfStorage        the folder for uploads or jobs is full
@@ -214,7 +214,10 @@ class NotReady(CapacityError):
 
 
 class StorageUnavailable(CapacityError):
-    """A folder of the service or the database of jobs cannot be used now; try again after `retry_after` seconds."""
+    """A folder of the service, the database of jobs or a store elsewhere cannot be used now.
+
+    Try again after `retry_after` seconds.
+    """
 
     slug = "storage-unavailable"
     retry_after = 5

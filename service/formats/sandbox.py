@@ -25,9 +25,10 @@ from service.core.errors import AmbiguousAxes, BadFile, BadParameter, ReaderKill
 from service.core.volume import Description, Selection, Size, Volume
 from service.formats import sandbox_child
 from service.formats.pixels import make_file, map_file
+from service.formats.remote_store import RemoteStore
 from service.formats.sandbox_process import NONSENSE, Cancelling, ReaderProcess, never
 from service.formats.stack_reader import Extract
-from service.formats.zarr_store import open_below
+from service.formats.zarr_store import Part, open_below
 
 # Processes that start before a file comes. Each takes 20 MB, and a start 0.2 s.
 STARTED_EARLY = 2
@@ -35,11 +36,12 @@ STARTED_EARLY = 2
 SMALL_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION, _EXTRACT = TypeAdapter(Description), TypeAdapter(Extract)
+_PARTS = TypeAdapter(list[Part])
 
 T = TypeVar("T")
 
-Source = Path | bytearray
-"""A file, a folder of Zarr, or the whole content of a file."""
+Source = Path | bytearray | RemoteStore
+"""A file, a folder of Zarr, the whole content of a file, or a store of Zarr elsewhere."""
 
 
 class Reader:
@@ -83,7 +85,7 @@ class Reader:
 
         Raises its errors, BadFile where the child crashes, TooLarge where it runs out of time, and ReaderKilled.
         """
-        request = self._request("inspect", selection, shared=shared)
+        request = self._request("inspect", selection, source, shared=shared)
         with _open(source) as file:
             return self._call(request, _Files(file), cancelled, _DESCRIPTION.validate_python)
 
@@ -105,7 +107,7 @@ class Reader:
         Raises the errors of `stack_reader.read`, BadFile where the child crashes, TooLarge where it runs out of time,
         and ReaderKilled.
         """
-        request = self._request("extract", selection, shared=shared, small_bytes=sys.maxsize)
+        request = self._request("extract", selection, source, shared=shared, small_bytes=sys.maxsize)
         volume = self._extract(request, source, scratch, cancelled, shared=shared)
         if not isinstance(volume, Volume):
             raise BadFile(NONSENSE)
@@ -122,7 +124,7 @@ class Reader:
         small_bytes: int = SMALL_BYTES,
     ) -> Volume | Description:
         """Read like `read` where at most `small_bytes` have to be decoded, else describe it and decode nothing."""
-        request = self._request("extract", selection, shared=shared, small_bytes=small_bytes)
+        request = self._request("extract", selection, source, shared=shared, small_bytes=small_bytes)
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def read_labels(self, source: Source, shape: Size, scratch: Path, *, cancelled: Cancelling = never) -> Volume:
@@ -130,7 +132,7 @@ class Reader:
 
         Raises BadParameter for labels of another shape, and what `read` raises.
         """
-        request = self._request("labels", Selection(), shared=False) | {"shape": shape}
+        request = self._request("labels", Selection(), source, shared=False) | {"shape": shape}
         volume = self._extract(request, source, scratch, cancelled, shared=False)
         if not isinstance(volume, Volume) or volume.shape != (1, *shape):
             raise BadFile(NONSENSE)
@@ -179,6 +181,8 @@ class Reader:
                     return _DESCRIPTION.validate_python(result["description"])
                 located = _parse_extract(result, limit)
                 stored = source if isinstance(source, bytearray) else file
+                if isinstance(stored, RemoteStore):
+                    return located, files.output
                 return located, files.output if located.decoded else stored
 
             found = self._call(request, files, cancelled, parse)
@@ -191,10 +195,11 @@ class Reader:
                 raise BadFile("The file is damaged: its pixels lie outside of it.") from error
 
     def _request(
-        self, call: str, selection: Selection, *, shared: bool, small_bytes: int | None = None
+        self, call: str, selection: Selection, source: Source, *, shared: bool, small_bytes: int | None = None
     ) -> dict[str, Any]:
         limit_bytes = self._shared_bytes if shared else self._decoded_bytes
-        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes}
+        remote = isinstance(source, RemoteStore)
+        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes, "remote": remote}
         return request if small_bytes is None else request | {"small_bytes": small_bytes}
 
     def _call(
@@ -230,8 +235,11 @@ def descriptor_path(descriptor: int) -> Path:
 
 
 @contextmanager
-def _open(source: Source) -> Iterator[int]:
-    """Open a file, a folder, or a copy in memory of its content, until the end of the block."""
+def _open(source: Source) -> Iterator[int | RemoteStore]:
+    """Open a file, a folder, or a copy in memory of its content, until the end of the block; a store is open."""
+    if isinstance(source, RemoteStore):
+        yield source
+        return
     if isinstance(source, Path):
         descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -256,12 +264,20 @@ def _unnamed_file() -> IO[bytes]:
 class _Files:
     """The open source of a request, and the file that its pixels are decoded to, made when a child asks for it.
 
-    A child gets a file, and of a folder only the regular files in it that it asks for.
+    A child gets a file, of a folder only the regular files in it that it asks for, and of a store elsewhere copies of
+    such parts.
     """
 
-    def __init__(self, source: int, scratch: Path | None = None, limit_bytes: int = 0) -> None:
-        self._folder = source if stat.S_ISDIR(os.fstat(source).st_mode) else None
-        self.input = source if self._folder is None else None
+    def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
+        self._folder: int | None = None
+        self._store: RemoteStore | None = None
+        self.input: int | None = None
+        if isinstance(source, RemoteStore):
+            self._store = source
+        elif stat.S_ISDIR(os.fstat(source).st_mode):
+            self._folder = source
+        else:
+            self.input = source
         self._scratch, self._limit_bytes = scratch, limit_bytes
         self._files = ExitStack()
         self._file: IO[bytes] | None = None
@@ -284,6 +300,17 @@ class _Files:
         finally:
             if part is not None:
                 os.close(part)
+
+    @contextmanager
+    def fetch(self, parts: Any, cancelled: Cancelling) -> Iterator[tuple[list[int], int]]:
+        """Fetch parts of a store elsewhere, until the end of the block, as `RequestFiles` says."""
+        if self._store is None:
+            raise BadFile(NONSENSE)
+        contents = self._store.fetch(_PARTS.validate_python(parts, strict=True), cancelled)
+        with _unnamed_file() as file:
+            file.writelines(content for content in contents if content)
+            file.flush()
+            yield [-1 if content is None else len(content) for content in contents], file.fileno()
 
     @property
     def output(self) -> int:

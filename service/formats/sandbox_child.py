@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from service.core.volume import Description, Selection, TimeRange, VoxelSize
 from service.formats import label_reader, stack_reader
 from service.formats.confinement import confine
 from service.formats.stack_reader import Extract, Source
-from service.formats.zarr_store import FolderStore
+from service.formats.zarr_store import FetchedStore, FolderStore, Part
 
 
 def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
@@ -69,7 +69,8 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
     A message is a line of JSON: first the layers of confinement that do not hold, with the reasons, then requests with
     the descriptor of a file or none for a folder, and replies. A reply with `output_bytes` asks for the descriptor of a
-    file to decode to, one with `open` for that of the file with this key in the folder, or none.
+    file to decode to, one with `open` for that of the file with this key in the folder, or none, and one with `fetch`
+    for parts of the objects of a store elsewhere: their sizes, and the descriptor of a file that holds them.
     """
     with socket.socket(fileno=0) as channel:
         _limit(memory_bytes, decoded_bytes)
@@ -78,21 +79,28 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
         turn = threading.Lock()
 
-        def ask(question: dict[str, Any]) -> int | None:
+        def ask(question: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
             with turn:
                 _send(channel, question)
-                return next(messages)[1]
+                return next(messages)
 
         def make_output(nbytes: int) -> int:
-            output = ask({"output_bytes": nbytes})
+            _, output = ask({"output_bytes": nbytes})
             assert output is not None  # noqa: S101 - the parent sends it, or ends this process
             return output
+
+        def fetch(parts: Sequence[Part]) -> tuple[list[int], int]:
+            reply, content = ask({"fetch": parts})
+            assert content is not None  # noqa: S101 - the parent sends it, or ends this process
+            signal.setitimer(signal.ITIMER_REAL, seconds + 5)
+            return reply["sizes"], content
 
         _send(channel, {"missing": missing})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
-            with FolderStore(lambda key: ask({"open": key})) as folder:
-                reply = answer(request, folder if file is None else file, make_output)
+            with FolderStore(lambda key: ask({"open": key})[1]) as folder:
+                store = FetchedStore(fetch) if request.get("remote") else folder
+                reply = answer(request, store if file is None else file, make_output)
             _send(channel, reply)
             signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -56,13 +56,20 @@ class RequestFiles(Protocol):
     """Open files that a process may ask for while it answers one request."""
 
     input: int | None
-    """Descriptor of the file that the request is about, None for a folder."""
+    """Descriptor of the file that the request is about, None for a folder or a store elsewhere."""
 
     def make_output(self, nbytes: int) -> int:
         """Return the descriptor of a file of this length to decode to. Raises BadFile."""
 
     def open_part(self, key: str) -> AbstractContextManager[int | None]:
         """Open the file of the folder with this key until the end of the block, None where there is none."""
+
+    def fetch(self, parts: Any, cancelled: Cancelling) -> AbstractContextManager[tuple[list[int], int]]:
+        """Fetch parts of objects of a store elsewhere, until the end of the block.
+
+        Returns their sizes, -1 for each whose object is not there, and the descriptor of a file that holds them one
+        after the other.
+        """
 
 
 class ReaderProcess:
@@ -131,6 +138,11 @@ class ReaderProcess:
                     raise Cancelled("given up while its file was read")
                 with files.open_part(reply["open"]) as part:
                     self._send({}, part)
+            elif "fetch" in reply:
+                with files.fetch(reply["fetch"], cancelled) as (sizes, content):
+                    # The time is that of the process, which begins anew with each answer: a store may be slow.
+                    deadline = time.monotonic() + self._seconds
+                    self._send({"sizes": sizes}, content)
             else:
                 return reply
 

@@ -41,7 +41,7 @@ def inspect(file: Source, selection: Selection, limit_bytes: int) -> Description
         return stack.describe(selection)
 
 
-def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
+def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
     """Read the selected channels and time point as [C, Z, Y, X] in native byte order, dtype as stored (1-bit: uint8).
 
     Uncompressed pixels at regular distances are mapped, so the file must outlive the volume; others are decoded to
@@ -52,7 +52,7 @@ def read(path: Path, selection: Selection, limit_bytes: int, scratch: Path | Non
         return _read_to_file(path, selection, limit_bytes, scratch)
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.placement
-        if placement is not None:
+        if placement is not None and isinstance(path, Path):
             return placement.map_volume(pixels.map_file(path), *stack.facts(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
 
@@ -118,7 +118,7 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
     return Extract(placement, *facts, decoded=True)
 
 
-def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
+def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
     with ExitStack() as files:
         outputs = []
 
@@ -128,7 +128,7 @@ def _read_to_file(path: Path, selection: Selection, limit_bytes: int, scratch: P
 
         with _open(path, selection, limit_bytes) as stack:
             found = _extract(stack, selection, make_output)
-        content = pixels.map_file(outputs[0].fileno() if found.decoded else path)
+        content = pixels.map_file(path if isinstance(path, Path) and not found.decoded else outputs[0].fileno())
     return found.placement.map_volume(content, found.voxel_size, found.channels, found.notes)
 
 

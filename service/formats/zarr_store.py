@@ -95,15 +95,21 @@ def join(folder: str, path: str) -> str:
     return "/".join([*filter(None, [folder]), *parts])
 
 
+def split_key(key: str) -> tuple[list[str], str]:
+    """Return the folders and the name that a key leads over. Raises BadFile for keys that could lead elsewhere."""
+    *folders, name = key.split("/")
+    parts = [*folders, *([] if name in METADATA_NAMES else [name])]
+    if len(parts) > _MOST_PARTS or not all(_PART.match(part) for part in parts):
+        raise BadFile(f"The Zarr store names {key[:80]!r}, which is no path within it.")
+    return folders, name
+
+
 def open_below(folder: int, key: str) -> int | None:
     """Open a regular file below an open folder for reading, without following links; None where there is none.
 
     Raises BadFile for links, folders and devices, and for keys that could lead elsewhere.
     """
-    *folders, name = key.split("/")
-    parts = [*folders, *([] if name in METADATA_NAMES else [name])]
-    if len(parts) > _MOST_PARTS or not all(_PART.match(part) for part in parts):
-        raise BadFile(f"The Zarr store names {key[:80]!r}, which is no path within it.")
+    folders, name = split_key(key)
     opened = os.dup(folder)
     try:
         for part in folders:
@@ -168,6 +174,26 @@ class FolderStore:
             self._opened[part.key] = descriptor
             if len(self._opened) > _MOST_OPEN:
                 os.close(self._opened.popitem(last=False)[1])
+
+
+class FetchedStore:
+    """A store whose parts others fetch.
+
+    `fetch` returns their sizes, -1 for each whose file is not there, and the descriptor of a file that holds them one
+    after the other.
+    """
+
+    def __init__(self, fetch: Callable[[Sequence[Part]], tuple[list[int], int]]) -> None:
+        self._fetch = fetch
+
+    def read(self, parts: Sequence[Part]) -> list[bytes | None]:
+        """Read parts of files, None for each whose file is not there. Raises BadFile."""
+        if not parts:
+            return []
+        sizes, content = self._fetch(parts)
+        with os.fdopen(content, "rb") as file:
+            file.seek(0)
+            return [None if size < 0 else file.read(size) for size in sizes]
 
 
 class ZipStore:

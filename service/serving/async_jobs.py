@@ -28,6 +28,7 @@ from service.core.errors import (
     StorageUnavailable,
 )
 from service.core.volume import Description
+from service.formats.sandbox import Source
 from service.inference.result import Result
 from service.inference.series import Series
 from service.serving.active_job import ActiveJob, JobView, view_job, wait_until_over
@@ -327,8 +328,9 @@ class AsyncJobs:
             raise Cancelled("given up before it was read")
         # An earlier process may have served other models.
         self._runtime.models.servable_spec(active.request.model)
-        source, place = self._store.input_path(active.id), active.query.input
-        if not source.exists():
+        kept, place = self._store.input_path(active.id), active.query.input
+        source: Source = kept
+        if not kept.exists():
             raise InternalError("The input of the job is lost; post it again.")
         active.delete_pixels()
         with translate_disk_faults(), active.stages.measure("read"):

@@ -21,7 +21,7 @@ from service.serving.device_worker import Reservation
 from service.serving.fair_threads import FairThreadPool
 from service.serving.folder_records import REPORT, TABLE
 from service.serving.folder_work import Done, FolderWork, StackCalls, is_free, select_stacks
-from service.serving.host_files import HostFiles
+from service.serving.host_files import HostFiles, Source
 from service.serving.job import Job, Progress
 from service.serving.job_record import AnswerMetadata
 from service.serving.parameters import Query
@@ -185,6 +185,7 @@ class FolderRun:
     def _open(self, name: str) -> Iterator[Path]:
         place = f"{self._places.stacks.removesuffix('/')}/{name}"
         with self._runtime.host_files.open_input(place, self._places.caller) as source:
+            assert isinstance(source, Source)  # noqa: S101 - the place was found in a folder
             yield source.path
 
     def _read(self, path: Path, query: Query, scratch: Path, *, measured: bool) -> Pixels:

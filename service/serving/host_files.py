@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from service.core import config
 from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
+from service.formats.remote_store import RemoteStore, check_url, is_url
 from service.formats.sandbox import descriptor_path
 from service.formats.zarr_store import is_zarr_folder
 from service.serving.open_folder import OPEN_FOLDER, ResultFolder, hold_results, list_files, open_below
@@ -33,8 +35,15 @@ class Source(NamedTuple):
     name: str
 
 
+class RemoteSource(NamedTuple):
+    """A store elsewhere, and its name."""
+
+    path: RemoteStore
+    name: str
+
+
 class HostFiles:
-    """The listed folders and their callers. Raises ConfigError for a folder that cannot be used.
+    """The listed folders and stores and their callers. Raises ConfigError for one that cannot be used.
 
     Methods take places as requests write them, and the caller's name. They raise BadParameter for a place that does not
     exist or is not for this caller, with a message that has no path but the caller's own.
@@ -42,6 +51,12 @@ class HostFiles:
 
     def __init__(self, settings: config.References) -> None:
         self._inputs, self._outputs = settings.inputs, settings.outputs
+        self._stores = settings.stores
+        for name, store in self._stores.items():
+            try:
+                RemoteStore(store.url).close()
+            except BadParameter as error:
+                raise ConfigError(f"references.stores: {name}: {error}") from error
         _check_roots("inputs", self._inputs, os.R_OK | os.X_OK)
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
@@ -62,8 +77,37 @@ class HostFiles:
                     raise _disk_full(output)
 
     @contextmanager
-    def open_input(self, place: str, caller: str | None) -> Iterator[Source]:
-        """Open the regular file, or the folder of OME-Zarr, at `place` for reading until the end of the block."""
+    def open_input(self, place: str, caller: str | None) -> Iterator[Source | RemoteSource]:
+        """Open the regular file, folder of OME-Zarr, or store elsewhere at `place` until the end of the block."""
+        if (url := self._find_url(place, caller)) is None:
+            with self._open_file(place, caller) as source:
+                yield source
+            return
+        with RemoteStore(url) as store:
+            yield RemoteSource(store, store.name)
+
+    def _find_url(self, place: str, caller: str | None) -> str | None:
+        """Return the URL of a store that a place names, None for other places. Raises BadParameter."""
+        allowed = {name: store.url.rstrip("/") for name, store in self._stores.items() if _may(caller, store.keys)}
+        if is_url(place):
+            listed = next(((url, place[len(url) :]) for url in allowed.values() if place.startswith(f"{url}/")), None)
+            if listed is None:
+                names = f" They are {', '.join(allowed.values())}." if allowed else ""
+                raise BadParameter(f"input: only stores below those may be named that the operator has listed.{names}")
+            check_url(place)
+            url, rest = listed[0], unquote(listed[1])
+        else:
+            name, slash, rest = place.partition("/")
+            if name not in allowed:
+                return None
+            url, rest = allowed[name], slash + rest
+        rest = rest.rstrip("/")
+        if not rest or not all(_is_file_name(part) for part in rest.split("/")[1:]):
+            raise BadParameter(f"input: the way from {url} to the store must be names with single slashes in between.")
+        return url + quote(rest)
+
+    @contextmanager
+    def _open_file(self, place: str, caller: str | None) -> Iterator[Source]:
         root, parts = _parse_place("input", place, self._inputs, caller)
         with _open_below("input", root, parts[:-1], place) as folder:
             # O_PATH first: opening a pipe or a device for reading has side effects.
@@ -177,7 +221,7 @@ def _parse_place(
     parameter: str, place: str, roots: Mapping[str, Root], caller: str | None, *, folder: bool = False
 ) -> tuple[Root, list[str]]:
     """Return the root of a place, and the names from there to the file or the `folder`. Raises BadParameter."""
-    allowed = {name: root for name, root in roots.items() if not root.keys or caller in root.keys}
+    allowed = {name: root for name, root in roots.items() if _may(caller, root.keys)}
     if not allowed:
         instead = "post the stack itself" if parameter == "input" else "the result comes back in the answer without it"
         raise BadParameter(f"{parameter}: no folders of this service's host may be named; {instead}.")
@@ -191,6 +235,11 @@ def _parse_place(
             f"{parameter}: the way from {name} to the file must be names with single slashes in between."
         )
     return allowed[name], parts
+
+
+def _may(caller: str | None, keys: tuple[str, ...]) -> bool:
+    """Return whether a caller is among the keys, or all are."""
+    return not keys or caller in keys
 
 
 def _is_file_name(part: str) -> bool:

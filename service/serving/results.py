@@ -19,7 +19,7 @@ from service.core.errors import BadParameter, Cancelled, DoubtfulResult
 from service.core.timing import Stages
 from service.core.volume import Description, Extent, Segmentation, TimeRange, Volume
 from service.formats import tiff_writer
-from service.formats.sandbox import Reader
+from service.formats.sandbox import Reader, Source
 from service.formats.sandbox_process import Cancelling, never
 from service.inference import measurements
 from service.inference.result import Result
@@ -113,7 +113,7 @@ class Answer(NamedTuple):
 
 
 def read_pixels(  # noqa: PLR0913
-    reader: Reader, query: Query, source: Path | bytearray, folder: Path, cancelled: Cancelling, *, large: bool
+    reader: Reader, query: Query, source: Source, folder: Path, cancelled: Cancelling, *, large: bool
 ) -> Pixels | LargePixels:
     """Read all that the query needs before anything is computed: later the file may be gone, or another one.
 
@@ -134,7 +134,7 @@ def read_pixels(  # noqa: PLR0913
 
 
 def _read_series(  # noqa: PLR0913
-    reader: Reader, query: Query, source: Path | bytearray, folder: Path, cancelled: Cancelling, *, large: bool
+    reader: Reader, query: Query, source: Source, folder: Path, cancelled: Cancelling, *, large: bool
 ) -> Pixels | LargePixels:
     """Return the time points of a file that the query asks for, or what they take on disk unless `large`."""
     shared, selection = query.input is not None, query.selection

@@ -33,6 +33,7 @@ def references(host: Path, **keys: tuple[str, ...]) -> HostFiles:
 def read(made: HostFiles, place: str, caller: str | None = None) -> bytes:
     with made.open_input(place, caller) as source:
         assert source.name == place.rpartition("/")[2]
+        assert isinstance(source.path, Path)
         return source.path.read_bytes()
 
 
@@ -235,3 +236,56 @@ def test_folder_that_is_not_there_ends_the_start(host: Path) -> None:
     for kind in ("inputs", "outputs"):
         with pytest.raises(ConfigError, match=f"references.{kind}: scans"):
             HostFiles(config.References.model_validate({kind: {"scans": str(host / "nowhere")}}))
+
+
+def far(**stores: Any) -> HostFiles:
+    return HostFiles(config.References.model_validate({"stores": stores}))
+
+
+def test_a_store_elsewhere_is_named_below_a_listed_url_alone(host: Path) -> None:
+    made = far(lab={"url": "https://host.org/data/", "keys": ("ada",)})
+    for place in (
+        "lab/a.zarr",
+        "lab/2026/b/a.zarr/",
+        "https://host.org/data/a.zarr",
+        "https://host.org/data/x/a.zarr/",
+    ):
+        with made.open_input(place, "ada") as source:
+            assert source.name == "a.zarr"
+        assert not made.is_folder(place, "ada")
+        for caller in ("grace", None):
+            with pytest.raises(BadParameter), made.open_input(place, caller):
+                pass
+    for place in (
+        "lab", "lab/", "lab/../a.zarr", "lab//a.zarr", "lab/./a", "https://host.org/data", "https://host.org/data/",
+        "https://host.org/data/../secret", "https://host.org/database/a", "https://host.org.evil/data/a",
+        "https://ada@host.org/data/a", "http://host.org/data/a", "http://169.254.169.254/latest", "file:///etc/passwd",
+        "https://host.org/data/a?b", "https://host.org/data/a#b", "https://host.org/data/%2e%2e/a",
+        "https://host.org/data/b%2f..%2f../a", "https://host.org/data/%00/a",
+    ):  # fmt: skip
+        with pytest.raises(BadParameter), made.open_input(place, "ada"):
+            pass
+    for place, name in (("lab/%2e%2e/a%2fb", "a%2fb"), ("https://host.org/data/my%20image.zarr", "my image.zarr")):
+        with made.open_input(place, "ada") as source:
+            assert source.name == name
+    for place in ("lab/a.zarr", "s3://bucket/a.zarr"):
+        with (
+            pytest.raises(BadParameter, match=r"operator has listed|begins with one of scans"),
+            references(host).open_input(place, None),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    "stores",
+    [{"lab": "ftp://host/a"}, {"lab": "https://a:b@host/a"}, {"lab": "https://host/a?b"}, {"lab": "az://box/a"}],
+)
+def test_a_store_that_cannot_be_used_is_found_at_the_start(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises((ConfigError, ValueError)):
+        far(**stores)
+
+
+def test_a_name_is_that_of_one_folder_or_store(host: Path) -> None:
+    with pytest.raises(ValueError, match="give one another name"):
+        config.References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})

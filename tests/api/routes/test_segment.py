@@ -17,6 +17,7 @@ import pytest
 import tifffile
 from fakes import FakeSegmenter, until
 from live import as_tiff
+from object_server import serve_objects
 from runtimes import loaded_segmenter
 from starlette.testclient import TestClient
 from zarr_files import pack, write_zarr
@@ -383,9 +384,11 @@ def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         (folder / name).mkdir()
     (folder / "scans" / "stack.tif").write_bytes(STACK)
     roots = {"inputs": {"scans": str(folder / "scans")}, "outputs": {"results": str(folder / "results")}}
-    with start(bands_repository, folder / "scratch", roots, cache_bytes=10**6, upload_bytes=10) as client:
-        until(lambda: runtime_of(client).unready_reasons() == ())
-        yield client, folder
+    with serve_objects(folder) as server:
+        roots["stores"] = {"far": f"{server.url}/scans"}
+        with start(bands_repository, folder / "scratch", roots, cache_bytes=10**6, upload_bytes=10) as client:
+            until(lambda: runtime_of(client).unready_reasons() == ())
+            yield client, folder
 
 
 def test_file_of_the_host_is_segmented_without_being_sent(host: tuple[TestClient, Path]) -> None:
@@ -407,19 +410,25 @@ def test_ome_zarr_is_segmented_from_a_folder_of_the_host_and_from_an_archive(
     store = folder / "scans" / f"{version}.ome.zarr"
     write_zarr(store, tifffile.imread(io.BytesIO(STACK)), version=version, chunks=(2, 5, 5))
     packed = pack(store).read_bytes()
+    url = runtime_of(service).settings.references.stores["far"].url
     for response in (
         service.post(f"/segment?input=scans/{store.name}"),
+        service.post(f"/segment?input=far/{store.name}"),
+        service.post("/segment", params={"input": f"{url}/{store.name}"}),
         client.post("/segment", content=packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}),
     ):
         assert response.status_code == 200, response.text
         assert np.array_equal(tifffile.imread(io.BytesIO(response.content)), np.ones((3, 8, 8)))
         assert response.headers["x-stackseg-voxel-size"].startswith("0.5,")
     assert 'filename="a_classes.ome.tif"' in response.headers["content-disposition"]
-    facts = service.post(f"/inspect?input=scans/{store.name}").json()["file"]
-    assert (facts["container"], facts["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
+    for place in ("scans", "far"):
+        facts = service.post(f"/inspect?input={place}/{store.name}").json()["file"]
+        assert (facts["container"], facts["shape"]) == (f"OME-Zarr {version}", [1, 3, 8, 8])
     (store / "zarr.json").unlink(missing_ok=True)
     (store / ".zattrs").unlink(missing_ok=True)
     assert service.post(f"/segment?input=scans/{store.name}").status_code in (400, 422)
+    assert service.post(f"/segment?input=far/{store.name}").status_code in (400, 422)
+    assert list(runtime_of(service).scratch.requests.iterdir()) == []
 
 
 def test_form_without_a_file_may_name_one(host: tuple[TestClient, Path]) -> None:

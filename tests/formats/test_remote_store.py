@@ -1,0 +1,174 @@
+"""Stores on S3 and on web servers: the pixels of the store, read in the sandbox, or an error that says why not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_server import ObjectServer, serve_objects
+from zarr_files import write_zarr
+
+from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
+from service.core.volume import Selection, VoxelSize
+from service.formats import stack_reader
+from service.formats.remote_store import RemoteStore, check_url
+from service.formats.sandbox import Reader
+from service.formats.zarr_store import Part
+
+LIMIT = 2**26
+PIXELS = np.random.default_rng(0).integers(0, 60_000, (2, 9, 40, 50)).astype(np.uint16)
+# Of the file that all faults are tried on: in the sharded store the only one.
+SHARD = "sharded.zarr/0/c/1/0/0/0"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    folder = tmp_path_factory.mktemp("bucket")
+    write_zarr(folder / "data" / "plain.zarr", PIXELS, "czyx", "0.4", chunks=(1, 4, 16, 16))
+    write_zarr(folder / "data" / "sharded.zarr", PIXELS, "czyx", chunks=(1, 4, 8, 16), shards=(1, 12, 40, 64))
+    (folder / "secret.json").write_text("{}")
+    with serve_objects(folder) as server:
+        yield server
+
+
+@pytest.fixture(params=["http", "s3"])
+def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    server.asked.clear()
+    server.faults.clear()
+    if request.param == "http":
+        return f"{server.url}/data"
+    for name, value in (("AWS_ENDPOINT", server.url), ("AWS_ALLOW_HTTP", "true"), ("AWS_REGION", "eu-central-1")):
+        monkeypatch.setenv(name, value)
+    return "s3://data"
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=LIMIT, processes=1) as reader:
+        yield reader
+
+
+@pytest.mark.parametrize("name", ["plain.zarr", "sharded.zarr"])
+def test_pixels_are_those_of_the_store_and_no_others_are_fetched(
+    name: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
+) -> None:
+    with RemoteStore(f"{prefix}/{name}/") as store:
+        volume = reader.read(store, Selection(channel=1), tmp_path)
+        assert np.array_equal(volume.array()[0], PIXELS[1])
+        assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+        assert store.name == name
+        chunks = [path for path in server.asked if "/0/" in path and not path.endswith((".zarray", "zarr.json"))]
+        assert all("/0/1/" in path or "/c/1/" in path for path in chunks)
+        assert len(chunks) == (
+            3 * 3 * 4 if name == "plain.zarr" else 3 * 5 * 4 + len({"index"}) + prefix.startswith("s3")
+        )
+        server.asked.clear()
+        assert reader.inspect(store, Selection()).shape == (2, *PIXELS.shape[1:])
+        assert len(server.asked) <= 4
+        assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).array(), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (404, None, ""),
+        (403, BadFile, "no credentials"),
+        ("cut", (BadFile, StorageUnavailable), "cut short|failed"),
+        (500, StorageUnavailable, "cannot be read now"),
+        (416, BadFile, "cut short"),
+    ],
+)
+def test_faults_of_the_server_are_told(
+    fault: Any, error: Any, words: str, prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
+) -> None:
+    server.faults = {SHARD: fault}
+    with RemoteStore(f"{prefix}/sharded.zarr") as store:
+        if error is None:
+            assert not reader.read(store, Selection(channel=1), tmp_path).array().any()
+            return
+        with pytest.raises(error, match=words) as raised:
+            reader.read(store, Selection(channel=1), tmp_path)
+        assert "127.0.0.1" not in str(raised.value)
+        server.faults = {}
+        assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
+
+
+def test_a_redirect_is_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+    server.faults = {"zarr.json": f"{server.url}/secret.json"}
+    server.asked.clear()
+    with (
+        RemoteStore(f"{server.url}/data/sharded.zarr") as store,
+        pytest.raises(BadFile, match=r"redirects zarr\.json, which is not followed"),
+    ):
+        reader.read(store, Selection(), tmp_path)
+    assert server.asked == ["/data/sharded.zarr/zarr.json"]
+    server.faults = {}
+
+
+def test_a_slow_store_is_given_up_with_the_request(
+    prefix: str, server: ObjectServer, reader: Reader, tmp_path: Path
+) -> None:
+    server.faults = {SHARD: 3.0}
+    cancelled = threading.Event()
+    with RemoteStore(f"{prefix}/sharded.zarr") as store, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, store, Selection(channel=1), tmp_path, cancelled=cancelled.is_set)
+        with pytest.raises(TimeoutError):
+            reading.result(0.5)
+        began = time.monotonic()
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            reading.result(10)
+        assert time.monotonic() - began < 2
+    server.faults = {}
+
+
+def test_a_server_that_is_not_there_is_told(reader: Reader, tmp_path: Path) -> None:
+    with (
+        RemoteStore("http://127.0.0.1:9/a.zarr") as store,
+        pytest.raises(StorageUnavailable, match="connection failed"),
+    ):
+        reader.inspect(store, Selection())
+
+
+@pytest.mark.parametrize(
+    "key", ["../secret.json", "/secret.json", "a/../../secret.json", "", "a//b", ".hidden", "a\\b"]
+)
+def test_keys_do_not_leave_the_store(key: str, prefix: str, server: ObjectServer) -> None:
+    with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="no path within"):
+        store.read([Part(key, 100)])
+    assert server.asked == []
+
+
+def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer) -> None:
+    with RemoteStore(f"{prefix}/plain.zarr") as store:
+        with pytest.raises(BadFile, match=r"takes (no )?more than"):
+            store.read([Part(".zattrs", 10)])
+        with pytest.raises(TooLarge, match="1 GiB"):
+            store.read([Part(".zattrs", 2**40)])
+        with pytest.raises(StackSegError):
+            store.read([Part(".zattrs", 10, 10_000)])
+        assert store.read([Part(".zattrs", 3, 0), Part("nothing", 5, 1)]) == [b"{\n ", None]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/a", "file:///etc", "s3:///a", "s3://key:secret@bucket/a", "https://user@host/a", "http://host/a?b=c",
+        "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host",
+    ],
+)  # fmt: skip
+def test_urls_of_no_use_are_refused(url: str) -> None:
+    with pytest.raises(BadParameter, match="credentials belong into the environment"):
+        check_url(url)
+
+
+def test_a_store_that_lacks_its_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(BadParameter, match="Account must be specified"):
+        RemoteStore("az://container/a.zarr")

@@ -1,0 +1,87 @@
+"""A server of files with ranges, as web servers and S3 give them, that can be slow, forgetful or hostile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+
+class ObjectServer(ThreadingHTTPServer):
+    """Serves the files of a folder, and counts what it is asked for.
+
+    faults  by the end of a path: a status, seconds to wait, an address to redirect to, or "cut" for half of the bytes
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.asked = folder, list[str]()
+        self.faults: dict[str, Any] = {}
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are expected."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ObjectServer
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the library
+        pass
+
+    def do_GET(self) -> None:
+        path = unquote(self.path.partition("?")[0])
+        self.server.asked.append(path)
+        fault = next((fault for end, fault in self.server.faults.items() if path.endswith(end)), None)
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if isinstance(fault, int):
+            return self._answer(fault, b"")
+        if isinstance(fault, str) and fault != "cut":
+            return self._answer(302, b"", Location=fault)
+        try:
+            content = (self.server.folder / path[1:]).read_bytes()
+        except OSError:
+            return self._answer(404, b"")
+        whole, status, headers = len(content), 200, {}
+        if (stated := self.headers.get("Range")) is not None:
+            first, last = stated.removeprefix("bytes=").split("-")
+            start = int(first) if first else max(0, whole - int(last))
+            if start >= whole:
+                return self._answer(416, b"")
+            content = content[start : int(last) + 1] if first else content[start:]
+            status, headers = 206, {"Content-Range": f"bytes {start}-{start + len(content) - 1}/{whole}"}
+        return self._answer(status, content, cut=fault == "cut", **headers)
+
+    do_HEAD = do_GET  # noqa: N815 - of the library
+
+    def _answer(self, status: int, content: bytes, *, cut: bool = False, **headers: str) -> None:
+        self.send_response(status)
+        stated = {"Content-Length": str(len(content)), "ETag": '"1"', "Last-Modified": "Mon, 23 Nov 2026 14:00:00 GMT"}
+        for name, value in (stated | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+        self.close_connection = cut
+
+
+@contextmanager
+def serve_objects(folder: Path) -> Iterator[ObjectServer]:
+    """Serve a folder until the end of the block."""
+    with ObjectServer(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
