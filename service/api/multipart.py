@@ -1,9 +1,9 @@
-"""Parse a multipart form while it arrives: one file, passed on piece by piece, and short text fields."""
+"""Parse a multipart form while it arrives: files, passed on piece by piece, and short text fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -19,25 +19,33 @@ MAX_FIELDS = 32
 MAX_FORM_BYTES = 2 * MAX_FIELDS * MAX_FIELD_BYTES
 
 
+class FormFile(Protocol):
+    """Takes a file of a form as it arrives; its bytes are not copied."""
+
+    def set_name(self, name: str) -> None:
+        """Take the name that the client gives the file."""
+
+    def add_data(self, data: memoryview) -> None:
+        """Take the next bytes."""
+
+
 class FormParser:
     """Parser of a form in chunks of any size. All methods raise BadParameter for a body that is not such a form.
 
-    add_data   called with the bytes of the part `file`, which are not copied
-    set_name   called with the file name of that part
-    fields     where the text of every other part is put, by name
+    files   what takes the file of a part, by the name of the part
+    fields  where the text of every other part is put, by name
     """
 
     def __init__(
         self,
         boundary: bytes,
-        add_data: Callable[[memoryview], None],
-        set_name: Callable[[str], None],
+        files: Mapping[str, FormFile],
         fields: dict[str, str],
     ) -> None:
-        self._add_data, self._set_name, self._fields = add_data, set_name, fields
+        self._files, self._fields = files, fields
         self._header, self._value, self._text = bytearray(), bytearray(), bytearray()
         self._name = ""
-        self._files = 0
+        self._seen = set[str]()
         self._ended = False
         if not boundary:
             raise BadParameter("The multipart form states no boundary.")
@@ -77,24 +85,32 @@ class FormParser:
         if self._header.lower() == b"content-disposition":
             _, options = parse_options_header(bytes(self._value))
             self._name = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._name == "file":
-                self._files += 1
-                self._set_name(options.get(b"filename", b"").decode("utf-8", "replace"))
+            if self._name in self._files:
+                self._begin_file(options.get(b"filename", b"").decode("utf-8", "replace"))
         self._header.clear()
         self._value.clear()
-        if self._files > 1:
-            raise BadParameter("The form carries more than one file; post one stack per request.")
+
+    def _begin_file(self, name: str) -> None:
+        if self._name in self._seen:
+            raise BadParameter(f"The form carries more than one file {self._name!r}; post one stack per request.")
+        self._seen.add(self._name)
+        self._files[self._name].set_name(name)
 
     def _add_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == "file":
-            self._add_data(memoryview(data)[start:end])
+        if self._name in self._files:
+            self._files[self._name].add_data(memoryview(data)[start:end])
             return
         self._text += data[start:end]
         if len(self._text) > MAX_FIELD_BYTES:
-            raise BadParameter(f"The form field {self._name[:40]!r} is too long; the stack goes into the field 'file'.")
+            raise BadParameter(f"The form field {self._name[:40]!r} is too long; files go into {self._expected}.")
+
+    @property
+    def _expected(self) -> str:
+        names = " and ".join(repr(name) for name in self._files)
+        return f"the field{'s' if len(self._files) > 1 else ''} {names}"
 
     def _end_part(self) -> None:
-        if self._name == "file":
+        if self._name in self._files:
             return
         if self._name in self._fields:
             raise BadParameter(f"The form carries the field {self._name[:40]!r} twice.")

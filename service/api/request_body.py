@@ -14,7 +14,7 @@ from service.api.admission import admit_form
 from service.api.cancellation import time_limit
 from service.api.dependencies import get_caller, get_client, get_stacks
 from service.api.threads import HOST_FILE_THREADS, run_in_thread
-from service.api.uploads import STACKS, BodyKinds, Upload, is_multipart, receive
+from service.api.uploads import STACK_PART, STACKS, BodyKinds, Upload, is_multipart, receive
 from service.core.errors import BadParameter
 from service.core.timing import Stages
 from service.formats.remote_store import RemoteStore
@@ -27,6 +27,9 @@ from service.serving.runtime import Runtime
 from service.serving.scratch import ScratchFolder, path_exists, translate_disk_faults
 from service.serving.scratch_space import Hold
 from service.serving.stack_store import StackStore, StoredStack
+
+# Name of a stack that a form has beside another file.
+BESIDE = "stack.tif"
 
 
 @asynccontextmanager
@@ -66,6 +69,7 @@ class ReceivedFile:
     name       of the file
     shared     whether it is a file of the host, which others may change
     space      what the request holds on disk, and for whom
+    stack      the stack that a form has beside the file, None without one
     resources  folder and file, released at the end of `receive_file` unless they were taken from here
     """
 
@@ -79,14 +83,17 @@ class ReceivedFile:
     ) -> None:
         self.received, self.name, self.space = received, named.name, space
         self.resources, self._upload, self._named = resources, upload, named
+        self.stack: Upload | None = None
         self.shared = received.query.input is not None
 
     def complete(self) -> str | None:
-        """Write what is not on disk yet, before the file is read; blocks, so call it in a thread.
+        """Write what is not on disk yet, before the files are read; blocks, so call it in a thread.
 
         Return the digest of the file, None for a file that others may change.
         """
         self._upload.complete()
+        if self.stack is not None:
+            self.stack.complete()
         return None if self.shared else self._upload.digest
 
     @property
@@ -112,6 +119,7 @@ async def receive_file(  # noqa: PLR0913
 ) -> AsyncIterator[ReceivedFile]:
     """Receive the file, or open the one that is named, where `folders` are taken also a folder; limit the block's time.
 
+    A form of other `kinds` than a stack may have the stack beside the file, which then needs a `folder`.
     The file goes to `folder`; without one it stays in memory where it is small, else goes to a `work_folder`. It can be
     read once it is complete. Raises what `receive`, `admit_form` and `HostFiles.open_input` raise, UnknownStack, and
     TimedOut.
@@ -123,11 +131,15 @@ async def receive_file(  # noqa: PLR0913
             space = stack.enter_context(runtime.scratch_space.hold(get_client(request)))
             upload = Upload(path / INPUT, limits.upload_bytes, space)
             stack.callback(upload.close)
+            beside = Upload(path / BESIDE, limits.upload_bytes, space)
+            stack.callback(beside.close)
             with stages.measure("receive"):
-                await receive(request, upload, kinds)
+                await receive(request, upload, kinds, {} if kinds.part == STACK_PART else {STACK_PART: beside})
             if folder is None:
                 upload.keep_in_memory()
-            if is_multipart(request):
+            if kinds.part != STACK_PART and upload.fields:
+                raise BadParameter("State the parameters in the address; the form has files alone.")
+            if is_multipart(request) and kinds.part == STACK_PART:
                 query = await admit_form(request, runtime, query, upload.fields)
             caller = get_caller(request)
             if (kept := _choose_stack(query, upload)) is not None:
@@ -135,13 +147,15 @@ async def receive_file(  # noqa: PLR0913
                 upload.set_name(stored.name)
             source: Source | RemoteSource = Source(upload.path, upload.name)
             name = ""
-            if (place := _choose_host_file(query, upload)) is not None:
+            if (place := _choose_host_file(query, upload, kinds)) is not None:
                 opening = partial(_open_host_file, runtime.host_files, place, caller, stack, folders=folders)
                 source = await run_in_thread(opening, HOST_FILE_THREADS)
                 name = source.name
             own = source.path if isinstance(source, Source) else upload.path
             received = ReceivedRequest(query, own, path, caller, name=name)
-            yield ReceivedFile(received, source, upload, space, stack)
+            file = ReceivedFile(received, source, upload, space, stack)
+            file.stack = beside if beside.received else None
+            yield file
 
 
 def _open_host_file(
@@ -168,10 +182,12 @@ def _choose_stack(query: Query, upload: Upload) -> str | None:
     return query.stack
 
 
-def _choose_host_file(query: Query, upload: Upload) -> str | None:
+def _choose_host_file(query: Query, upload: Upload, kinds: BodyKinds) -> str | None:
     """Return the host file that stands for a body, None for a request with a body. Raises BadParameter."""
     if query.input is None and query.stack is None and not upload.received:
-        raise BadParameter("The request carries no file: send the TIFF as the body, or as the form field 'file'.")
+        raise BadParameter(
+            f"The request carries no file: send {kinds.name} as the body, or as the form field {kinds.part!r}."
+        )
     if query.input is not None and upload.received:
         raise BadParameter("The request carries a file and names another with input; leave one of them out.")
     return query.input

@@ -160,6 +160,7 @@ class AnnotationReport(BaseModel):
     base_model  that made the labels which were corrected, with its version; null where that is not known
     diameter    of the objects, as the parameter `diameter` takes it, where the labels were made with one
     changes     how many corrections there were, where the client says
+    time        the time point of the series that it was made of, from 0; null where there is one alone
     stack, job  that it was made of, either of which may be gone
     overlaps    ids of those of the caller's that have labels for the same place of the same image, newest first; of
                 such only one can be trained on at a time
@@ -176,6 +177,7 @@ class AnnotationReport(BaseModel):
     base_model: str | None
     diameter: str | None
     changes: int | None
+    time: int | None
     stack: str | None
     job: str | None
     overlaps: list[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
@@ -39,12 +39,20 @@ RAW_TYPES = frozenset(
 )
 
 
+# Of a form.
+STACK_PART = "file"
+
+
 class BodyKinds(NamedTuple):
-    """Media types and content encodings of a body that is the file itself, and what such a file is called."""
+    """Media types and content encodings of a body that is the file itself, and what such a file is called.
+
+    part  of a form that has the file
+    """
 
     media_types: frozenset[str] = RAW_TYPES
     encodings: frozenset[str] = frozenset({"identity"})
     name: str = "the TIFF itself"
+    part: str = STACK_PART
 
 
 STACKS = BodyKinds()
@@ -52,6 +60,7 @@ LABELS = BodyKinds(
     RAW_TYPES | {"application/x-npy", "application/gzip", "application/x-gzip"},
     frozenset({"identity", "gzip"}),
     "labels as TIFF or .npy",
+    "labels",
 )
 # Errors of a hard link from one file system to another, or on one that has none.
 NO_HARD_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
@@ -239,24 +248,36 @@ def is_multipart(request: Request) -> bool:
     return _media_type(request) == MULTIPART
 
 
-async def receive(request: Request, upload: Upload, kinds: BodyKinds = STACKS) -> None:
+async def receive(
+    request: Request, upload: Upload, kinds: BodyKinds = STACKS, beside: Mapping[str, Upload] | None = None
+) -> None:
     """Receive the posted file and write all but its end, as it comes. An empty body makes an empty file.
+
+    A form may have files `beside` it, by the names of their parts.
 
     Raises UnsupportedMedia, TooLarge, BadParameter for a broken form, RateLimited or OutOfStorage where there is too
     little space for it, and Cancelled when the client disconnects before it has sent everything.
     """
-    form = _make_form_parser(request, upload, kinds)
+    uploads = {**(beside or {}), kinds.part: upload}
+    form = _make_form_parser(request, uploads, kinds)
     feed = upload.add_data if form is None else form.feed
-    upload.announce(_stated_length(request, upload.limit_bytes))
+    length = _stated_length(request, upload.limit_bytes * (len(uploads) if form is not None else 1))
+    # Which share of a form is whose is seen as they come.
+    upload.announce(length if len(uploads) == 1 or form is None else 0)
     more = True
     try:
         while more:
             # No local variable may refer to a chunk while the next one is awaited, as in `request.stream`: a stalled
             # body would keep it in memory.
+            received = [each.received for each in uploads.values()]
             nbytes, more = _feed(feed, await request.receive())
-            await upload.flush(nbytes)
+            for each, before in zip(uploads.values(), received, strict=True):
+                # A chunk may hold the end of one file and the beginning of another.
+                if each.received > before:
+                    await each.flush(nbytes)
     finally:
-        await upload.wait_written()
+        for each in uploads.values():
+            await each.wait_written()
     if form is not None:
         form.finish()
 
@@ -279,7 +300,7 @@ def _media_type(request: Request) -> str:
     return get_header(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
-def _make_form_parser(request: Request, upload: Upload, kinds: BodyKinds) -> FormParser | None:
+def _make_form_parser(request: Request, uploads: Mapping[str, Upload], kinds: BodyKinds) -> FormParser | None:
     """Return the parser of a form, None for a body that is the file itself.
 
     Raises UnsupportedMedia for any other body, and BadParameter for a form's boundary.
@@ -290,9 +311,9 @@ def _make_form_parser(request: Request, upload: Upload, kinds: BodyKinds) -> For
     media_type = _media_type(request)
     if media_type == MULTIPART:
         _, options = parse_options_header(request.headers["content-type"])
-        return FormParser(options.get(b"boundary", b""), upload.add_data, upload.set_name, upload.fields)
+        return FormParser(options.get(b"boundary", b""), uploads, uploads[kinds.part].fields)
     if media_type in kinds.media_types:
-        upload.set_name(_decode_name(get_header(request.scope, b"x-filename")))
+        uploads[kinds.part].set_name(_decode_name(get_header(request.scope, b"x-filename")))
         return None
     raise UnsupportedMedia(f"A body of type {media_type} is not read; send {kinds.name} with Content-Type: image/tiff.")
 

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from service.core.errors import BadFile, BadParameter, TooLarge
+from service.core.errors import BadFile, BadParameter, RequestError, TooLarge
 from service.core.volume import Selection, Size
 from service.formats import stack_reader
 from service.formats.pixels import Placement
@@ -24,6 +24,7 @@ _TYPES = {"uint8", "uint16", "uint32", "int32"}
 # A header states three numbers; numpy.load refuses longer ones than this, too.
 _MAX_HEADER_BYTES = 10_000
 _BLOCK_BYTES = 2**20
+_SAVE = "save them as uint16 or uint32, as with labels.astype('uint32')."
 
 
 def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
@@ -44,16 +45,33 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Extrac
 def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> Extract:
     limit = 4 * math.prod(shape)
     try:
-        located = stack_reader.extract(file, Selection(), limit, make_output, sys.maxsize)
+        selection = _choose_axes(file, shape, limit)
+        located = stack_reader.extract(file, selection, limit, make_output, sys.maxsize)
     except TooLarge as error:
-        text = f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits."
-        raise BadParameter(text) from error
+        raise BadParameter(
+            f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits;"
+            f" {_SAVE}"
+        ) from error
     assert isinstance(located, Extract)  # noqa: S101 - only what is larger than the last number is described instead
     placement = located.placement
     if placement.shape[0] > 1:
         raise BadParameter(f"The labels have {placement.shape[0]} channels; send one.")
     _check(np.dtype(placement.dtype), placement.shape[1:], shape)
     return located
+
+
+def _choose_axes(file: int, shape: Size, limit: int) -> Selection:
+    """Return how to read labels, whose planes most programs save as if they were channels or time points.
+
+    `file` stays open. What has the three dimensions of the stack is labels of its planes, whatever the file calls them.
+    """
+    planes = Selection(axes="ZYX")
+    try:
+        fits = stack_reader.inspect(file, planes, limit, keep=True).shape == (1, *shape)
+    except RequestError:
+        fits = False
+    os.lseek(file, 0, os.SEEK_SET)
+    return planes if fits else Selection()
 
 
 def _describe(placement: Placement, *, decoded: bool) -> Extract:
@@ -86,7 +104,7 @@ def _check(dtype: np.dtype[Any], stored: tuple[int, ...], shape: Size) -> None:
             " labels of the whole stack, with region= where only a part of it was corrected."
         )
     if dtype.name not in _TYPES:
-        raise BadFile(f"The labels are {dtype.name}; save them as uint16 or uint32, as with labels.astype('uint32').")
+        raise BadFile(f"The labels are {dtype.name}; {_SAVE}")
 
 
 def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int]) -> Extract:

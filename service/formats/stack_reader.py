@@ -31,13 +31,13 @@ Source = Path | int | Store
 """A file or folder by its path, an open file, or a store of Zarr."""
 
 
-def inspect(file: Source, selection: Selection, limit_bytes: int) -> Description:
+def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    A descriptor is closed. Several time points without a choice are told as `problem`.
+    A descriptor is closed, unless it is to be kept open. Several time points without a choice are told as `problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _open(file, selection, limit_bytes) as stack:
+    with _open(file, selection, limit_bytes, keep=keep) as stack:
         return stack.describe(selection)
 
 
@@ -140,13 +140,14 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 
 @contextmanager
-def _open(file: Source, selection: Selection, limit_bytes: int) -> Iterator[OpenStack]:
+def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Iterator[OpenStack]:
     """Open a file or a folder as what its content says that it is."""
     with ExitStack() as files:
         store = _open_folder(file, files)
         if store is None:
             assert isinstance(file, Path | int)  # noqa: S101 - it is neither a store nor a folder
-            stream = files.enter_context(os.fdopen(file, "rb") if isinstance(file, int) else file.open("rb"))
+            opened = os.fdopen(file, "rb", closefd=not keep) if isinstance(file, int) else file.open("rb")
+            stream = files.enter_context(opened)
             store = _open_archive(stream)
             if store is None:
                 yield tiff_reader.open_stack(stream, selection, limit_bytes)

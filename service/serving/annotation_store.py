@@ -81,6 +81,7 @@ class Origin:
     model     with its version
     diameter  as the parameter takes it
     changes   number of corrections
+    time      the time point of a series, from 0
     stack     id of the stack; like the job it may be gone
     job       id of the job whose labels were corrected
     """
@@ -88,6 +89,7 @@ class Origin:
     model: str | None = None
     diameter: str | None = None
     changes: int | None = None
+    time: int | None = None
     stack: str | None = None
     job: str | None = None
 
@@ -278,8 +280,8 @@ class AnnotationStore:
             raise OutOfStorage(f"You keep {len(kept):,} annotated stacks, and no more are kept; delete some.")
         if (used := sum(annotation.nbytes for annotation in kept)) + nbytes > self.quota_bytes:
             raise OutOfStorage(
-                f"Your annotated stacks take {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), and this"
-                " one has no room; delete some."
+                f"Your annotated stacks take {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), and"
+                f" {nbytes:,} more have no room; delete some, or keep a smaller stack."
             )
 
     def _all(self) -> Iterator[Annotation]:

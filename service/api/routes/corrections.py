@@ -21,10 +21,10 @@ from service.api.request_body import ReceivedFile, incoming_folder, receive_file
 from service.api.responses import describe_attachment
 from service.api.schemas import AnnotationList, AnnotationReport
 from service.api.threads import run_in_thread
-from service.api.uploads import LABELS, plain_name
+from service.api.uploads import LABELS, Upload, is_multipart, plain_name
 from service.core.errors import BadParameter
 from service.core.timing import Stages
-from service.core.volume import TimeRange
+from service.core.volume import TimeRange, VoxelSize
 from service.serving.annotation_store import Annotation, AnnotationStore, Origin, Region, find_overlaps
 from service.serving.async_jobs import AsyncJobs
 from service.serving.parameters import Query as Parameters
@@ -36,11 +36,24 @@ router = APIRouter(tags=["learning"])
 ID = "^[0-9a-f]{32}$"
 AnnotationId = Annotated[str, Path(pattern=ID, description="The id of the annotated stack.")]
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
+FORM = {
+    "schema": {
+        "type": "object",
+        "properties": {"file": _BINARY["schema"], "labels": _BINARY["schema"]},
+        "required": ["labels"],
+    }
+}
 BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "Labels of the whole stack: a TIFF, or .npy [Z, Y, X], which may be within gzip.",
+        "description": "Labels of the whole stack: a TIFF, or .npy [Z, Y, X], which may be within gzip; or a form with"
+        " `labels` and the stack itself, `file`.",
         "required": True,
-        "content": {"image/tiff": _BINARY, "application/x-npy": _BINARY, "application/gzip": _BINARY},
+        "content": {
+            "image/tiff": _BINARY,
+            "application/x-npy": _BINARY,
+            "application/gzip": _BINARY,
+            "multipart/form-data": FORM,
+        },
     }
 }
 TIFF: dict[int | str, dict[str, Any]] = {200: {"description": "An OME-TIFF ZYX.", "content": {"image/tiff": _BINARY}}}
@@ -67,9 +80,10 @@ async def keep(  # noqa: PLR0913
     axes: Annotated[str | None, Query(max_length=16, description="As in /segment; the job's.")] = None,
     voxel_size: Annotated[str | None, Query(max_length=64, description="As in /segment; the job's.")] = None,
 ) -> AnnotationReport:
-    """Keep a stack with corrected labels, which are the body.
+    """Keep a stack with corrected labels, which are the body, or with those of a form that has both.
 
-    The stack is one of `POST /stacks`, read as the job has read it. It is kept until it is deleted.
+    The stack is that of the form, else one of `POST /stacks`, read as the job has read it. It is kept until it is
+    deleted.
     """
     caller, annotations = get_caller(request), get_annotations(request)
     runtime.check_admission(caller)
@@ -77,15 +91,20 @@ async def keep(  # noqa: PLR0913
     given = {"stack": stack, "channel": channel, "time": time, "axes": axes, "voxel_size": voxel_size}
     stated = {key: value for key, value in given.items() if value is not None}
     parameters, origin = await run_in_thread(partial(_read_job, async_jobs, job, caller, stated, changes))
-    stored = await run_in_thread(partial(_find_stack, request, parameters, caller))
-    bare = Parameters()
-    async with receive_file(request, runtime, bare, Stages(), incoming_folder(async_jobs), kinds=LABELS) as file:
-        if file.received.query != bare:
-            raise BadParameter("State the parameters in the address; the form has the labels alone, as 'file'.")
+    find_stack = partial(_find_stack, request, parameters, caller)
+    # A form may bring the stack, for which another must not be stated then; that of a job may be gone.
+    stored = None if stack is None and is_multipart(request) else await run_in_thread(find_stack)
+    folder = incoming_folder(async_jobs)
+    async with receive_file(request, runtime, Parameters(), Stages(), folder, kinds=LABELS) as file:
+        if file.stack is not None and stored is not None:
+            raise BadParameter("stack: the form brings the stack itself; leave one of them out.")
+        source = file.stack or stored
+        if source is None:
+            source = await run_in_thread(find_stack)
         cancelled = threading.Event()
 
         def work() -> Annotation:
-            return _keep(runtime, annotations, file, stored, parameters, cancelled, plain_name(name), region, origin)
+            return _keep(runtime, annotations, file, source, parameters, cancelled, plain_name(name), region, origin)
 
         threads = runtime.decode_threads.of(file.space.client)
         annotation = await run_while_connected(request, run_in_thread(work, threads, cancelled))
@@ -141,19 +160,31 @@ def _read_job(
 ) -> tuple[Parameters, Origin]:
     """Return how the stack is read, and what the labels were made of. Raises UnknownJob and BadParameter."""
     if job is None:
-        return merge_fields(Parameters(), stated), Origin(changes=changes, stack=stated.get("stack"))
+        parameters = merge_fields(Parameters(), stated)
+        return parameters, Origin(changes=changes, time=_one_time(parameters), stack=parameters.stack)
     record = async_jobs.view(job, caller).record
     known = {key: value for key, value in record.request.parameters.items() if key in SELECTION}
     answer = record.answer
     width = None if answer is None or answer.diameter is None else answer.diameter.partition(";")[0]
     parameters = merge_fields(Parameters(), {**known, **stated})
     model = record.request.model if answer is None else answer.model
-    return parameters, Origin(model, width, changes, parameters.stack, job)
+    return parameters, Origin(model, width, changes, _one_time(parameters), parameters.stack, job)
+
+
+def _one_time(parameters: Parameters) -> int | None:
+    """Return the time point that is stated. Raises BadParameter for several."""
+    time = parameters.selection.time
+    if isinstance(time, TimeRange):
+        raise BadParameter("time: labels are those of one time point; say which, as in time=3.")
+    return time
 
 
 def _find_stack(request: Request, parameters: Parameters, caller: str | None) -> StoredStack:
     if parameters.stack is None:
-        raise BadParameter("stack: keep the stack with POST /stacks first, and say here which one it is.")
+        raise BadParameter(
+            "stack: send a form with the stack, 'file', and the labels, 'labels'; or keep the stack with POST /stacks"
+            " first, and say here which one it is."
+        )
     return get_stacks(request).find(parameters.stack, caller)
 
 
@@ -161,7 +192,7 @@ def _keep(  # noqa: PLR0913, PLR0917
     runtime: Runtime,
     annotations: AnnotationStore,
     file: ReceivedFile,
-    stored: StoredStack,
+    stack: StoredStack | Upload,
     parameters: Parameters,
     cancelled: threading.Event,
     name: str,
@@ -170,10 +201,8 @@ def _keep(  # noqa: PLR0913, PLR0917
 ) -> Annotation:
     """Read image and labels, and keep them, in a thread that decodes."""
     selection, reader = parameters.selection, runtime.reader
-    if isinstance(selection.time, TimeRange):
-        raise BadParameter("time: labels are those of one time point; say which.")
     file.complete()
-    description = reader.inspect(stored.path, selection, cancelled=cancelled.is_set)
+    description = reader.inspect(stack.path, selection, cancelled=cancelled.is_set)
     channels, *size = description.shape
     if channels != 1:
         raise BadParameter(f"channel: the stack has {channels} channels, and labels belong to one; say which.")
@@ -182,10 +211,23 @@ def _keep(  # noqa: PLR0913, PLR0917
     # Of the image and of the labels, as they are read and as they are written.
     file.space.reserve(2 * (description.nbytes + 4 * description.nbytes // _itemsize(description.dtype)))
     folder: Folder = file.received.folder
-    image = reader.read(stored.path, selection, folder, cancelled=cancelled.is_set)
+    image = reader.read(stack.path, selection, folder, cancelled=cancelled.is_set)
     numbers = reader.read_labels(file.source, shape, folder, cancelled=cancelled.is_set)
+    if parameters.voxel_size is None:
+        _check_voxel_size(numbers.voxel_size, image.voxel_size)
     return annotations.keep(
-        image, numbers, name=name or stored.name, owner=file.received.caller, region=corrected, origin=origin
+        image, numbers, name=name or stack.name, owner=file.received.caller, region=corrected, origin=origin
+    )
+
+
+def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:
+    """Raise BadParameter where both files state one and these differ: then the labels may be of another stack."""
+    if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
+        return
+    stated = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
+    raise BadParameter(
+        f"voxel_size: the labels say {stated[0]} micrometres (Z,Y,X) and the stack says {stated[1]}; save the labels"
+        f" without one, or state which is right, as in voxel_size={stated[1]}."
     )
 
 
@@ -223,6 +265,7 @@ def _report(annotation: Annotation, overlaps: Sequence[Annotation]) -> Annotatio
         base_model=origin.model,
         diameter=origin.diameter,
         changes=origin.changes,
+        time=origin.time,
         stack=origin.stack,
         job=origin.job,
         overlaps=[other.id for other in overlaps],

@@ -20,6 +20,7 @@ PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 TRUTH = np.zeros(PIXELS.shape, np.uint32)
 TRUTH[1:3, 1:4, 1:4], TRUTH[3:5, 4:7, 5:9], TRUTH[5, 7, 9] = 1, 7, 70_000
 NPY = {"Content-Type": "application/x-npy"}
+THICKER = as_tiff(TRUTH.astype(np.uint8), metadata={"axes": "ZYX", "spacing": 0.6, "unit": "um"})
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,79 @@ def test_a_job_says_how_the_stack_was_read(service: Service, stack: str) -> None
     assert (kept["base_model"], kept["job"], kept["stack"]) == ("bands/1", job["id"], other)
     image = service.client.get(f"/annotations/{kept['id']}/image")
     assert np.array_equal(Answer(image.content).pixels, PIXELS + 1)
+
+
+def send(service: Service, files: dict[str, tuple[str, bytes]], data: Any = None, **query: str) -> Any:
+    return service.client.post("/annotations", files=files, data=data, params=query)
+
+
+def test_a_script_sends_a_stack_and_its_labels_as_one_form(service: Service, stack: str) -> None:
+    # Larger than what is written at once, and in either order.
+    large = np.zeros((6, 256, 1024), np.uint16) + np.arange(6, dtype=np.uint16)[:, None, None]
+    labels = np.zeros(large.shape, np.uint16)
+    labels[:, 20:30, 40:60] = 3
+    for parts in (("file", "labels"), ("labels", "file")):
+        sent = {"file": ("embryo.tif", as_tiff(large)), "labels": ("my labels.tif", as_tiff(labels))}
+        kept = send(service, {part: sent[part] for part in parts}, region="0:6,0:200,0:1000").json()
+        stated = {"name": "embryo.tif", "shape": [6, 256, 1024], "objects": 1, "voxel_size": [0.5, 0.2, 0.2]}
+        assert kept == kept | stated | {"stack": None, "job": None}, kept
+        image, numbers = (service.client.get(f"/annotations/{kept['id']}/{part}") for part in ("image", "labels"))
+        assert np.array_equal(Answer(image.content).pixels, large)
+        assert np.array_equal(Answer(numbers.content).pixels, labels)
+        assert service.client.delete(f"/annotations/{kept['id']}").status_code == 204
+    assert send(service, {"labels": ("a.npy", npy())}, stack=stack).json()["name"] == "cells.tif"
+    assert list(service.runtime.scratch.requests.iterdir()) == []
+    assert service.runtime.scratch_space.used == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "query", "expected"),
+    [
+        ({"labels": ("a.tif", as_tiff(TRUTH[1:].astype(np.uint8)))}, {}, "5x8x10"),
+        ({"labels": ("a.npy", npy(TRUTH.astype(np.int64)))}, {}, "labels.astype('uint32')"),
+        ({"labels": ("a.tif", as_tiff(TRUTH.astype(np.float32), imagej=False))}, {}, "labels.astype('uint32')"),
+        (
+            {"labels": ("a.tif", THICKER)},
+            {},
+            "voxel_size: the labels say 0.6,0.2,0.2 micrometres (Z,Y,X) and the stack says 0.5,0.2,0.2",
+        ),
+        ({"file": ("a.tif", as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}))}, {}, "2 channels"),
+        ({"file": ("a.txt", b"nothing known")}, {}, "TIFF"),
+        ({"labels": None}, {}, "form field 'labels'"),
+        ({"file": None}, {}, "send a form with the stack, 'file', and the labels, 'labels'"),
+        ({}, {"stack": "KEPT"}, "leave one of them out"),
+        ({"region": ("", b"0:1,0:2,0:2")}, {}, "parameters in the address"),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_said(
+    service: Service, stack: str, change: dict[str, Any], query: dict[str, str], expected: str
+) -> None:
+    files = {"file": ("a.tif", as_tiff(PIXELS)), "labels": ("b.npy", npy())} | change
+    stated = dict.fromkeys(query, stack)
+    answer = send(service, {part: sent for part, sent in files.items() if sent is not None}, **stated)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert expected in answer.json()["detail"]
+    assert service.client.get("/annotations").json() == {"annotations": []}
+
+
+def test_a_stated_voxel_size_settles_what_the_files_say(service: Service, stack: str) -> None:
+    kept = send(service, {"file": ("a.tif", as_tiff(PIXELS)), "labels": ("b.tif", THICKER)}, voxel_size="0.6,0.2,0.2")
+    assert kept.json()["voxel_size"] == [0.6, 0.2, 0.2]
+
+
+def test_corrections_of_one_time_point_of_a_series_are_kept_with_its_image(service: Service, stack: str) -> None:
+    series = np.stack([PIXELS, PIXELS + 1, PIXELS + 2])
+    movie = as_tiff(series, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"})
+    other = service.client.post("/stacks", content=movie, headers=TIFF).json()["id"]
+    job = service.client.post("/jobs", params={"stack": other, "time": "1:3"}).json()
+    service.wait(job, "done")
+    assert "one time point; say which" in keep(service, npy(), job=job["id"]).json()["detail"]
+    assert "time" in keep(service, npy(), job=job["id"], time="3").json()["detail"]
+    kept = [keep(service, npy(), job=job["id"], time=str(time)).json() for time in (1, 2, 2)]
+    images = [service.client.get(f"/annotations/{each['id']}/image").content for each in kept[:2]]
+    assert [np.array_equal(Answer(image).pixels, PIXELS + 1 + k) for k, image in enumerate(images)] == [True, True]
+    assert [each["time"] for each in kept] == [1, 2, 2]
+    assert [each["overlaps"] for each in kept] == [[], [], [kept[1]["id"]]]
 
 
 def test_others_find_nothing_and_have_room_of_their_own(service: Service, stack: str) -> None:
