@@ -70,7 +70,7 @@ def parse_range(
     step: Annotated[
         str,
         Query(
-            pattern=r"^[1-9]\d{0,4}(,[1-9]\d{0,4}){2}$",
+            pattern=r"^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4}){2}$",
             description="Every n-th plane, row and column: Z,Y,X. Large stacks are looked at in coarse steps first.",
         ),
     ] = "1,1,1",

@@ -78,10 +78,10 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 
 def _read(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter for unequal shapes."""
-    from service.core.volume import Selection  # noqa: PLC0415
+    from service.core.volume import Selection, is_index  # noqa: PLC0415
     from service.formats import stack_reader  # noqa: PLC0415
 
-    selected = int(channel) if channel and channel.isdecimal() else channel
+    selected = int(channel) if channel and is_index(channel) else channel
     limit = settings.limits.decoded_bytes
     volume = stack_reader.read(image, Selection(channel=selected), limit)
     truth = stack_reader.read(labels, Selection(), limit)

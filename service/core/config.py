@@ -38,7 +38,7 @@ RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 MAX_STREAMS = 8
 
 AsynchronousStage = Literal["batches", "prepare", "windows", "decode"]
-DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
@@ -80,7 +80,7 @@ class Device(_Section):
                   measured on a GPU
     """
 
-    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     serve: tuple[DeviceName, ...] | Literal["all"] = ()
     threads: NonNegativeInt = 0
     asynchronous: tuple[AsynchronousStage, ...] = ()

@@ -68,13 +68,18 @@ class TimeRange:
     stop: int | None = None
 
 
+def is_index(text: str) -> bool:
+    """Return whether a text has plain digits alone: those of other scripts may be names."""
+    return text.isascii() and text.isdecimal()
+
+
 def parse_time(text: str) -> int | TimeRange:
     """Parse an index from 0, all, or a range such as 2:5, without its end as in Python. Raises BadParameter."""
     given = text.strip().lower()
     if given == "all":
         return TimeRange()
     first, colon, stop = given.partition(":")
-    if {first, stop} - {""} and all(part.isdecimal() for part in (first, stop) if part):
+    if {first, stop} - {""} and all(is_index(part) for part in (first, stop) if part):
         if not colon:
             return int(first)
         times = TimeRange(int(first or 0), int(stop) if stop else None)
@@ -330,7 +335,7 @@ def parse_diameter(text: str) -> DiameterSetting:
 
 def parse_roi_size(text: str) -> Size:
     """Parse the edges of a window, as in 64,64,64. Raises BadParameter."""
-    edges = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part) <= MOST_EDGE_DIGITS]
+    edges = [int(part) for part in text.split(",") if is_index(part.strip()) and len(part) <= MOST_EDGE_DIGITS]
     match edges:
         case [z, y, x] if min(edges) > 0 and text.count(",") == 2:
             return z, y, x

@@ -10,6 +10,8 @@ from html import escape
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from pydantic import ConfigDict, TypeAdapter
+
 from service.core.errors import BadParameter
 from service.serving.open_folder import ResultFolder
 
@@ -22,6 +24,10 @@ img { max-width: 256px; max-height: 256px }
 small { color: #666; display: block; max-width: 50em }
 .failed { color: #b00 }
 """
+
+
+# A spreadsheet takes a cell that begins so for a formula.
+_FORMULA = ("=", "+", "-", "@")
 
 
 class StackRecord(NamedTuple):
@@ -43,6 +49,13 @@ class StackRecord(NamedTuple):
     notes: Sequence[str] = ()
     problem: str = ""
     doubtful: bool = False
+
+
+# pydantic's errors are ValueErrors.
+_STRICT = ConfigDict(strict=True)
+_NAME = TypeAdapter(str, config=_STRICT)
+_RECORD = TypeAdapter(StackRecord, config=_STRICT)
+_SERIES = TypeAdapter(tuple[str, str, str])
 
 
 class Records(dict[str, StackRecord]):
@@ -72,10 +85,11 @@ class Records(dict[str, StackRecord]):
 
     def _read(self, content: dict[str, Any]) -> None:
         if "series" in content:
-            self._series[content["series"]] = (content["diameter"], content["note"])
+            parameters, *width = _SERIES.validate_python([content[key] for key in ("series", "diameter", "note")])
+            self._series[parameters] = (width[0], width[1])
         else:
-            name = content.pop("stack")
-            self[name] = StackRecord(**content)
+            name = _NAME.validate_python(content.pop("stack"))
+            self[name] = _RECORD.validate_python(content)
 
     def add(self, name: str, record: StackRecord) -> None:
         """Record how a stack went."""
@@ -107,6 +121,12 @@ def printable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
+def _as_cell(name: str) -> str:
+    """Return the name of a file as text in one line, and as a path where a spreadsheet would compute it."""
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in printable(name))
+    return f"./{text}" if text.startswith(_FORMULA) else text
+
+
 def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
     """Write one table of the objects of all stacks (name, place), with a first column that names the stack.
 
@@ -122,7 +142,7 @@ def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
         writer.writeheader()
         for name, path in tables:
             with out.open(path) as table:
-                writer.writerows({"stack": printable(name), **row} for row in csv.DictReader(table))
+                writer.writerows({"stack": _as_cell(name), **row} for row in csv.DictReader(table))
     out.put(TABLE, TABLE)
 
 

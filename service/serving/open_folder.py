@@ -153,19 +153,27 @@ class ResultFolder:
 
 @contextmanager
 def hold_results(folder: int) -> Iterator[ResultFolder]:
-    """Use an open folder for results until the end of the block. Raises BadParameter where another process does."""
+    """Use an open folder for results until the end of the block.
+
+    Raises BadParameter where another process does, or may do so: where the file system has no locks, nothing tells the
+    files of a run that goes on from those that a killed one has left.
+    """
+    left_behind = list(descriptor_path(folder).glob(f"{STAGING}*"))
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BadParameter(
             "The folder for the results is in use by another run; wait for it, or name another."
         ) from error
-    except OSError:
-        # Not every file system has locks.
-        pass
-    name = f"{STAGING}{uuid.uuid4().hex}"
-    for left in descriptor_path(folder).glob(f"{STAGING}*"):
+    except OSError as error:
+        if left_behind:
+            raise BadParameter(
+                f"The folder for the results is in use by another run, or one was killed there; if none is under way,"
+                f" delete {left_behind[0].name} in it. Its file system has no locks that would tell."
+            ) from error
+    for left in left_behind:
         shutil.rmtree(left.name, ignore_errors=True, dir_fd=folder)
+    name = f"{STAGING}{uuid.uuid4().hex}"
     os.mkdir(name, 0o700, dir_fd=folder)
     try:
         staging = os.open(name, OPEN_FOLDER, dir_fd=folder)

@@ -19,6 +19,7 @@ from service.core.volume import (
     Steering,
     TimeRange,
     VoxelSize,
+    is_index,
     parse_diameter,
     parse_roi_size,
     parse_skip_below,
@@ -248,7 +249,7 @@ class Query(BaseModel):
     def selection(self) -> Selection:
         """The part of the file to read, and what overrides the file."""
         name = None if self.channel == "all" else self.channel
-        channel = int(name) if name is not None and name.isdecimal() else name
+        channel = int(name) if name is not None and is_index(name) else name
         size = None if self.voxel_size is None else _voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
         return Selection(channel, time, self.axes.upper() if self.axes else None, size)

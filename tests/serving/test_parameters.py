@@ -34,7 +34,9 @@ def test_nothing_given_leaves_everything_to_file_and_operator() -> None:
     assert Query.model_validate({"axes": "", "channel": ""}).selection == Selection()
 
 
-@pytest.mark.parametrize(("channel", "meaning"), [("0", 0), ("DAPI", "DAPI"), ("-1", "-1"), ("²", "²"), ("all", None)])
+@pytest.mark.parametrize(
+    ("channel", "meaning"), [("0", 0), ("DAPI", "DAPI"), ("-1", "-1"), ("²", "²"), ("٣", "٣"), ("all", None)]
+)
 def test_channel_is_an_index_a_name_or_all(channel: str, meaning: int | str | None) -> None:
     assert Query(channel=channel).selection.channel == meaning
 
