@@ -12,7 +12,7 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_MINUTES ?= 2
 
-# One stamp per set of dependencies (run, demo, dev); changing the pins or the set-up itself makes them stale.
+# One stamp per set of dependencies (run, demo, dev, ray); changing the pins or the set-up itself makes them stale.
 STAMP := .venv/stamp-
 $(STAMP)%: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $*
@@ -41,7 +41,7 @@ test: lint ## every check: lint, then the tests (PYTEST_ARGS="-k windows", --cov
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: test ## the tests, the thorough ones too, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
+test-all: $(STAMP)ray test ## the tests, the thorough ones too, then random faults at a running server for CHAOS_MINUTES=2; a release wants 10
 	$(BIN)/pytest -m thorough --timeout 1200
 	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Create .venv in this clone where it is missing, and install StackSeg into it with the pinned dependencies.
-# usage: scripts/setup.sh run|demo|dev
+# usage: scripts/setup.sh run|demo|dev|ray
 # Environment: PYTHON names the interpreter to use; uv is used when it is on the PATH, else venv and pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-set_name=${1:?usage: scripts/setup.sh run|demo|dev}
+set_name=${1:?usage: scripts/setup.sh run|demo|dev|ray}
 case $set_name in
   run) target=. covered=(run) ;;
   demo) target=".[demo,train]" covered=(run demo) ;;
   dev) target=".[dev]" covered=(run demo dev) ;;
-  *) echo "There is no set of dependencies named '$set_name'; choose run, demo or dev." >&2; exit 2 ;;
+  ray) target=".[dev,ray]" covered=(run demo dev ray) ;;
+  *) echo "There is no set of dependencies named '$set_name'; choose run, demo, dev or ray." >&2; exit 2 ;;
 esac
 
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'

@@ -71,9 +71,9 @@ def serve(
     wait: bool = True,
     load: Callable[..., Segmenter] = Segmenter,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
+    **runtime: Any,
 ) -> Iterator[Live]:
-    app = create_app(settings)
-    app.state.runtime = Runtime(settings, load)
+    app = create_app(settings, Runtime(settings, load, **runtime))
     config = build_config(app, host="127.0.0.1", port=0)
     server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)

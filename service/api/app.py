@@ -115,7 +115,7 @@ class Application(FastAPI):
         return dispatch
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
     """Return the service as an ASGI application; its lifespan starts and stops the runtime. Raises ConfigError."""
     app = Application(
         title="StackSeg",
@@ -128,7 +128,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=_lifespan,
         responses=problem_responses(),
     )
-    app.state.runtime = Runtime(settings)
+    app.state.runtime = runtime or Runtime(settings)
     app.state.async_jobs = AsyncJobs(settings)
     app.state.annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
     app.state.trainings = Trainings(settings, app.state.annotations)

@@ -322,9 +322,13 @@ class Liveness(BaseModel):
 
 
 class DeviceReport(BaseModel):
-    """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable."""
+    """A device in use: requests that wait and run there, what is loaded, and the `problem` where it is unusable.
+
+    host  of a device of a cluster, that it was seen on last; null for one of this host
+    """
 
     name: str
+    host: str | None = None
     waiting: int
     running: int
     models: list[str]
@@ -332,12 +336,24 @@ class DeviceReport(BaseModel):
     problem: Text | None
 
 
+class HostReport(BaseModel):
+    """Another host with devices of a cluster: its GPUs and its processor."""
+
+    host: str
+    gpus: list[GpuStatus]
+    cpu: CpuStatus
+
+
 class GpuReport(BaseModel):
-    """The GPUs of the host (none is no error), its processor, the devices in use, and how each loaded model runs."""
+    """The GPUs of the host (none is no error), its processor, the devices in use, and how each loaded model runs.
+
+    hosts  the other hosts that have some of these devices
+    """
 
     message: str
     gpus: list[GpuStatus]
     cpu: CpuStatus
+    hosts: list[HostReport] = []
     devices: list[DeviceReport]
     models: dict[str, Report]
 

@@ -93,6 +93,28 @@ class Device(_Section):
         return self
 
 
+class Cluster(_Section):
+    """Devices of other hosts: actors of a Ray cluster, which needs `stackseg[ray]` on all of them.
+
+    address        of the cluster, HOST:PORT, or auto for the one that this host belongs to; None: no other hosts
+    workers        number of actors; those that the cluster has no place for wait for one
+    gpus, cpus     that each of them takes
+    shared_folder  that all hosts mount under this path, through which pixels and labels go
+    """
+
+    address: str | None = None
+    workers: PositiveInt = 1
+    gpus: NonNegativeFloat = 1.0
+    cpus: NonNegativeFloat = 1.0
+    shared_folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _has_folder(self) -> Self:
+        if self.address is not None and self.shared_folder is None:
+            raise ValueError("address needs shared_folder, a folder that all hosts mount under the same path")
+        return self
+
+
 class Engine(_Section):
     """Execution of the network.
 
@@ -406,6 +428,7 @@ class Settings(_Section):
 
     models: Models = Models()
     device: Device = Device()
+    cluster: Cluster = Cluster()
     engine: Engine = Engine()
     windows: Windows = Windows()
     limits: Limits = Limits()

@@ -22,7 +22,7 @@ from service.core.progress import Progress as LoadingProgress
 from service.core.volume import Extent, Options, Volume
 from service.engine import torch_compile
 from service.inference import engine_selector
-from service.inference.batcher import make_batcher
+from service.inference.batcher import WindowBatcher, make_batcher
 from service.inference.diameter import Sizing
 from service.inference.estimate import Estimate, Estimator, PlannedRequest
 from service.inference.result import Result
@@ -58,10 +58,14 @@ class DeviceWorker:
     load          makes a segmenter of a model
     loading_lock  held while a model is loaded; all devices share one
     driver        tells about the device
+    device        computes windows; None: threads of this process
     engines       how each model runs here that was loaded at some time, by its name
     loading       progress of each model that is being loaded here, by its name
     Raises ConfigError for a device that does not exist.
     """
+
+    # Whether it is on another host, and the service does without it as long as it has another one.
+    is_remote = False
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -71,6 +75,7 @@ class DeviceWorker:
         metrics: Metrics,
         loading_lock: torch_compile.LoadingLock,
         driver: Driver = hardware,
+        device: WindowBatcher | None = None,
     ) -> None:
         torch_device = hardware.choose_device(settings.device.name)
         limits = settings.limits
@@ -100,7 +105,7 @@ class DeviceWorker:
             unloaded=self._unloaded,
             lock=loading_lock,
         )
-        self._device = make_batcher(settings, torch_device, on_host=self._on_host)
+        self._device = device or make_batcher(settings, torch_device, on_host=self._on_host)
         # One thread of torch each: those of many requests would spin while they wait, on cores that the network needs.
         self._job_threads = JobThreads("request", self.queue.take, at_once, partial(hardware.use_threads, 1))
         self.watchdog = Watchdog(
@@ -132,6 +137,10 @@ class DeviceWorker:
         self._renewed[spec.name] = spec
         self.model_cache.reload(spec.name, keep=keep).result()
 
+    def serve(self, name: str, spec: ModelSpec) -> None:
+        """Serve one more model by this name; one that is served by it stays loaded as it is."""
+        self._specs[name] = spec
+
     def forget(self, name: str) -> None:
         """Serve a model no longer. Requests that use it keep it."""
         self._specs.pop(name, None)
@@ -158,6 +167,11 @@ class DeviceWorker:
     def ended(self) -> bool:
         """Whether nothing is computed or loaded, and nothing ever will be."""
         return not self._job_threads.alive and self._device.join(0) and self.model_cache.join(0)
+
+    @property
+    def host(self) -> str | None:
+        """The other host that the device was seen on last; None for one of this host."""
+        return None
 
     @property
     def problem(self) -> str | None:
@@ -203,6 +217,7 @@ class DeviceWorker:
         def count(share: Share) -> None:
             self._metrics.count_batch(model, self.name, *share)
             job.device_seconds += share.seconds
+            job.device_slots += share.slots
 
         return partial(self._device.run, due=job.due, share=count)
 
@@ -365,7 +380,7 @@ class Reservation:
         """Return the resources of the request. Called when the model is loaded, and whenever the job might begin."""
         if self._needs is None:
             try:
-                self._request = self._segmenter.estimator.plan_request(volume, options)
+                self._request = self.segmenter.estimator.plan_request(volume, options)
                 self._needs = _needs(self._request.estimate)
             except Exception:  # noqa: BLE001 - the work raises the error again, where the job gets it
                 self._needs = Needs()
@@ -375,15 +390,15 @@ class Reservation:
         """Segment on the device. Raises what `Segmenter.segment` raises, and of a series `segment_series`."""
         if isinstance(volume, Series):
             return self._segment_series(job, volume, options)
-        return self.device_worker.segment(job, self._segmenter, volume, options, self._request)
+        return self.device_worker.segment(job, self.segmenter, volume, options, self._request)
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> Sizing | None:
         """Estimate the width of objects on the device; None where `segment` would not. Raises what `segment` raises."""
-        return self.device_worker.estimate_diameter(job, self._segmenter, volume, options)
+        return self.device_worker.estimate_diameter(job, self.segmenter, volume, options)
 
     def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
         """Segment time points while the job keeps its place on the device, which it shares as for one volume."""
-        worker, segmenter = self.device_worker, self._segmenter
+        worker, segmenter = self.device_worker, self.segmenter
 
         def segment(volume: Volume, options: Options, progress: Callable[[int, int], None]) -> Result:
             request = segmenter.estimator.plan_request(volume, options)
@@ -402,7 +417,8 @@ class Reservation:
         )
 
     @property
-    def _segmenter(self) -> Segmenter:
+    def segmenter(self) -> Segmenter:
+        """The loaded model of a job that has begun."""
         assert self._lease is not None  # noqa: S101 - the job has begun
         return self._lease.model.result(timeout=0)
 
@@ -423,10 +439,13 @@ class Reservation:
 
 
 def device_worker_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
-    """Return the name and the settings of each device; no name if there is only one. Raises ConfigError."""
+    """Return the name and the settings of each device; no name if there is only one. Raises ConfigError.
+
+    With a cluster there are only those that are named.
+    """
     wanted = hardware.gpu_names() if settings.device.serve == "all" else settings.device.serve
     if not wanted:
-        return [(None, settings)]
+        return [] if settings.cluster.address else [(None, settings)]
     shares = max(wanted.count("cpu"), 1)
     threads = settings.device.threads or max(host.usable_cores() // shares, 1)
     workers: list[tuple[str | None, Settings]] = []

@@ -70,8 +70,8 @@ class Job(Generic[T]):
         self.ready = ready
         # When `JobQueue` should have run it, on the clock of `time.monotonic`.
         self.due = 0.0
-        # How long the device was busy with it; 0 if unknown.
-        self.device_seconds = 0.0
+        # How long the device was busy with it, and its share of the windows that batches had room for; 0 if unknown.
+        self.device_seconds = self.device_slots = 0.0
         self.on_advance: Callable[[], None] = lambda: None
         self.future: Future[T] = Future()
         self.progress = Progress()

@@ -208,7 +208,9 @@ class ModelRegistry:
     def unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each model that keeps the service from being ready: the default one has to be well."""
         for name in self._states:
-            if any(name in worker.model_cache.starting for worker in self._device_workers):
+            starting = [worker for worker in self._device_workers if name in worker.model_cache.starting]
+            # One that is ready answers for those of other hosts that are not.
+            if len(starting) == len(self._device_workers) or any(not worker.is_remote for worker in starting):
                 at = "".join(str(worker.loading.get(name, "")) for worker in self._device_workers)
                 yield f"{name} is being loaded{at and ': '}{at}."
         default = self._default_name(self._states)

@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,10 @@ from service.inference.result import Result
 from service.inference.segmenter import Segmenter
 from service.inference.series import Series
 from service.models.spec import ModelSpec
+from service.serving.cluster.exchange import Status
+from service.serving.cluster.ray_cluster import make_actors
+from service.serving.cluster.remote_device import Actor
+from service.serving.cluster.remote_worker import RemoteWorkers
 from service.serving.device_worker import DeviceWorker, LoadSegmenter, Reservation, device_worker_settings
 from service.serving.disk_usage import DiskUsage, measure_disk
 from service.serving.fair_threads import FairThreadPool
@@ -54,6 +58,7 @@ class Runtime:
 
     load_segmenter  makes a segmenter of a model
     choose_driver   returns what tells about a device by its name; None: the only one
+    make_actors     returns the actors of the cluster
     draining        whether the service was told to stop
     Raises ConfigError for a device or a folder that does not exist.
     """
@@ -63,15 +68,18 @@ class Runtime:
         settings: Settings,
         load_segmenter: LoadSegmenter = Segmenter,
         choose_driver: Callable[[str | None], Driver] = lambda _name: hardware,
+        make_actors: Callable[[Settings], Sequence[Actor]] = make_actors,
     ) -> None:
         self.settings = settings
         self.host_files = HostFiles(settings.references)
         self.metrics = Metrics()
         self._loading_lock = torch_compile.LoadingLock()
-        self.device_workers = tuple(
+        local = (
             DeviceWorker(name, device_settings, load_segmenter, self.metrics, self._loading_lock, choose_driver(name))
             for name, device_settings in device_worker_settings(settings)
         )
+        self._cluster = RemoteWorkers(settings, make_actors, self.metrics)
+        self.device_workers: tuple[DeviceWorker, ...] = (*local, *self._cluster.workers)
         self.models = ModelRegistry(settings.models, self.device_workers, settings.trained_folder)
         self.scratch = ScratchFolder(settings.server.scratch_folder)
         self.result_cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(
@@ -101,6 +109,12 @@ class Runtime:
         }
         self.draining = False
         self._drain_timer: threading.Timer | None = None
+
+    @property
+    def hosts(self) -> tuple[Status, ...]:
+        """The other hosts that have devices, each as one of these knew it last."""
+        known = {worker.status.host: worker.status for worker in self._cluster.workers if worker.status}
+        return tuple(known.values())
 
     @property
     def uptime_seconds(self) -> float:
@@ -168,6 +182,7 @@ class Runtime:
         for worker in self.device_workers:
             if not worker.stop(JOIN_SECONDS):
                 log.warning("%s is still busy after %s s; leaving it behind", worker.name, JOIN_SECONDS)
+        self._cluster.close()
         self._trimmer.stop()
         self.reader.close()
         self.read_threads.shutdown()
@@ -186,7 +201,9 @@ class Runtime:
         reasons = [reason for check in self.checks if (reason := check()) is not None]
         if self.draining:
             reasons.append("The service is stopping.")
-        reasons += [worker.problem for worker in self.device_workers if worker.problem is not None]
+        reasons += [worker.problem for worker in self.device_workers if not worker.is_remote and worker.problem]
+        if all(worker.problem for worker in self.device_workers):
+            reasons += self._cluster.problems()
         return (*reasons, *self.models.unready_reasons())
 
     def measure_disks(self) -> dict[str, DiskUsage]:
@@ -195,8 +212,9 @@ class Runtime:
 
     def degradations(self) -> tuple[str, ...]:
         """Return what is wrong though the service is ready, one sentence each."""
+        workers = () if all(worker.problem for worker in self.device_workers) else self._cluster.problems()
         missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing.items())
-        return (*self.models.degradations(), *missing)
+        return (*self.models.degradations(), *workers, *missing)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
         """Estimate windows and memory of a segmentation. Memory is a guess for a model that was never loaded.
@@ -309,12 +327,16 @@ class Runtime:
             lambda: {worker.name: float(worker.loaded_bytes) for worker in self.device_workers},
         )
         watch_each(
-            "stackseg_gpu_memory_used_bytes", "Of each GPU, by all processes.", "gpu", lambda: _gpu_bytes("memory_used")
+            "stackseg_gpu_memory_used_bytes",
+            "Of each GPU, by all processes.",
+            "gpu",
+            lambda: self._gpu_bytes("memory_used"),
         )
-        watch_each("stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: _gpu_bytes("memory_total"))
+        watch_each("stackseg_gpu_memory_total_bytes", "Of each GPU.", "gpu", lambda: self._gpu_bytes("memory_total"))
 
-
-def _gpu_bytes(field: str) -> dict[str, float]:
-    """Return the bytes in this field of every GPU that reports it, by index."""
-    values = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
-    return {index: float(value) for index, value in values.items() if value is not None}
+    def _gpu_bytes(self, field: str) -> dict[str, float]:
+        """Return the bytes in this field of every GPU that reports it, by index, on other hosts after their name."""
+        values = {str(gpu.index): getattr(gpu, field) for gpu in hardware.gpus()}
+        for host in self.hosts:
+            values |= {f"{host.host}:{gpu.index}": getattr(gpu, field) for gpu in host.gpus}
+        return {index: float(value) for index, value in values.items() if value is not None}

@@ -208,7 +208,9 @@ def test_file_that_holds_no_sections_is_refused(text: str, reason: str, tmp_path
 
 def test_missing_and_undecodable_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.yaml", tmp_path):
-        with pytest.raises(ConfigError, match=rf"^{path}: there is no such file, and no .*: cpu, default, gpu\.$"):
+        with pytest.raises(
+            ConfigError, match=rf"^{path}: there is no such file, and no .*: cluster, cpu, default, gpu\.$"
+        ):
             read_settings(path, {})
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("logging: {level: caf\xe9}".encode("latin-1"))

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Response
 
 from service.api.dependencies import RuntimeDependency
-from service.api.schemas import DeviceReport, GpuReport
+from service.api.schemas import DeviceReport, GpuReport, HostReport
 from service.core import hardware
 from service.serving.metrics import CONTENT_TYPE
 
@@ -22,6 +22,7 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
     devices = [
         DeviceReport(
             name=worker.name,
+            host=worker.host,
             waiting=worker.queue.waiting,
             running=len(worker.queue.running),
             models=sorted(worker.model_cache.loaded_models),
@@ -33,7 +34,8 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
     message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU; models run on the CPU."
     )
-    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), devices=devices, models=models)
+    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.hosts]
+    return GpuReport(message=message, gpus=list(gpus), cpu=hardware.cpu(), hosts=hosts, devices=devices, models=models)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -1,0 +1,1 @@
+"""Devices of other hosts: actors of a Ray cluster, fed by files on storage that all hosts mount."""

@@ -1,0 +1,111 @@
+"""Actors of a Ray cluster: the only module that imports Ray.
+
+Ray places actors, starts them anew wherever they end, and adds hosts for those that wait for a place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from service.core.config import Settings
+from service.core.errors import ConfigError
+from service.serving.cluster.device_actor import DeviceActor, actor_settings
+from service.serving.cluster.remote_device import Actor, WorkerLost
+
+# Calls that last as long as a request; others have threads of their own.
+LONG_CALLS = frozenset({"load", "segment", "estimate_diameter"})
+CONTROL_THREADS = 2
+
+log = logging.getLogger(__name__)
+
+
+def make_actors(settings: Settings) -> list[Actor]:
+    """Connect to the cluster, and ask it for an actor for each worker; Ray starts them when it has a place for them.
+
+    Raises ConfigError where Ray is not installed, the cluster does not answer, or does not ask for a token.
+    """
+    ray = _connect(settings)
+    cluster = settings.cluster
+    # Requests of an actor that is lost run in those that are up.
+    groups = {"long": 2 * settings.limits.at_once, "control": CONTROL_THREADS}
+    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(DeviceActor)
+    placed = remote.options(num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD")
+    return [RayActor(ray, placed.remote(actor_settings(settings))) for _ in range(cluster.workers)]
+
+
+def _connect(settings: Settings) -> Any:
+    try:
+        import ray  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError("cluster.address needs Ray; install stackseg[ray], and the same on every host.") from error
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            "cluster.address: whoever reaches a Ray cluster runs programs there. Start it, and this service, with "
+            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN."
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            address=settings.cluster.address, ignore_reinit_error=True, configure_logging=False, log_to_driver=False
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"cluster.address: {settings.cluster.address} cannot be used: {reason}") from error
+    return ray
+
+
+class RayActor:
+    """A handle of an actor, as `Actor` has it."""
+
+    def __init__(self, ray: Any, handle: Any) -> None:
+        self._ray, self._handle = ray, handle
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method; the future raises WorkerLost where the process is gone or starts."""
+        answer = _Answer()
+        group = "long" if method in LONG_CALLS else "control"
+        try:
+            reference = getattr(self._handle, method).options(concurrency_group=group).remote(*arguments)
+        except self._ray.exceptions.RayError as error:
+            answer.set_exception(WorkerLost(_first_line(error)))
+            return answer
+        answer.reference = reference
+        reference.future().add_done_callback(lambda done: self._settle(answer, done))
+        return answer
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Let a call not begin if it has not begun."""
+        if isinstance(future, _Answer) and future.reference is not None:
+            with suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.cancel(future.reference)
+
+    def kill(self) -> None:
+        """End the process for good."""
+        with suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(self._handle)
+
+    def _settle(self, answer: _Answer, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        elif isinstance(error, self._ray.exceptions.RayTaskError):
+            # Of a subclass of both; the other one is what was raised.
+            answer.set_exception(getattr(error, "cause", error))
+        elif isinstance(error, self._ray.exceptions.RayError):
+            answer.set_exception(WorkerLost(_first_line(error)))
+        else:
+            answer.set_exception(error)
+
+
+class _Answer(Future[Any]):
+    """A future of a call, with Ray's reference, without which Ray forgets the result."""
+
+    reference: Any = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,314 @@
+"""Actors of a cluster as the service sees them: which are up, what runs where, and what runs elsewhere once lost."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+from service.core.buffers import make_allocator
+from service.core.config import Settings
+from service.core.errors import Cancelled, DeviceLost, Interrupted
+from service.core.hardware import Driver
+from service.core.volume import Options, Volume
+from service.inference.diameter import Sizing
+from service.inference.estimate import Estimator, PlannedRequest
+from service.inference.result import EngineReport, Result
+from service.inference.window_request import Share
+from service.models.spec import ModelSpec
+from service.serving.cluster.exchange import Exchange, Loaded, Outcome, Segmented, Status, Task
+
+# How often an actor is asked for its state, and after how many seconds without an answer its tasks run elsewhere.
+STATUS_SECONDS, SILENT_SECONDS = 0.5, 20.0
+# How often a task looks whether it was cancelled, and whether its actor is up.
+POLL_SECONDS = 0.2
+
+log = logging.getLogger(__name__)
+
+Advance = Callable[[int, int], None]
+
+
+class WorkerLost(Exception):
+    """An actor or its host has failed; the same call may succeed there later, or elsewhere now."""
+
+
+class Actor(Protocol):
+    """A handle of a `DeviceActor` in another process, which the cluster starts anew wherever it ends."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method; the future raises WorkerLost where the process is gone or starts."""
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Let a call not begin if it has not begun."""
+
+    def kill(self) -> None:
+        """End the process for good."""
+
+
+class RemoteDevices:
+    """All actors of this service, with the folder through which they get pixels.
+
+    attempts  how often a task is begun whose actors die
+    """
+
+    def __init__(self, exchange: Exchange, actors: Sequence[Actor], attempts: int) -> None:
+        self.exchange, self._attempts = exchange, attempts
+        self.devices = [RemoteDevice(f"ray-{number}", actor, self) for number, actor in enumerate(actors, 1)]
+        self.segmenters: weakref.WeakSet[RemoteSegmenter] = weakref.WeakSet()
+        self._numbers = itertools.count()
+        self._prefix = uuid.uuid4().hex[:8]
+
+    def next_id(self) -> str:
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    def choose(self, preferred: RemoteDevice, lost: Collection[RemoteDevice]) -> RemoteDevice | None:
+        """Return the device that a task runs on, if any is up.
+
+        One where it was not lost before comes first, then the preferred one, then the least busy.
+        """
+        up = (device for device in self.devices if device.up)
+        return min(up, key=lambda device: (device in lost, device is not preferred, device.tasks), default=None)
+
+    def run(
+        self, preferred: RemoteDevice, method: str, task: Task, cancelled: Callable[[], bool], advance: Advance
+    ) -> Outcome:
+        """Do a task on the preferred device, or another where that is not up or is lost.
+
+        Raises Cancelled, Interrupted where as many actors were lost as are tried, and the error of the task.
+        """
+        lost: list[RemoteDevice] = []
+        while len(lost) < self._attempts:
+            if cancelled():
+                raise Cancelled("given up before a worker of the cluster was there")
+            if (device := self.choose(preferred, lost)) is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            try:
+                return device.attempt(method, task, cancelled, advance)
+            except WorkerLost as error:
+                log.warning("%s was lost with a request, which begins again: %s", device.name, error)
+                lost.append(device)
+        raise Interrupted(f"{len(lost)} workers of the cluster have ended while they did this; memory is likely short.")
+
+
+class RemoteDevice:
+    """One actor, and what is known of it. A thread asks for its state, from `start` to `close`.
+
+    status  the latest
+    tasks   how many run there
+    """
+
+    def __init__(self, name: str, actor: Actor, all_devices: RemoteDevices) -> None:
+        self.name, self._actor, self._all = name, actor, all_devices
+        self.status: Status | None = None
+        self.up = False
+        self.tasks = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="cluster", daemon=True)
+
+    # What a device worker wants of its threads.
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def pulse(self) -> None:
+        """Nothing: an actor has a watchdog of its own."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up all tasks, and end the actor."""
+        self._closed.set()
+        self._actor.kill()
+
+    def join(self, seconds: float) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._all.exchange
+
+    @property
+    def problem(self) -> str | None:
+        """Why the device cannot be used, one sentence; None while it can."""
+        if self.up:
+            return None
+        if self.status is None:
+            return f"The worker {self.name} of the cluster has not started; Ray may have no place for it."
+        if self.status.problem:
+            return f"The worker {self.name} of the cluster is on {self.status.host}: {self.status.problem}"
+        return f"The worker {self.name} of the cluster does not answer; it was on {self.status.host}."
+
+    def run(  # noqa: PLR0913
+        self,
+        method: str,
+        task: Task,
+        *,
+        cancelled: Callable[[], bool],
+        progress: Advance,
+        share: Callable[[Share], None] = lambda _share: None,
+        due: float = 0.0,  # noqa: ARG002 - the actor's own queue orders tasks
+    ) -> Any:
+        """Do a task here, or elsewhere while this device is not up, and return its value.
+
+        Raises what `RemoteDevices.run` raises.
+        """
+        outcome = self._all.run(self, method, task, lambda: cancelled() or self._closed.is_set(), progress)
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.share.seconds:
+            share(outcome.share)
+        if windows := outcome.share.windows:
+            progress(windows, windows)
+        return outcome.value
+
+    def attempt(self, method: str, task: Task, cancelled: Callable[[], bool], advance: Advance) -> Outcome:
+        """Do a task here once. Raises WorkerLost and Cancelled."""
+        future = self._actor.call(method, task)
+        self._count(1)
+        try:
+            return self._wait(future, task.id, cancelled, advance)
+        except (Cancelled, WorkerLost) as error:
+            if isinstance(error, WorkerLost):
+                self.up = False
+            self._actor.give_up(future)
+            self._actor.call("cancel", task.id)
+            raise
+        finally:
+            self._count(-1)
+
+    def _wait(self, future: Future[Any], identifier: str, cancelled: Callable[[], bool], advance: Advance) -> Outcome:
+        told = None
+        while not wait([future], POLL_SECONDS).done:
+            if cancelled():
+                raise Cancelled("given up while it ran in the cluster")
+            if not self.up:
+                raise WorkerLost(f"{self.name} does not answer")
+            done = self.status and self.status.progress.get(identifier)
+            if done and done != told:
+                told = done
+                advance(*done)
+        outcome: Outcome = future.result()
+        if isinstance(outcome.error, DeviceLost):
+            raise WorkerLost(str(outcome.error))
+        return outcome
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.tasks += more
+
+    def _loop(self) -> None:
+        while not self._closed.wait(STATUS_SECONDS):
+            self.exchange.renew()
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask the actor for its state, and wait for the answer however long that takes."""
+        future = self._actor.call("status", {segmenter.model for segmenter in list(self._all.segmenters)})
+        deadline = time.monotonic() + SILENT_SECONDS
+        while not wait([future], POLL_SECONDS).done:
+            if self._closed.is_set():
+                return
+            if self.up and time.monotonic() > deadline:
+                log.warning("%s", self._lost("does not answer"))
+        try:
+            self.status = future.result()
+        except WorkerLost as error:
+            if self.up:
+                log.warning("%s", self._lost(str(error)))
+            return
+        if self.status.problem is None and not self.up:
+            log.info("the worker %s of the cluster is up on %s", self.name, self.status.host)
+            self._load_models()
+        self.up = self.status.problem is None
+
+    def _load_models(self) -> None:
+        """Have an actor that has begun anew load the models that this service has loaded there."""
+        for segmenter in list(self._all.segmenters):
+            if segmenter.device is self:
+                self._actor.call("load", segmenter.task())
+
+    def _lost(self, reason: str) -> str:
+        self.up = False
+        return f"The worker {self.name} of the cluster is lost: {reason}"
+
+
+class RemoteSegmenter:
+    """A model in an actor, with the methods of `Segmenter` that a device worker calls.
+
+    model  name of the model among all versions of all models
+    """
+
+    def __init__(
+        self, device: RemoteDevice, devices: RemoteDevices, spec: ModelSpec, settings: Settings, _driver: Driver
+    ) -> None:
+        self.spec = spec
+        facts = f"{spec.model_dump_json()} {spec.folder}"
+        self.model = f"{spec.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        self.device, self._devices = device, devices
+        self._allocate = make_allocator(settings.server.scratch_folder)
+        self._loaded: Loaded
+        devices.segmenters.add(self)
+
+    @property
+    def estimator(self) -> Estimator:
+        return self._loaded.estimator
+
+    @property
+    def nbytes(self) -> int:
+        return self._loaded.nbytes
+
+    def report(self) -> EngineReport:
+        return self._loaded.report
+
+    def warm_up(self, *, tune: bool = False) -> None:  # noqa: ARG002 - workers do not race
+        """Load the model in the actor, which loads it again by itself where it was started anew."""
+        self._loaded = self.device.run("load", self.task(), cancelled=lambda: False, progress=lambda *_: None)
+
+    def task(self) -> Task:
+        """Return the task to load the model."""
+        return Task(self._devices.next_id(), self.model, self.spec)
+
+    def segment(  # noqa: PLR0913
+        self,
+        volume: Volume,
+        options: Options,
+        *,
+        request: PlannedRequest | None,
+        cancelled: Callable[[], bool],
+        progress: Advance,
+        run: Callable[..., Any],
+        revised: object,  # noqa: ARG002 - the actor's queue minds the memory
+    ) -> Result:
+        """Segment a volume as `Segmenter.segment` does, by `run` of the device.
+
+        Raises what that raises, OutOfStorage, StorageUnavailable and Interrupted.
+        """
+        planned = request or self.estimator.plan_request(volume, options)
+        with self._devices.exchange.lend(volume) as stored:
+            task = self.task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
+            segmented: Segmented = run("segment", task, cancelled=cancelled, progress=progress)
+            # A copy of the spec, as it comes from there, is another one to whoever compares them.
+            return segmented.open(self._allocate)._replace(spec=self.spec)
+
+    def estimate_diameter(
+        self, volume: Volume, options: Options, *, cancelled: Callable[[], bool], run: Callable[..., Any]
+    ) -> Sizing | None:
+        """Estimate the width of objects as `Segmenter.estimate_diameter` does, by `run` of the device."""
+        with self._devices.exchange.lend(volume) as stored:
+            task = self.task()._replace(volume=stored, options=options)
+            sizing: Sizing | None = run("estimate_diameter", task, cancelled=cancelled, progress=lambda *_: None)
+            return sizing

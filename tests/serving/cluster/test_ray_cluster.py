@@ -1,0 +1,138 @@
+"""A server in front of a real Ray cluster of two nodes on this host, one of which is killed and comes back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from fakes import until
+from live import Live, as_tiff, classes, eager, serve
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs stackseg[ray]"),
+]
+
+REQUESTS = 200
+STARTING = 120
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without a device, and two nodes with one each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Actors find the service and the modules of the tests where this process does.
+            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path.cwd() / "tests")]),
+        }.items():
+            patch.setenv(name, value)
+        # Ray reads the mode when it is imported.
+        import ray  # noqa: PLC0415
+        from ray.cluster_utils import Cluster  # noqa: PLC0415
+
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+        made.workers = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    shared = tmp_path_factory.mktemp("shared")
+    settings = eager(
+        bands_repository,
+        cluster={"address": cluster.address, "workers": 2, "shared_folder": shared},
+        limits={"waiting": 2 * REQUESTS, "at_once": 4},
+    )
+    with serve(settings) as running:
+        until(lambda: all(worker.problem is None for worker in running.runtime.device_workers), STARTING)
+        yield running
+    assert list(shared.iterdir()) == []
+
+
+def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
+    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+) -> None:
+    stacks = [as_tiff(phantom_maker((16, 48, 48), seed=seed).image) for seed in range(4)]
+    with serve(eager(bands_repository)) as local:
+        expected = [classes(local.segment(stack).content) for stack in stacks]
+    ended = itertools.count()
+    so_far = [0]
+
+    def ask(number: int) -> Any:
+        answer = live.segment(stacks[number % len(stacks)])
+        so_far[0] = next(ended)
+        return answer
+
+    def problems() -> int:
+        return sum(worker.problem is not None for worker in live.runtime.device_workers)
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, number) for number in range(REQUESTS)]
+        until(lambda: so_far[0] > REQUESTS // 10, STARTING)
+        cluster.remove_node(cluster.workers[1], allow_graceful=False)
+        until(lambda: problems() == 1, STARTING)
+        at_loss = so_far[0]
+        until(lambda: so_far[0] > at_loss + REQUESTS // 10, STARTING)
+        cluster.workers[1] = cluster.add_node(num_cpus=1, num_gpus=1)
+        answers = [request.result() for request in asked]
+    assert [answer.status_code for answer in answers] == [200] * REQUESTS
+    for number, answer in enumerate(answers):
+        assert np.array_equal(classes(answer.content), expected[number % len(stacks)])
+    until(lambda: not problems(), STARTING)
+    assert live.segment(stacks[0]).status_code == 200
+    assert live.leftovers() == []
+
+
+def test_a_hang_up_stops_remote_windows_within_two_seconds(live: Live, phantom_maker: Any) -> None:
+    stack = as_tiff(phantom_maker((128, 256, 256), seed=1).image)
+    workers: Any = live.runtime.device_workers
+    assert not any(worker.status.progress for worker in workers)
+    with pytest.raises(httpx2.TimeoutException):
+        live.client.post("/segment", content=stack, timeout=4)
+    hung_up = time.monotonic()
+    assert any(worker.status.progress for worker in workers)
+    until(lambda: not any(worker.status.progress for worker in workers), 10)
+    assert time.monotonic() - hung_up < 2
+
+
+def test_what_runs_in_the_cluster_is_finished_when_the_service_stops(
+    cluster: Any, bands_repository: Path, tmp_path: Path, phantom_maker: Any
+) -> None:
+    """On nodes of their own, as a service that stops gives its devices back."""
+    node = cluster.add_node(num_cpus=1, num_gpus=1)
+    stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
+    settings = eager(
+        bands_repository,
+        cluster={"address": cluster.address, "workers": 1, "shared_folder": tmp_path},
+        server={"drain_seconds": 60},
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with serve(settings) as live:
+            until(lambda: live.runtime.device_workers[0].problem is None, STARTING)
+            asked = pool.submit(live.segment, stack)
+            until(lambda: live.runtime.running, STARTING)
+            live.server.should_exit = True
+            assert asked.result().status_code == 200
+        assert list(tmp_path.iterdir()) == []
+    until(lambda: ray_gpus_free() >= 1, 30)
+    cluster.remove_node(node)
+
+
+def ray_gpus_free() -> float:
+    import ray  # noqa: PLC0415
+
+    return float(ray.available_resources().get("GPU", 0))

@@ -1,0 +1,200 @@
+"""A server whose devices are actors in threads of the test, which are lost and come back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeSegmenter, until
+from live import Live, as_tiff, classes, eager, serve
+
+from service.core.config import Settings
+from service.core.errors import ConfigError, DeviceLost
+from service.inference.segmenter import Segmenter
+from service.serving.cluster.device_actor import DeviceActor, actor_settings
+from service.serving.cluster.exchange import MARKER, Exchange, Outcome
+from service.serving.cluster.remote_device import Actor, WorkerLost
+from service.serving.runtime import Runtime
+
+
+class ThreadActor:
+    """An actor of this process. While it is lost, calls fail, those that wait for it too; then it begins anew."""
+
+    def __init__(self, settings: Settings, load: Any = Segmenter) -> None:
+        self._make = lambda: DeviceActor(actor_settings(settings), load)
+        self.device = self._make()
+        self.lost = False
+        # How many segmentations find that the device has failed.
+        self.lost_devices = 0
+        self.killed = threading.Event()
+        self._waiting: set[Future[Any]] = set()
+        self._pool = ThreadPoolExecutor(32)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.lost or self.killed.is_set():
+            answer.set_exception(WorkerLost("gone"))
+            return answer
+        if method == "segment" and self.lost_devices:
+            self.lost_devices -= 1
+            answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
+            return answer
+        self._waiting.add(answer)
+        self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
+            lambda done: self._settle(answer, done)
+        )
+        return answer
+
+    def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
+        if answer in self._waiting:
+            self._waiting.discard(answer)
+            answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
+
+    def lose(self) -> None:
+        self.lost = True
+        while self._waiting:
+            self._waiting.pop().set_exception(WorkerLost("gone"))
+
+    def come_back(self) -> None:
+        self.device = self._make()
+        self.lost = False
+
+    def give_up(self, future: Future[Any]) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
+    cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared}
+    return eager(folder, cluster=cluster, limits={"waiting": 100}, **sections)
+
+
+Service = tuple[Live, list[ThreadActor]]
+
+
+@contextmanager
+def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
+    actors: list[ThreadActor] = []
+
+    def make_actors(chosen: Settings) -> list[Actor]:
+        actors.extend(ThreadActor(chosen, load) for _ in range(chosen.cluster.workers))
+        return [*actors]
+
+    with serve(settings, make_actors=make_actors) as live:
+        until(lambda: all(worker.problem is None for worker in live.runtime.device_workers))
+        yield live, actors
+    assert all(actor.killed.is_set() for actor in actors)
+
+
+@pytest.fixture(scope="module")
+def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    shared = tmp_path_factory.mktemp("shared")
+    with two_workers(remote(bands_repository, shared)) as running:
+        yield running
+    assert list(shared.iterdir()) == []
+
+
+def test_labels_are_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
+    live, _ = service
+    stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
+    with serve(eager(bands_repository)) as local:
+        expected = [classes(local.segment(stack).content) for stack in stacks]
+    with ThreadPoolExecutor(12) as pool:
+        for labels, answer in zip(expected * 2, pool.map(live.segment, stacks * 2), strict=True):
+            assert np.array_equal(classes(answer.content), labels)
+            # It is known of the answer what has made it, so that it could be cached.
+            assert "etag" in answer.headers
+    metrics = live.client.get("/metrics").text
+    told = [line for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")]
+    assert {line.split('"')[1] for line in told} == {"ray-1", "ray-2"}
+    devices = live.client.get("/gpu").json()["devices"]
+    assert [(device["name"], device["models"]) for device in devices] == [("ray-1", ["bands"]), ("ray-2", ["bands"])]
+    assert all(device["host"] for device in devices)
+    assert len(live.client.get("/gpu").json()["hosts"]) == 1
+
+
+def test_requests_of_a_lost_worker_run_elsewhere_and_it_is_used_again(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    stack = as_tiff(phantom_maker((32, 64, 64), seed=3).image)
+    expected = classes(live.segment(stack).content)
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(live.segment, stack) for _ in range(24)]
+        until(lambda: any(actor._waiting for actor in actors))
+        actors[0].lose()
+        assert all(np.array_equal(classes(answer.result().content), expected) for answer in answers)
+    assert "does not answer" in live.client.get("/gpu").json()["devices"][0]["problem"]
+    assert live.client.get("/health/ready").json() == {"status": "degraded"}
+    actors[1].lose()
+    until(lambda: live.client.get("/health/ready").status_code == 503)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.segment, stack)
+        actors[0].come_back()
+        assert np.array_equal(classes(answer.result().content), expected)
+    actors[1].come_back()
+    until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
+
+
+def test_a_request_whose_device_is_lost_runs_on_another(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    actors[0].lost_devices = 1
+    stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+    assert live.segment(stack).status_code == 200
+    assert actors[0].lost_devices == 0
+
+
+def test_a_cancelled_request_stops_its_actor(bands_repository: Path, tmp_path: Path, phantom_maker: Any) -> None:
+    held: list[FakeSegmenter] = []
+
+    def load(*arguments: Any) -> FakeSegmenter:
+        held.append(FakeSegmenter(*arguments))
+        return held[-1]
+
+    with two_workers(remote(bands_repository, tmp_path), load) as (live, actors):
+        stack = as_tiff(phantom_maker((16, 40, 40), seed=1).image)
+        until(lambda: len(held) == 2)
+        for fake in held:
+            fake.gate.clear()
+        job = live.client.post("/jobs", content=stack).headers["location"]
+        until(lambda: any(actor.device._jobs for actor in actors))
+        until(lambda: live.client.get(job).json()["progress"]["total"] > 0)
+        assert live.client.delete(job).status_code == 204
+        until(lambda: not any(actor.device._jobs for actor in actors), 2)
+        for fake in held:
+            fake.gate.set()
+
+
+def test_a_request_whose_workers_die_again_and_again_is_given_up(service: Service, phantom_maker: Any) -> None:
+    live, actors = service
+    for actor in actors:
+        actor.lost_devices = 3
+    answer = live.segment(as_tiff(phantom_maker((16, 40, 40), seed=1).image))
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:interrupted")
+    for actor in actors:
+        actor.lost_devices = 0
+
+
+def test_a_folder_is_needed_and_one_of_a_killed_service_is_deleted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder that this process may write to"):
+        Exchange(tmp_path / "missing")
+    killed, running = Exchange(tmp_path), Exchange(tmp_path)
+    os.utime(killed.path / MARKER, (0, 0))
+    Exchange(tmp_path)
+    assert (killed.path.exists(), running.path.exists()) == (False, True)
+
+
+def test_without_ray_the_service_says_what_to_install(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"install stackseg\[ray\]"):
+        Runtime(remote(bands_repository, tmp_path))
