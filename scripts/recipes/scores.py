@@ -152,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--membranes", default="membranes", help="name or folder of a model")
     parser.add_argument("--grid", action="store_true", help="scores by diameter and noise, on synthetic nuclei")
     parser.add_argument("--quality", choices=("fast", "best"), default="fast")
+    parser.add_argument("--overlap", type=float, help="of windows; that of the quality if not given")
     chosen = parser.parse_args(arguments)
-    settings, options = Settings(), Options(quality=chosen.quality)
+    settings, options = Settings(), Options(quality=chosen.quality, overlap=chosen.overlap)
     if chosen.folder is None and not chosen.grid:
         parser.error("name the FOLDER of recorded stacks, or say --grid")
     names = ("nuclei",) if chosen.grid else ("nuclei", "membranes")

@@ -69,11 +69,17 @@ class Plan(NamedTuple):
     decode_on_host: bool = False
     views: Views = ()
 
+    @property
+    def scorings(self) -> int:
+        """How often each window is scored."""
+        return max(len(self.views), 1)
+
 
 @dataclass(frozen=True)
 class Estimate:
     """Windows and memory of a request. Bytes are the peak beyond the loaded model; on the CPU all are host bytes.
 
+    A window counts once for each view in which it is scored: it takes as long as so many windows.
     Pages of the stack are not counted: it is read from a mapped file, and the system takes its pages back at need.
     """
 
@@ -201,7 +207,7 @@ def estimate(  # noqa: PLR0913
     depth = min(grid.roi[0], volume.shape[1])
     planes = 4 * volume.shape[0] * math.prod(volume.shape[2:]) * depth if decoding.disk else 0
     return Estimate(
-        windows=grid.count,
+        windows=grid.count * plan.scorings,
         sw_batch_size=plan.sw_batch_size,
         overlap=plan.overlap,
         working_size=size,
@@ -322,7 +328,7 @@ class Estimator:
         if needed.windows > (most := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume would take {needed.windows} windows, and this service computes up to {most} for one"
-                " volume. Crop it, or ask for less overlap or a larger diameter."
+                f" volume. Crop it, or ask for less overlap{', quality=fast' * bool(plan.views)} or a larger diameter."
             )
         return PlannedRequest(plan, needed)
 

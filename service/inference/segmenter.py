@@ -179,7 +179,7 @@ class Segmenter:
         """Segment one volume [C, Z, Y, X] on its own grid.
 
         request   what `estimator` has planned for the volume and the options; None: it is planned now
-        progress  called with the windows that are done, from 0 on, and their total
+        progress  called with the windows that are done, from 0 on, and their total, each once for every view of it
         run       computes the windows
         revised   called with a new estimate, where the diameter of the objects is estimated
 
@@ -216,7 +216,10 @@ class Segmenter:
             progress(0, estimate.windows)
             make = partial(make_decoder, spec, size, plan.output, volume.voxel_size, self._allocate)
             decoder = self._choose_decoder(make, plan)
-            compute = partial(infer, cancelled=cancelled, progress=progress)
+            scorings = plan.scorings
+            compute = partial(
+                infer, cancelled=cancelled, progress=lambda done, total: progress(done * scorings, total * scorings)
+            )
             scored = self._scores.compute(image, plan, decoder, stages, compute)
             # Decoding needs their memory.
             del source, resampled, image

@@ -12,7 +12,7 @@ from paths import ROOT
 from torch import nn
 
 from service.core.config import Limits, Settings, Windows
-from service.core.errors import BadParameter
+from service.core.errors import BadParameter, TooLarge
 from service.core.volume import Description, Options, Volume, VoxelSize
 from service.inference import device_image
 from service.inference.estimate import Estimator, Plan, activation_bytes, estimate, make_plan
@@ -94,6 +94,18 @@ def test_best_quality_overlaps_more_unless_told_or_not_allowed_to(bands):
     narrow = Settings(limits=Limits(overlap=0.3))
     assert make_plan(bands, narrow, Options(quality="best")).overlap == 0.3
     assert make_plan(bands, SETTINGS, Options(quality="fast")) == make_plan(bands, SETTINGS, Options())
+
+
+def test_a_window_counts_once_for_each_view_of_it(bands):
+    volume = Volume.from_array(np.zeros((1, 40, 80, 80), np.uint8))
+    estimator = Estimator(bands, SETTINGS)
+    fast = estimator.estimate(volume, Options(overlap=0.25))
+    best = estimator.estimate(volume, Options(overlap=0.25, quality="best"))
+    assert best.windows == 3 * fast.windows > 3
+    narrow = Estimator(bands, Settings(limits=Limits(windows=fast.windows)))
+    assert narrow.estimate(volume, Options(overlap=0.25)) == fast
+    with pytest.raises(TooLarge, match="quality=fast"):
+        narrow.estimate(volume, Options(overlap=0.25, quality="best"))
 
 
 def test_windows_are_skipped_as_the_operator_says_unless_a_request_does(bands):
