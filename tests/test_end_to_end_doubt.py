@@ -23,8 +23,8 @@ RECORDED: list[tuple[str, dict[str, Any], str | None]] = [
     ("synthetic_nuclei_stardist", {}, None),
     ("mouse_embryo_8cell", {}, None),
     ("single_nucleus_confocal_vs_widefield", {"channel": 0}, None),
-    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, "diameter=4px"),
-    ("drosophila_nuclear_envelope", {}, "model=membranes"),
+    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, ""),
+    ("drosophila_nuclear_envelope", {}, None),
 ]
 
 

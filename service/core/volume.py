@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -177,6 +177,11 @@ class Objects:
         """Make objects from their voxels, the sums of the probabilities of these, and their peaks."""
         confidence = foreground / np.maximum(voxels, 1)
         return cls(voxels.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Return the objects of at least one part after each other."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.voxels)

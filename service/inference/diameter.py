@@ -3,7 +3,8 @@
 A network finds objects best at the width that it was trained for; at others it merges or splits them, or is less sure
 of their centres. So the scale that fits is the one at which what it finds has that width, with high peaks of the
 distance; what was found at one scale tells which to try next. Cellpose (Stringer et al. 2021) has a model of its own
-for a first guess, and refines it likewise by a first segmentation.
+for a first guess, and refines it likewise by a first segmentation. Where the model doubts what it would find with that,
+the width is taken at which it doubts the least, by the confidence that results are judged by.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.buffers import LARGE_BYTES
-from service.core.volume import Diameter, Extent, Size, Volume
+from service.core.volume import Diameter, Extent, Objects, Size, Volume
+from service.inference.confidence import judge
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.normalize import VolumeChannel
 from service.inference.scores import ScoreWindows
@@ -48,6 +50,12 @@ OFF, FLAT, FAR = 0.5, 1.0, 2.5
 # knows; from the third on, a first look is enough.
 LEAST_GUESS, LEAST_FIT, GOOD_FIT = 0.2, 0.5, 0.65
 
+# Where the first confidence is doubtful, these scales are tried as well, and none larger is taken. Logarithms of the
+# odds of being right are compared: a scale has to be better by the margin, and the smallest is taken of those that are
+# hardly worse than the best, as a large scale takes many windows. Below the least confidence it is grain that is seen.
+# Margin and least confidence were chosen by `python -m scripts.recipes.trials`.
+TRIED, MARGIN, HARDLY, LEAST_CONFIDENCE = (1.0, 2.8), 1.0, 1.0, 0.005
+
 # Objects that are up to so many times as wide as deep are found as well as round ones.
 ROUND = 1.5
 
@@ -67,6 +75,14 @@ REMEMBERED = 1024
 PLANES, PLACES = 8, 16
 
 
+class Trial(NamedTuple):
+    """Trial of several widths: the confidence with the chosen one, with the one before it, and how many there were."""
+
+    confidence: float
+    before: float
+    widths: int
+
+
 class Sizing(NamedTuple):
     """An estimate of the diameter of objects.
 
@@ -74,6 +90,7 @@ class Sizing(NamedTuple):
     fits      whether the model works well on objects of this width without any resampling
     objects   that it was measured by, in so many windows
     guess     the diameter, or one that is worth a try where that is not known; None: nothing looks like an object
+    trial     by which the diameter was chosen; None: objects were measured
     """
 
     diameter: Diameter | None
@@ -81,10 +98,18 @@ class Sizing(NamedTuple):
     objects: int
     windows: int
     guess: Diameter | None = None
+    trial: Trial | None = None
 
     @property
     def note(self) -> str:
         """A sentence about the estimate for the user."""
+        if self.trial is not None:
+            confidence, before, widths = self.trial
+            return (
+                f"Objects are taken to be {self.diameter} wide, chosen by a trial of {widths} widths on {self.windows}"
+                f" windows: confidence {confidence:.2f} against {before:.2f}; state diameter= where that is wrong, or"
+                " diameter=none to use the stack as it is sampled."
+            )
         seen = f"{self.objects} objects in {self.windows} windows"
         if self.diameter is None:
             return f"How wide objects are could not be told ({seen}): used as it is sampled; state diameter=."
@@ -102,6 +127,7 @@ class ScaleProbe(NamedTuple):
     objects  that widths were measured by
     fit      how well this scale suits the model, 0 to 1; 0 where too few objects were found
     windows  that were looked at
+    confidence  in what was found, 0 to 1; None where that cannot be told
     """
 
     factors: Factors
@@ -109,6 +135,12 @@ class ScaleProbe(NamedTuple):
     objects: int
     fit: float
     windows: int
+    confidence: float | None = None
+
+    @property
+    def log_odds(self) -> float:
+        """Logarithm of the odds that what was found is right, -inf where that cannot be told."""
+        return -math.inf if self.confidence is None else math.log(self.confidence / max(1 - self.confidence, 1e-15))
 
 
 class DiameterEstimator:
@@ -117,12 +149,16 @@ class DiameterEstimator:
     image  normalised, at the sampling of its volume
     base   voxels of the grid on which the model works by itself per voxel of the image, along (z, y, x)
     score_windows  computes the scores of a few windows at a time, which have zeros where the image ends
+    margin  by which a width of a trial has to be better
     """
 
-    def __init__(self, image: Image, base: Factors, spec: ModelSpec, score_windows: ScoreWindows) -> None:
+    def __init__(
+        self, image: Image, base: Factors, spec: ModelSpec, score_windows: ScoreWindows, margin: float = MARGIN
+    ) -> None:
         assert isinstance(spec.decoding, Instances)  # noqa: S101 - no other model has objects
         assert spec.input.diameter is not None  # noqa: S101 - nor wants them of some width
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
+        self._margin = margin
         # Fragments tell that a scale does not fit.
         self._decoding = spec.decoding.model_copy(update={"minimum_fraction": 0.0})
         self._wanted = spec.input.diameter
@@ -146,16 +182,45 @@ class DiameterEstimator:
             if further is None or self._settled(seen):
                 break
             seen.append(self.probe(places, further, WINDOWS))
+        sizing, used = self._measured(seen)
+        calibration = self._spec.confidence
+        if calibration is None or used.confidence is None or used.confidence >= calibration.threshold:
+            return sizing
+        return self._try(sizing, used, seen, places)
+
+    def _measured(self, seen: Sequence[ScaleProbe]) -> tuple[Sizing, ScaleProbe]:
+        """Return the estimate from what was seen, and the probe at or near the scale that it means."""
         best = max(seen, key=lambda probe: probe.fit)
         windows = sum(probe.windows for probe in seen)
         if best.fit < LEAST_GUESS:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows)
+            return Sizing(None, fits=False, objects=best.objects, windows=windows), seen[0]
         factors = self._refined(best)
-        z, y, x = (self._wanted / factor for factor in factors)
-        diameter = Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
+        diameter = self._diameter(factors)
         if best.fit < LEAST_FIT:
-            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter)
-        return Sizing(diameter, _near(factors, base, FITTING), best.objects, windows, diameter)
+            return Sizing(None, fits=False, objects=best.objects, windows=windows, guess=diameter), seen[0]
+        return Sizing(diameter, _near(factors, self._base, FITTING), best.objects, windows, diameter), best
+
+    def _diameter(self, factors: Factors) -> Diameter:
+        z, y, x = (self._wanted / factor for factor in factors)
+        return Diameter((x,) if _near((z, y, x), (x, x, x), 1.001) else (z, y, x), "px")
+
+    def _try(self, sizing: Sizing, used: ScaleProbe, seen: list[ScaleProbe], places: Sequence[Size]) -> Sizing:
+        """Return the width at which the model doubts much less than at the one `used`; `sizing` where there is none."""
+        tried = [self._allowed((self._base[0] * by, self._base[1] * by, self._base[2] * by)) for by in TRIED]
+        for factors in tried:
+            if not any(_near(factors, probe.factors, ALIKE) for probe in seen):
+                seen.append(self.probe(places, factors, WINDOWS))
+        if sizing.diameter is None:
+            used = next(probe for probe in seen if _near(probe.factors, self._base, ALIKE))
+        largest = ALIKE * math.prod(tried[-1])
+        others = [probe for probe in seen if math.prod(probe.factors) <= largest]
+        chosen = _choose_clearly_better(used, others, self._margin)
+        if chosen is None:
+            return sizing
+        diameter, windows = self._diameter(chosen.factors), sum(probe.windows for probe in seen)
+        trial = Trial(chosen.confidence or 0.0, used.confidence or 0.0, len(seen))
+        fits = _near(chosen.factors, self._base, FITTING)
+        return Sizing(diameter, fits, chosen.objects, windows, diameter, trial)
 
     def _settled(self, seen: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe would hardly tell more."""
@@ -182,28 +247,32 @@ class DiameterEstimator:
         for window, part in zip(windows, _cut(self._image, boxes), strict=True):
             window[(slice(None), *inside)] = functional.interpolate(part[None], size=inner, mode="trilinear")[0]
         scores = self._score_windows(windows)[(slice(None), slice(None), *inside)]
-        objects = np.concatenate([self._objects(window[None]) for window in scores])
+        decoded = [self._objects(window[None]) for window in scores]
         whole = math.prod(inner) >= WHOLE * math.prod(scaled)
-        return self._summary(factors, objects, len(boxes), whole=whole)
+        probe = self._summary(factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole=whole)
+        if self._spec.confidence is None:
+            return probe
+        objects = Objects.concatenate([objects for _, objects in decoded])
+        return probe._replace(confidence=judge(objects, self._wanted, self._spec.confidence))
 
-    def _objects(self, scores: Tensor) -> NDArray[np.float64]:
-        """Return [N, 4]: extents of each object along (z, y, x), NaN where a face cuts it, and its peak distance."""
+    def _objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
+        """Return [N, 4], extents along (z, y, x), NaN where a face cuts it, and the peak distance; and the objects."""
         decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)
-        labels = decoder.finish().pixels
+        segmentation = decoder.finish()
+        labels, objects = segmentation.pixels, segmentation.objects
+        assert objects is not None  # noqa: S101 - an `InstanceDecoder` knows them
         places = np.nonzero(labels)
-        owner, count = labels[places].astype(np.intp) - 1, int(labels.max(initial=0))
+        owner, count = labels[places].astype(np.intp) - 1, len(objects)
         rows = np.ones((count, 4))
         if self._spec.activation == "sigmoid":
-            distance = scores[0, self._spec.outputs.index(self._decoding.distance)].sigmoid()
-            rows[:, 3] = 0
-            np.maximum.at(rows[:, 3], owner, distance.cpu().numpy()[places])
+            rows[:, 3] = objects.peaks
         for axis, (place, edge) in enumerate(zip(places, labels.shape, strict=True)):
             low, high = np.full(count, edge), np.full(count, -1)
             np.minimum.at(low, owner, place)
             np.maximum.at(high, owner, place)
             rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
-        return rows
+        return rows, objects
 
     def _summary(self, factors: Factors, objects: NDArray[np.float64], windows: int, *, whole: bool) -> ScaleProbe:
         """Summarise the rows of `_objects`. Objects that no axis shows whole are taken to be as deep as wide.
@@ -355,3 +424,12 @@ def _apart(one: Box, other: Box) -> bool:
 
 def _near(one: Factors, other: Factors, ratio: float) -> bool:
     return all(abs(math.log(a / b)) < math.log(ratio) for a, b in zip(one, other, strict=True))
+
+
+def _choose_clearly_better(used: ScaleProbe, others: Sequence[ScaleProbe], margin: float) -> ScaleProbe | None:
+    """Return the smallest scale that is better than the one `used` by a margin, and hardly worse than the best one."""
+    enough = [probe for probe in others if probe.objects >= FEWEST and (probe.confidence or 0.0) >= LEAST_CONFIDENCE]
+    least = max((probe.log_odds for probe in enough), default=-math.inf)
+    least = max(least - HARDLY, used.log_odds + margin)
+    better = [probe for probe in enough if probe.log_odds >= least]
+    return min(better, key=lambda probe: math.prod(probe.factors), default=None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.volume import Volume, VoxelSize
 from service.inference.diameter import ROUND, DiameterEstimator, Sizing, estimate_anisotropy, signals
 from service.inference.normalize import IntensityScaling, NormalisedImage
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import Calibration, Instances, ModelSpec
 
 ROI = (32, 32, 32)
 
@@ -78,12 +78,13 @@ def test_where_hardly_anything_is_found_nothing_is_claimed(spec: ModelSpec, pixe
     assert "could not be told" in found.note
 
 
+def unsure(windows: Tensor) -> Tensor:
+    """See objects without certain middles."""
+    return see(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
+
+
 def test_objects_without_peaks_are_not_believed(spec: ModelSpec) -> None:
     """What is found everywhere, but never with a certain middle, is noise."""
-
-    def unsure(windows: Tensor) -> Tensor:
-        return see(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
-
     assert sized(cones((48, 72, 80), 7), spec, unsure).diameter is None
 
 
@@ -137,3 +138,37 @@ def test_planes_are_apart_as_the_voxel_size_says_within_reason() -> None:
     assert of(1.2, 0.4, 0.4) == pytest.approx(3)
     assert of(1.2, 0.4, 0.4, base=(3, 1, 1)) == pytest.approx(1)
     assert (of(100, 1, 1), of(0.1, 1, 1)) == (6, 1)
+
+
+def by_width(spec: ModelSpec) -> ModelSpec:
+    """Let the confidence be one half at the width that the model wants, less the further objects are from that."""
+    calibration = Calibration(intercept=0, certainty=0, peak=0, size=-6, giants=0, threshold=0.4)
+    return spec.model_copy(update={"confidence": calibration})
+
+
+def test_where_the_model_doubts_what_it_sees_the_width_is_taken_that_it_doubts_least(spec: ModelSpec) -> None:
+    pixels = cones((48, 72, 80), 5)
+    assert sized(pixels, spec, unsure).diameter is None
+    found = sized(pixels, by_width(spec), unsure)
+    assert found.diameter is not None
+    assert found.trial is not None
+    assert found.diameter.lengths[0] == pytest.approx(5, rel=0.25)
+    assert found.trial.confidence > 0.3 > 0.1 > found.trial.before
+    assert f"{found.diameter} wide, chosen by a trial of {found.trial.widths} widths" in found.note
+    assert f"confidence {found.trial.confidence:.2f} against {found.trial.before:.2f}" in found.note
+    assert "diameter=none" in found.note
+
+
+def test_a_trial_costs_nothing_where_the_first_confidence_is_good(spec: ModelSpec) -> None:
+    for pixels, look in (
+        (cones((48, 72, 80), 11), see),
+        (cones((48, 72, 80), 11), unsure),
+        (cones((80,) * 3, 14), see),
+    ):
+        assert sized(pixels, by_width(spec), look) == sized(pixels, spec, look)
+
+
+def test_a_trial_that_is_hardly_better_changes_nothing(spec: ModelSpec) -> None:
+    pixels = cones((48, 72, 80), 5)
+    picky = DiameterEstimator(image_of(pixels), (1, 1, 1), by_width(spec), unsure, margin=50.0)
+    assert picky.estimate() == sized(pixels, spec, unsure)
