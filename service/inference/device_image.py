@@ -114,6 +114,7 @@ class DeviceImage:
 
     source  image on the host; a tensor is float32 [1, C, Z, Y, X]
     depth   planes of a window
+    `planes` are those that are on the device by now, float32 [C, z, Y, X].
     """
 
     def __init__(self, source: NormalisedImage | Tensor, depth: int, device: torch.device) -> None:
@@ -121,14 +122,14 @@ class DeviceImage:
         _, channels, *size = self.shape = tuple(source.shape)
         depth, self._step = count_planes(channels, as_size(size), depth), planes_sent(as_size(size))
         self._upload = Upload(device, buffer_bytes(as_size(size)))
-        self._planes = torch.empty((channels, depth, *size[1:]), device=device)
+        self.planes = torch.empty((channels, depth, *size[1:]), device=device)
         self._first = self._end = 0
         self._load(0)
 
     @property
     def whole(self) -> Tensor | None:
         """All planes, [C, Z, Y, X], where they are on the device; None where some are not."""
-        return self._planes if self._planes.shape[1] == self.shape[2] else None
+        return self.planes if self.planes.shape[1] == self.shape[2] else None
 
     def __getitem__(self, box: Box) -> Tensor:
         _, channels, z, y, x = box
@@ -136,21 +137,21 @@ class DeviceImage:
         if not self._first <= first <= end <= self._end:
             self._load(first)
         if end > self._end:
-            raise IndexError(f"{end - first} planes are asked for, and windows have {self._planes.shape[1]}")
-        return self._planes[channels, first - self._first : end - self._first, y, x]
+            raise IndexError(f"{end - first} planes are asked for, and windows have {self.planes.shape[1]}")
+        return self.planes[channels, first - self._first : end - self._first, y, x]
 
     def _load(self, first: int) -> None:
         """Fill the device's planes from plane `first` on, without sending again those that are there."""
-        depth = self._planes.shape[1]
+        depth = self.planes.shape[1]
         moved, kept = first - self._first, max(self._end - first, 0) if first >= self._first else 0
         self._first = self._end = first
         # Source and target overlap where more planes are kept than left.
         for z in range(0, kept, max(moved, 1)):
             count = min(moved, kept - z)
-            self._planes[:, z : z + count] = self._planes[:, z + moved : z + moved + count]
+            self.planes[:, z : z + count] = self.planes[:, z + moved : z + moved + count]
         for z in range(kept, min(depth, self.shape[2] - first), self._step):
             end = min(z + self._step, depth, self.shape[2] - first)
-            self._send(first + z, first + end, self._planes[:, z:end])
+            self._send(first + z, first + end, self.planes[:, z:end])
         self._end = min(first + depth, self.shape[2])
 
     def _send(self, first: int, end: int, out: Tensor) -> None:

@@ -52,6 +52,7 @@ from service.inference.normalize import NormalisedImage, normalise_volume
 from service.inference.resample import resample_image, resample_segmentation, working_size
 from service.inference.result import EngineReport, Result
 from service.inference.scores import C, Cancelled, ComputeSlabs, Progress, RunWindows, ScoreComputer, Scored
+from service.inference.side_stream import SideStream
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import Image, SlidingWindow
@@ -195,12 +196,12 @@ class Segmenter:
             )
             return result._replace(spec=self.spec)
         stages = Stages()
-        infer = self._choose_inferer(run)
+        infer, aside = self._choose_inferer(run), self._prepare_aside()
         # Windows that are scored to measure objects or background do not count as progress.
         probe = partial(run, cancelled=cancelled, progress=lambda _done, _total: None)
         with torch.inference_mode(), translate_errors(request.estimate, self._device, self._driver):
             self._check_memory(request.estimate)
-            with stages.measure("prepare"):
+            with stages.measure("prepare"), aside.current():
                 source, notes = normalise_volume(volume, self.spec, self._send(volume))
             sized = _Sized(request, request.plan.diameter)
             if request.plan.estimated:
@@ -209,7 +210,7 @@ class Segmenter:
                 revised(sized.request.estimate)
             plan, estimate = sized.request
             with stages.measure("prepare"):
-                resampled, resampling_notes = self._resample(source, volume, plan.diameter)
+                resampled, resampling_notes = self._resample(source, volume, plan.diameter, aside)
             size = as_size(resampled.shape[2:])
             spec = steer(self.spec, plan.steering, volume, size)
             image, skipped, skipping_notes = self._skip_empty_windows(resampled, volume, spec, plan, stages, probe)
@@ -285,10 +286,15 @@ class Segmenter:
         decoder: Callable[[], Decoder] = partial(HostDecoder, make) if plan.decode_on_host else make
         if not self._is_asynchronous("decode"):
             return decoder
-        return partial(StreamDecoder, decoder if plan.decode_on_host else partial(make, whole=True), self._device)
+        make = decoder if plan.decode_on_host else partial(make, whole=True)
+        return lambda: StreamDecoder(make, SideStream(self._device))
 
     def _is_asynchronous(self, stage: AsynchronousStage) -> bool:
         return not self._on_host and stage in self._settings.device.asynchronous
+
+    def _prepare_aside(self) -> SideStream:
+        """Return the stream that a volume is sent and normalised in, its own where the settings say so."""
+        return SideStream(self._device if self._is_asynchronous("prepare") else torch.device("cpu"))
 
     def _send(self, volume: Volume) -> SentVolume | None:
         """Send a volume to the device, which finds the percentiles there, where the settings say so and it suits."""
@@ -456,14 +462,17 @@ class Segmenter:
         return inferer
 
     def _resample(
-        self, image: NormalisedImage, volume: Volume, diameter: Diameter | None
+        self, image: NormalisedImage, volume: Volume, diameter: Diameter | None, aside: SideStream
     ) -> tuple[Image, tuple[str, ...]]:
         """Resample an image to the grid of the network, and bring it to the device; return it with notes."""
         prepared = resample_image(image, volume, self.spec, diameter)
         if self._settings.windows.inferer == "own":
             if self._on_host:
                 return prepared.image, prepared.notes
-            return DeviceImage(prepared.image, self.spec.input.roi_size[0], self._device), prepared.notes
+            with aside.current():
+                sent = DeviceImage(prepared.image, self.spec.input.roi_size[0], self._device)
+            aside.hand_over(sent.planes)
+            return sent, prepared.notes
         tensor = prepared.image if isinstance(prepared.image, Tensor) else prepared.image.tensor()
         return tensor.to(self._device), prepared.notes
 

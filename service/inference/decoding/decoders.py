@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ from service.inference.decoding.instances import (
     threshold_mask,
 )
 from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, CPU, WatershedKernel, watershed_kernel
+from service.inference.side_stream import SideStream
 from service.models.spec import Instances, ModelSpec
 
 # Number of voxels whose scores fit a core's cache.
@@ -81,30 +81,23 @@ class HostDecoder:
 
 
 class StreamDecoder:
-    """Decoder in a stream of its own of a CUDA device: windows that are launched later do not wait for it.
+    """Decoder that works in a stream of its own: windows that are launched later do not wait for it.
 
     make  makes the decoder
     """
 
-    def __init__(self, make: Callable[[], Decoder], device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with self._current():
+    def __init__(self, make: Callable[[], Decoder], stream: SideStream) -> None:
+        self._stream = stream
+        with stream.current():
             self._decoder = make()
 
-    def _current(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
-        if self._stream is not None:
-            # Their memory belongs to the stream of the windows, which may use it again once they are dropped.
-            scores.record_stream(self._stream)
-            # Their last operation may still be on its way.
-            self._stream.wait_stream(torch.cuda.current_stream(scores.device))
-        with self._current():
+        self._stream.take_over(scores)
+        with self._stream.current():
             self._decoder.add(z0, y0, scores)
 
     def finish(self) -> Segmentation:
-        with self._current():
+        with self._stream.current():
             return self._decoder.finish()
 
 
