@@ -69,7 +69,7 @@ class Driver:
         decoded = self._folder.done("tile")
         needs = {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in decoded}
         readers = Counter(group for groups in needs.values() for group in groups)
-        scored = self._folder.done("scores")
+        scored = {group for group in self._folder.done("scores") if self._has_scores(group)}
         to_score = [group for group in range(total) if readers[group] and group not in scored]
         waiting = dict(needs)
         running: dict[Future[dict[str, Any]], tuple[Step, int]] = {}
@@ -100,3 +100,8 @@ class Driver:
                     readers[group] -= 1
                     if not readers[group]:
                         (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
+
+    def _has_scores(self, group: int) -> bool:
+        """Return whether the scores of a group that is done were not dropped yet."""
+        is_there = (self._folder.path / f"scores/{group}.raw").exists()
+        return is_there or not self._folder.read_record("scores", group)["windows"]

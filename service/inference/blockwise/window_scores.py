@@ -124,7 +124,7 @@ class GroupScores:
                 continue
             windows = layout.group(group)
             skipped = skipped_in(run, windows)
-            bits = np.memmap(run.folder.path / f"scores/{group}.raw", _BITS[getattr(torch, facts["dtype"])], "r")
+            bits = np.memmap(run.folder.path / f"scores/{group}.raw", _BITS[getattr(torch, facts["dtype"])], "c")
             each = bits.reshape(facts["windows"], -1, *roi)
             places = [place for place in window_places(layout, windows) if place not in skipped]
             self._windows |= {place: (each, index, facts["dtype"]) for index, place in enumerate(places)}
@@ -139,5 +139,5 @@ class GroupScores:
         if place not in self._windows:
             return self._default
         each, index, dtype = self._windows[place]
-        scores = torch.from_numpy(np.array(each[index]))
+        scores = torch.from_numpy(each[index])
         return scores.view(torch.bfloat16) if dtype == "bfloat16" else scores

@@ -1,0 +1,107 @@
+"""Workers and drivers that are killed: only what they were doing is done again, and the result is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from service.core.errors import BadParameter, InternalError
+from service.core.volume import Options
+from service.inference.blockwise.run_folder import BlockTask, RunFolder
+from service.inference.blockwise.worker import run_block
+from service.inference.blockwise.workers import MOST_DEATHS, LocalWorkers
+from tests.block_runs import InlineWorkers, begin, segment_blocks, segment_whole
+from tests.segmenters import settings_of
+from tests.zarr_files import write_zarr
+
+
+def die_once(task: BlockTask) -> dict[str, Any]:
+    """Do a block, but kill the process at the third group of windows, before and after its scores are written."""
+    for when in ("before", "after"):
+        mark = Path(task.folder) / f"died-{when}"
+        if when == "after" and task.step == "scores":
+            run_block(task)
+        if (task.step, task.number) == ("scores", 2) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return run_block(task) if task.step != "scores" else RunFolder(Path(task.folder)).read_record("scores", task.number)
+
+
+def always_die(_task: BlockTask) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+@pytest.fixture
+def source(tmp_path: Path, phantom) -> Path:
+    return write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
+
+
+@pytest.mark.thorough
+def test_a_worker_that_is_killed_loses_its_block_alone(tmp_path: Path, source: Path, bands) -> None:
+    whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
+    folder = begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 1))
+    with closing(LocalWorkers(2, die_once)) as workers:
+        assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr", workers), whole)
+    assert (folder.path / "died-before").exists()
+    assert (folder.path / "died-after").exists()
+
+
+@pytest.mark.thorough
+def test_a_block_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
+    with closing(LocalWorkers(1, always_die)) as workers, pytest.raises(InternalError, match=f"{MOST_DEATHS} workers"):
+        workers.submit(BlockTask(str(tmp_path), "scores", 3)).result(60)
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, source: Path, bands) -> None:
+    folder = begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 1))
+    first, again = InlineWorkers(), InlineWorkers()
+    labels = segment_blocks(folder, tmp_path / "out.zarr", first)
+    count = folder.plan.layout.count
+    assert not list((folder.path / "scores").iterdir())
+    for step, number in (("tile", count - 1), ("labels", 0)):
+        (folder.path / f"records/{step}-{number}.json").unlink()
+    (tmp_path / "out.zarr").rename(tmp_path / ".out.zarr.part")
+    zarr.open_array(tmp_path / ".out.zarr.part/0")[...] = 9
+    assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr", again), labels)
+    assert set(again.seen) < set(first.seen)
+    assert [number for step, number in again.seen if step == "tile"] == [count - 1]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, source: Path, bands) -> None:
+    begin(tmp_path / "run", source, bands, Options(), settings_of())
+    with pytest.raises(BadParameter, match="another stack, model or options"):
+        begin(tmp_path / "run", source, bands, Options(overlap=0.4), settings_of())
+    with pytest.raises(BadParameter, match="something else"):
+        begin(source, source, bands, Options(), settings_of())
+
+
+@pytest.mark.thorough
+def test_a_command_that_is_killed_goes_on_where_it_was(tmp_path: Path, source: Path, bands) -> None:
+    whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
+    out, scratch = tmp_path / "out.zarr", tmp_path / "run"
+    command = [sys.executable, "-m", "service", "segment", source, out, "--workers", "2", "--scratch", scratch]
+    command += ["--model", bands.folder]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 120
+    while len(list((scratch / "records").glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in (scratch / "records").glob("*.json")}
+    assert done
+    assert not out.exists()
+    subprocess.run(command, check=True, timeout=300)
+    labels = zarr.open_group(out, mode="r")["0"][...]
+    assert np.count_nonzero(labels != whole) <= 0.001 * labels.size
+    assert not scratch.exists()
