@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides device.name")
     bench.add_argument("--shape", type=int, nargs=3, default=(64, 512, 512), metavar=("Z", "Y", "X"), help="of a stack")
     bench.add_argument("--repeats", type=int, default=3, help="requests, after a first one (default %(default)s)")
+    bench.add_argument("--hosts", action="store_true", help="instead: 1, 2, ... workers of the cluster, all at work")
     bench.add_argument("--cold", action="store_true", help="start twice, first with an empty cache folder")
     bench.add_argument("--baseline", action="store_true", help="the plain MONAI script in turn with it (from a clone)")
     bench.add_argument("--compare-engines", action="store_true", help="also the network alone, by every engine in turn")
@@ -37,6 +39,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter("--repeats, --shape and --batch-sizes: positive numbers are expected.")
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
+    if options.hosts:
+        return _run_hosts(options, settings)
     plan = session.BenchPlan(
         shape=tuple(options.shape),
         repeats=options.repeats,
@@ -53,4 +57,15 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         options.json.write_text(report.to_json(measured), encoding="utf-8")
     if options.plot is not None and not report.plot(measured, options.plot):
         sys.stderr.write("There is no plot: matplotlib is not installed (pip install 'stackseg[demo]').\n")
+    return 0
+
+
+def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
+    from service.cli.benchmark import hosts  # noqa: PLC0415
+
+    spec = choose_model(options.model, settings)
+    rows = hosts.measure(spec, settings, tuple(options.shape), options.repeats)
+    sys.stdout.write("\n".join(hosts.format_hosts(rows)) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n", encoding="utf-8")
     return 0

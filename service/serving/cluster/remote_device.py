@@ -226,8 +226,8 @@ class RemoteDevice:
                 log.warning("%s", self._lost("does not answer"))
         try:
             self.status = future.result()
-        except WorkerLost as error:
-            if self.up:
+        except Exception as error:  # noqa: BLE001 - the thread goes on, and asks again
+            if self.up or not isinstance(error, WorkerLost):
                 log.warning("%s", self._lost(str(error)))
             return
         if self.status.problem is None and not self.up:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,69 +14,14 @@ import numpy as np
 import pytest
 from fakes import FakeSegmenter, until
 from live import Live, as_tiff, classes, eager, serve
+from thread_actors import ThreadActor, remote
 
 from service.core.config import Settings
-from service.core.errors import ConfigError, DeviceLost
+from service.core.errors import ConfigError
 from service.inference.segmenter import Segmenter
-from service.serving.cluster.device_actor import DeviceActor, actor_settings
-from service.serving.cluster.exchange import MARKER, Exchange, Outcome
-from service.serving.cluster.remote_device import Actor, WorkerLost
+from service.serving.cluster.exchange import MARKER, Exchange
+from service.serving.cluster.remote_device import Actor
 from service.serving.runtime import Runtime
-
-
-class ThreadActor:
-    """An actor of this process. While it is lost, calls fail, those that wait for it too; then it begins anew."""
-
-    def __init__(self, settings: Settings, load: Any = Segmenter) -> None:
-        self._make = lambda: DeviceActor(actor_settings(settings), load)
-        self.device = self._make()
-        self.lost = False
-        # How many segmentations find that the device has failed.
-        self.lost_devices = 0
-        self.killed = threading.Event()
-        self._waiting: set[Future[Any]] = set()
-        self._pool = ThreadPoolExecutor(32)
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if self.lost or self.killed.is_set():
-            answer.set_exception(WorkerLost("gone"))
-            return answer
-        if method == "segment" and self.lost_devices:
-            self.lost_devices -= 1
-            answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
-            return answer
-        self._waiting.add(answer)
-        self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
-            lambda done: self._settle(answer, done)
-        )
-        return answer
-
-    def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
-        if answer in self._waiting:
-            self._waiting.discard(answer)
-            answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
-
-    def lose(self) -> None:
-        self.lost = True
-        while self._waiting:
-            self._waiting.pop().set_exception(WorkerLost("gone"))
-
-    def come_back(self) -> None:
-        self.device = self._make()
-        self.lost = False
-
-    def give_up(self, future: Future[Any]) -> None:
-        pass
-
-    def kill(self) -> None:
-        self.killed.set()
-
-
-def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
-    cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared}
-    return eager(folder, cluster=cluster, limits={"waiting": 100}, **sections)
-
 
 Service = tuple[Live, list[ThreadActor]]
 

@@ -1,0 +1,98 @@
+"""`stackseg bench --hosts`: windows per second by the number of workers of a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from service.cli.benchmark.requests import AS_SAMPLED, tile_sample
+from service.core.config import Settings
+from service.core.errors import ConfigError
+from service.core.volume import Size, Volume
+from service.models.spec import ModelSpec
+from service.serving.cluster.ray_cluster import make_actors
+from service.serving.cluster.remote_worker import MakeActors, RemoteWorker, RemoteWorkers
+from service.serving.device_worker import Reservation
+from service.serving.job import Job
+from service.serving.metrics import Metrics
+
+# For threads that end with the measurement.
+JOIN_SECONDS = 4.0
+
+
+class HostsRow(NamedTuple):
+    """Windows that so many workers have computed, and the seconds from the first request to the last answer."""
+
+    workers: int
+    windows: int
+    seconds: float
+
+    @property
+    def windows_per_second(self) -> float:
+        return self.windows / self.seconds
+
+
+def measure(
+    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: MakeActors = make_actors
+) -> list[HostsRow]:
+    """Have 1, 2, ... workers of the cluster segment a stack `repeats` times each, all at the same time.
+
+    Pixels and labels go through the shared folder, as in the service. Waits until all workers are there. Raises
+    ConfigError without a cluster, and what segmenting raises.
+    """
+    if settings.cluster.address is None:
+        raise ConfigError("--hosts measures the workers of a cluster, and cluster.address names none.")
+    volume = Volume.from_array(tile_sample(spec, shape)[None])
+    with _start(spec, settings, connect) as workers:
+        _time_requests(workers, spec, volume, 1)
+        return [_time_requests(workers[:count], spec, volume, repeats) for count in range(1, len(workers) + 1)]
+
+
+def format_hosts(rows: Sequence[HostsRow]) -> Iterator[str]:
+    """Return the lines of a table in Markdown."""
+    yield "| workers | windows/s | of so many times one worker |"
+    yield "|---|---|---|"
+    for row in rows:
+        share = row.windows_per_second / rows[0].windows_per_second / row.workers
+        yield f"| {row.workers} | {row.windows_per_second:.1f} | {share:.0%} |"
+
+
+@contextmanager
+def _start(spec: ModelSpec, settings: Settings, connect: MakeActors) -> Iterator[tuple[RemoteWorker, ...]]:
+    """Start the workers, each of which loads the model."""
+    cluster = RemoteWorkers(settings, connect, Metrics())
+    try:
+        for worker in cluster.workers:
+            worker.start({spec.name: spec}, [spec.name])
+        while cluster.problems() or any(worker.model_cache.starting for worker in cluster.workers):
+            time.sleep(0.1)
+        yield cluster.workers
+    finally:
+        for worker in cluster.workers:
+            worker.watchdog.stop()
+            worker.cancel_requests()
+            worker.stop(JOIN_SECONDS)
+        cluster.close()
+
+
+def _time_requests(workers: Sequence[RemoteWorker], spec: ModelSpec, volume: Volume, repeats: int) -> HostsRow:
+    began = time.monotonic()
+    jobs = [_submit(worker, spec, volume) for _ in range(repeats) for worker in workers]
+    for job in jobs:
+        job.future.result()
+    return HostsRow(len(workers), sum(job.progress.total for job in jobs), time.monotonic() - began)
+
+
+def _submit(worker: RemoteWorker, spec: ModelSpec, volume: Volume) -> Job[Any]:
+    reservation = Reservation(worker, spec.name)
+    windows = worker.estimator(spec).estimate(volume, AS_SAMPLED).windows
+
+    def segment(job: Job[Any]) -> None:
+        reservation.segment(job, volume, AS_SAMPLED)
+
+    job: Job[Any] = Job(spec.name, segment, windows=windows, ready=False)
+    worker.queue.put(job)
+    reservation.take(job)
+    return job
