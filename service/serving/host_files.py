@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from service.core import config
@@ -20,7 +20,9 @@ from service.core.config import Root
 from service.core.errors import BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.formats.remote_store import RemoteStore, check_url, is_url
 from service.formats.sandbox import descriptor_path
+from service.formats.sandbox_process import Cancelling, never
 from service.formats.zarr_store import is_zarr_folder
+from service.serving import placed_folder
 from service.serving.open_folder import OPEN_FOLDER, ResultFolder, hold_results, list_files, open_below
 
 COPY_BYTES = 2**26
@@ -69,10 +71,12 @@ class HostFiles:
             with self.open_input(place, caller):
                 pass
         if output is not None:
+            is_zarr = self.is_zarr(output, caller)
             with self._output_folder(output, caller) as (folder, name):
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder):
                     raise BadParameter(f"output_to: the service lacks permission to write {output}.")
-                _check_target(folder, name, output, overwrite=overwrite)
+                check = placed_folder.check_target if is_zarr else _check_target
+                check(folder, name, output, overwrite=overwrite)
                 if os.fstatvfs(folder).f_bavail == 0:
                     raise _disk_full(output)
 
@@ -194,14 +198,57 @@ class HostFiles:
                     os.unlink(partial, dir_fd=folder)
                 raise
 
+    def is_zarr(self, place: str, caller: str | None) -> bool:
+        """Return whether a result at `place` is OME-Zarr, by its name or as one of the labels of an image."""
+        return place.lower().endswith(".zarr") or self.find_image(place, caller) is not None
+
+    def find_image(self, place: str, caller: str | None) -> Literal[2, 3] | None:
+        """Return the format of Zarr of the image whose labels `place` is among, None for other places."""
+        root, parts = _parse_place("output_to", place, self._outputs, caller)
+        if parts[-2:-1] != ["labels"]:
+            return None
+        with suppress(BadParameter), _open_below("output_to", root, parts[:-2], place) as image:
+            path = descriptor_path(image)
+            if is_zarr_folder(path):
+                return 3 if (path / "zarr.json").is_file() else 2
+        return None
+
+    def put_zarr(  # noqa: PLR0913
+        self,
+        store: Path,
+        place: str,
+        caller: str | None,
+        ticket: str,
+        *,
+        overwrite: bool = False,
+        cancelled: Cancelling = never,
+    ) -> None:
+        """Copy a finished store of Zarr to `place`, as `put` does; only another store is overwritten.
+
+        Among the labels of an image it is listed there: `store` then lies in a group that lists it. Raises also
+        Cancelled, and BadFile for an image whose metadata make no sense.
+        """
+        in_image = self.find_image(place, caller) is not None
+        with self._output_folder(place, caller) as (folder, name), _os_errors_as_bad_parameter("output_to", place):
+            placed_folder.put(
+                store, folder, name, _partial_name(ticket), place, overwrite=overwrite, cancelled=cancelled
+            )
+            if in_image:
+                placed_folder.list_labels(store.parent, folder)
+
     def settle(self, place: str, caller: str | None, ticket: str) -> None:
         """Forget the ticket of a result that is on record."""
-        with self._output_folder(place, caller) as (folder, _), suppress(FileNotFoundError):
-            os.unlink(_partial_name(ticket), dir_fd=folder)
+        with self._output_folder(place, caller) as (folder, name):
+            placed_folder.settle(folder, name, _partial_name(ticket))
+            with suppress(FileNotFoundError):
+                os.unlink(_partial_name(ticket), dir_fd=folder)
 
     @contextmanager
     def _output_folder(self, place: str, caller: str | None) -> Iterator[tuple[int, str]]:
         root, parts = _parse_place("output_to", place, self._outputs, caller)
+        if self.find_image(place, caller) is not None:
+            with _open_below("output_to", root, parts[:-2], place) as image, suppress(FileExistsError):
+                os.mkdir("labels", dir_fd=image)
         with _open_below("output_to", root, parts[:-1], place) as folder:
             yield folder, parts[-1]
 

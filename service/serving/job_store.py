@@ -244,7 +244,9 @@ class JobStore:
                 return
             kept = RESULT if records[0].state == "done" else INPUT
             for path in folder.iterdir():
-                if path.name != kept:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != kept:
                     path.unlink(missing_ok=True)
 
     def recover(self) -> list[JobRecord]:

@@ -206,9 +206,10 @@ class Query(BaseModel):
         str | None,
         Field(
             max_length=1024,
-            description="Where on the service's host the result goes; the answer then only says what was written. Of a "
-            "folder of stacks, the folder for the results.",
-            examples=["results/2026/stack_labels.tif"],
+            description="Where on the service's host the result goes; the answer then only says what was written. A "
+            "name that ends with .zarr, or among the labels of an image, is OME-Zarr. Of a folder of stacks, the "
+            "folder for the results.",
+            examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
         ),
     ] = None
     overwrite: Annotated[

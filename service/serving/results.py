@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -34,6 +35,8 @@ MEASUREMENTS = "measurements.csv"
 WARNING = "warning.json"
 ARCHIVE = "labels.zip"
 RECEIPT = "saved.json"
+# Folder in which a store is written.
+IMAGE = "image.zarr"
 
 # Of one voxel of a series, as far as objects are numbered by 16 bits.
 _LABEL_BYTES = 2
@@ -45,7 +48,8 @@ _STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNO
 # By the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 # Allowed ends of the name of a result that is written on the host, by media type.
-OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff"), "text/csv": (".csv",), "application/zip": (".zip",)}
+OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv",), "application/zip": (".zip",)}
+ZARR = "application/vnd+zarr"
 
 
 class Saved(BaseModel):
@@ -178,26 +182,39 @@ def write_answer(host_files: HostFiles, received: ReceivedRequest, measured: Vol
     `HostFiles.put` and writing raise.
     """
     place = received.query.output_to
-    answer = _write_files(received, measured, result)
     if place is None:
-        return answer
+        return _write_files(received, measured, result)
+    is_zarr = received.query.measurements is None and host_files.is_zarr(place, received.caller)
+    answer = _write_zarr(host_files, received, result, place) if is_zarr else _write_files(received, measured, result)
     if received.cancelled():
         raise Cancelled("given up before its result was put in its place")
     stages = Stages()
     with stages.measure("save"):
-        overwrite = bool(received.query.overwrite)
-        host_files.put(answer.path, place, received.caller, received.folder.name, overwrite=overwrite)
+        saved_bytes = _save(host_files, received, answer, place)
     receipt = Saved(
         output=place,
         media_type=answer.media_type,
-        bytes=answer.path.stat().st_size,
+        bytes=saved_bytes,
         model=result.model,
         objects=result.segmentation.count,
     )
-    answer.path.unlink()
     path = received.folder / RECEIPT
     path.write_text(receipt.model_dump_json(), encoding="utf-8")
     return Answer(path, "application/json", f"_{RECEIPT}", answer.seconds | stages.seconds)
+
+
+def _save(host_files: HostFiles, received: ReceivedRequest, answer: Answer, place: str) -> int:
+    """Put an answer in its place, delete it here, and return its bytes."""
+    caller, ticket, overwrite = received.caller, received.folder.name, bool(received.query.overwrite)
+    if answer.media_type != ZARR:
+        host_files.put(answer.path, place, caller, ticket, overwrite=overwrite)
+        size = answer.path.stat().st_size
+        answer.path.unlink()
+        return size
+    host_files.put_zarr(answer.path, place, caller, ticket, overwrite=overwrite, cancelled=received.cancelled)
+    size = sum(path.stat().st_size for path in answer.path.rglob("*") if path.is_file())
+    shutil.rmtree(received.folder / IMAGE)
+    return size
 
 
 def settle(host_files: HostFiles, received: ReceivedRequest) -> None:
@@ -217,9 +234,12 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         raise BadParameter("overwrite: it goes with output_to, which is not given.")
     if query.output_to is not None:
         suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
-        if not query.output_to.lower().endswith(suffixes):
+        is_zarr = query.measurements is None and host_files.is_zarr(query.output_to, caller)
+        if not is_zarr and not query.output_to.lower().endswith(suffixes):
             host_files.check(query.input, None, caller)
             raise BadParameter(f"output_to: the name must end with {' or '.join(suffixes)}, after what is written.")
+        if is_zarr and find_spec("zarr") is None:
+            raise BadParameter("output_to: writing OME-Zarr needs the extra: pip install 'stackseg[zarr]'.")
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite))
 
 
@@ -284,6 +304,23 @@ def answer_name(name: str, suffix: str) -> str:
 
 def _origin(received: ReceivedRequest, result: Result) -> dict[str, str]:
     return describe_origin(received.query, result, received.name, received.digest)
+
+
+def _write_zarr(host_files: HostFiles, received: ReceivedRequest, result: Result, place: str) -> Answer:
+    """Write a store of OME-Zarr into the request's folder, as it will lie in its place."""
+    from service.formats import zarr_writer  # noqa: PLC0415 - it needs the extra `zarr`
+
+    stages, image, name = Stages(), received.folder / IMAGE, place.rpartition("/")[2]
+    shutil.rmtree(image, ignore_errors=True)
+    image.mkdir(mode=0o700, parents=True)
+    path, version = image / name, host_files.find_image(place, received.caller)
+    if version is not None:
+        # A group without an image, in place of the one whose labels these are.
+        image.joinpath("zarr.json" if version == 3 else ".zgroup").write_text("{}", encoding="utf-8")
+        path = image / "labels" / name
+    with stages.measure("write"):
+        zarr_writer.write(result.segmentation, path, _origin(received, result))
+    return Answer(path, ZARR, "", stages.seconds)
 
 
 def _write_files(received: ReceivedRequest, measured: Volume | None, result: Result) -> Answer:

@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import yaozarrs
 from fakes import WINDOWS, FakeSegmenter, until
 from job_service import STACK, TIFF, Service, start
 from live import as_tiff
+from zarr_files import write_zarr
 
 from service.api.api_keys import generate_key, hash_key
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
-from service.formats import tiff_writer
+from service.core.volume import Selection, VoxelSize
+from service.formats import stack_reader, tiff_writer, zarr_writer
 from service.models.spec import ModelSpec
 from service.serving import async_jobs
 from service.serving.job_store import JobStore
@@ -347,6 +350,68 @@ def test_job_reads_and_writes_files_of_the_host_also_after_a_restart(bands_repos
         assert told.json()["output"] == "results/labels.tif"
         assert np.array_equal(tifffile.imread(tmp_path / "results" / "labels.tif"), np.ones((3, 8, 8)))
         assert [path.name for path in (tmp_path / "results").iterdir()] == ["labels.tif"]
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_job_writes_ome_zarr_also_after_a_restart(bands_repository: Path, tmp_path: Path, version: str) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    image = write_zarr(results / "image.ome.zarr", tifffile.imread(io.BytesIO(STACK)), version=version)
+    roots = {"results": str(results)}
+    places = [{"input": "results/image.ome.zarr", "output_to": f"results/image.ome.zarr/labels/{n}"} for n in "ba"]
+    places.append({"input": "results/image.ome.zarr", "output_to": "results/labels.zarr"})
+    with start(bands_repository, tmp_path, references={"inputs": roots, "outputs": roots}) as service:
+        service.fake.gate.clear()
+        jobs = [service.submit(b"", **place) for place in places]
+        service.wait(jobs[0], "running")
+        # As it is left by a process that is killed while it copies.
+        half = results / f".stackseg-{jobs[2]['id']}.part"
+        (half / "0").mkdir(parents=True)
+        (service.async_jobs._store.input_path(jobs[2]["id"]).parent / "image.zarr" / "labels.zarr").mkdir(parents=True)
+    with start(bands_repository, tmp_path, references={"inputs": roots, "outputs": roots}) as service:
+        for job, place in zip(jobs, places, strict=True):
+            assert service.wait(job, "done", "failed")["state"] == "done"
+            told = service.result(job).json()
+            path = tmp_path / told["output"]
+            assert (told["output"], told["media_type"]) == (place["output_to"], "application/vnd+zarr")
+            assert told["bytes"] == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            volume = stack_reader.read(path, Selection(), 10**6)
+            assert np.array_equal(volume.array()[0], np.ones((3, 8, 8)))
+            assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+        refused = service.client.post("/jobs", params=places[2])
+        assert (refused.status_code, refused.json()["type"]) == (409, "urn:stackseg:problem:output-exists")
+        again = service.submit(b"", **places[2], overwrite="true")
+        assert service.wait(again, "done", "failed")["state"] == "done"
+        for name in ("no.tif/labels/x", "image.ome.zarr/no/x", "image.ome.zarr/labels/x/y"):
+            assert service.client.post("/jobs", params=places[2] | {"output_to": f"results/{name}"}).status_code == 422
+    for path in (image, results / "labels.zarr"):
+        yaozarrs.validate_zarr_store(str(path))
+    attributes = json.loads((image / "labels" / ("zarr.json" if version == "0.5" else ".zattrs")).read_text())
+    assert (attributes["attributes"]["ome"] if version == "0.5" else attributes)["labels"] == ["a", "b"]
+    assert sorted(path.name for path in results.iterdir()) == ["image.ome.zarr", "labels.zarr"]
+    assert not [path for path in results.rglob("*stackseg*") if "stackseg-" in path.name]
+
+
+def test_cancelling_what_is_written_as_ome_zarr_leaves_nothing_on_the_host(
+    host: tuple[Service, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, results = host
+    write, writing, go_on = zarr_writer.write, threading.Event(), threading.Event()
+
+    def slowly(*given: Any, **options: Any) -> None:
+        writing.set()
+        go_on.wait(20)
+        write(*given, **options)
+
+    monkeypatch.setattr(zarr_writer, "write", slowly)
+    job = service.submit(output_to="results/labels.zarr")
+    assert writing.wait(20)
+    assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+    go_on.set()
+    until(lambda: job["id"] not in service.async_jobs._active)
+    assert service.show(job)["state"] == "cancelled"
+    assert list(results.iterdir()) == []
+    assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
 
 
 @pytest.fixture
