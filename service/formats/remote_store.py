@@ -24,11 +24,11 @@ from service.formats.sandbox_process import POLL_SECONDS, Cancelling, never
 from service.formats.zarr_store import Part, place_part, split_key
 
 # For one object, and for a server to say anything at all.
-OBJECT_SECONDS, SILENT_SECONDS = 30.0, 10.0
+OBJECT_SECONDS, SILENT_SECONDS = 60.0, 10.0
 # Objects that one reader asks for at the same time.
 _AT_ONCE = 16
-# Of all that is asked for at a time: the largest chunk, or the indices of many shards.
-_MOST_BYTES = 5 * 2**28
+# Of all that is asked for at a time and held in memory, such as one large chunk.
+_MOST_BYTES = 2**29
 _READ_BYTES = 2**18
 _CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 # Schemes of obstore, and variables of the environment one of which says who asks. Without them nobody in particular
@@ -99,7 +99,7 @@ class RemoteStore:
         is held in memory, StorageUnavailable where the server fails or takes too long, and Cancelled.
         """
         if sum(part.size for part in parts) > _MOST_BYTES:
-            raise TooLarge("The store is to be read in parts of more than 1 GiB; write it with smaller chunks.")
+            raise TooLarge("The store is to be read in parts of more than 512 MiB; write it with smaller chunks.")
         for part in parts:
             split_key(part.key)
         futures: list[Future[bytes | None]] = [self._threads.submit(self._backend.get, part) for part in parts]

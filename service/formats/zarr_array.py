@@ -143,8 +143,11 @@ class ZarrArray:
         indices = {key: index for key in keys if (index := self._indices.get(key)) is not None}
         missing = sorted(keys - indices.keys())
         start = 0 if sharding.at_start else -sharding.index_bytes
-        found = self.store.read([Part(key, sharding.index_bytes, start) for key in missing])
-        indices |= {key: _parse_index(data, sharding) for key, data in zip(missing, found, strict=True)}
+        # Large ones are not all in memory as they are stored.
+        step = max(1, _MAX_INDEX_BYTES // sharding.index_bytes)
+        for keys_at_once in (missing[first : first + step] for first in range(0, len(missing), step)):
+            found = self.store.read([Part(key, sharding.index_bytes, start) for key in keys_at_once])
+            indices |= {key: _parse_index(data, sharding) for key, data in zip(keys_at_once, found, strict=True)}
         if (len(self._indices) + len(missing)) * sharding.index_bytes > _MAX_INDEX_BYTES:
             self._indices.clear()
         self._indices.update(indices)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from object_server import serve_objects
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesise
@@ -190,6 +191,12 @@ def test_ome_zarr_is_read_and_written_beside_its_image_or_in_it(
         assert main(["segment", str(image), str(place), *config]) == 1
         assert "is there already" in capsys.readouterr().err
         assert main(["segment", str(image), str(place), "--force", *config]) == 0
+    with serve_objects(tmp_path) as server:
+        far = tmp_path / "far.tif"
+        assert main(["segment", f"{server.url}/image.ome.zarr", str(far), "--measurements", f"{far}.csv", *config]) == 0
+        assert np.array_equal(stack_reader.read(far, Selection(), 2**30).array(), labels.array())
+        assert main(["segment", f"{server.url}/no.zarr", str(tmp_path / "no.tif"), *config]) == 1
+        assert "no image of OME-Zarr" in capsys.readouterr().err
     for source in (image, image / "labels" / "nuclei"):
         assert main(["segment", str(source), str(image), "--force", *config]) == 1
         assert "would be replaced" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from zarr_files import write_zarr
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
 from service.core.volume import Selection, VoxelSize
-from service.formats import stack_reader
+from service.formats import stack_reader, zarr_reader
 from service.formats.remote_store import RemoteStore, check_url
 from service.formats.sandbox import Reader
 from service.formats.zarr_store import Part
@@ -99,6 +100,20 @@ def test_faults_of_the_server_are_told(
         assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
 
 
+def test_a_store_of_20_gb_is_described_by_two_objects(server: ObjectServer, reader: Reader) -> None:
+    path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
+    described = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
+    (path / "0" / "zarr.json").write_text(json.dumps(described))
+    server.asked.clear()
+    with RemoteStore(f"{server.url}/data/big.zarr") as store:
+        with pytest.raises(TooLarge, match=r"decodes to 20\.97 GB"):
+            reader.inspect(store, Selection())
+        assert server.asked == ["/data/big.zarr/zarr.json", "/data/big.zarr/0/zarr.json"]
+        assert zarr_reader.open_stack(store, Selection(), 2**40).read_region((range(3), range(70), range(9))).any()
+    chunks = sorted(path for path in server.asked if "/0/c/" in path)
+    assert chunks == ["/data/big.zarr/0/c/0/0/0", "/data/big.zarr/0/c/0/1/0"]
+
+
 def test_a_redirect_is_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
     server.faults = {"zarr.json": f"{server.url}/secret.json"}
     server.asked.clear()
@@ -149,7 +164,7 @@ def test_no_more_is_fetched_than_was_asked_for(prefix: str, server: ObjectServer
     with RemoteStore(f"{prefix}/plain.zarr") as store:
         with pytest.raises(BadFile, match=r"takes (no )?more than"):
             store.read([Part(".zattrs", 10)])
-        with pytest.raises(TooLarge, match="1 GiB"):
+        with pytest.raises(TooLarge, match="512 MiB"):
             store.read([Part(".zattrs", 2**40)])
         with pytest.raises(StackSegError):
             store.read([Part(".zattrs", 10, 10_000)])
