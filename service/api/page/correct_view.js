@@ -37,7 +37,7 @@ export class CorrectView {
   /**
    * @param {import("./server.js").Job} job @param {string} stack id, "" where it is not kept @param {string} name of the file
    * @param {Viewer} viewer @param {number} time point that is shown, of a series
-   * @param {{corrections: boolean, training: boolean, training_minutes: number}} abilities of the service @param {AbortSignal} signal ends the view
+   * @param {import("./server.js").Abilities} abilities of the service @param {AbortSignal} signal ends the view
    */
   constructor(job, stack, name, viewer, time, abilities, signal) {
     this.job = job;
@@ -188,7 +188,7 @@ export class CorrectView {
       if (!fitting) {
         await kept.keep(key, 0, null);
         this.#say("The corrections that were kept do not fit this result, and are gone.");
-      } else if (edits > 0) this.#say(`${counted(edits, "correction")} of earlier are back.`);
+      } else if (edits > 0) this.#say(`${counted(edits, "correction")} of earlier ${edits === 1 ? "is" : "are"} back.`);
     } catch (error) {
       if (!signal.aborted) this.#refuse(/** @type {Error} */ (error).message);
     }
@@ -349,7 +349,11 @@ export class CorrectView {
 
   #show() {
     const { abilities } = this;
+    const where = this.job.time_points
+      ? `These are the labels of time point ${this.at}; each is corrected for itself. The table under Objects is as segmented.`
+      : "The table under Objects follows when you go there.";
     this.root.replaceChildren(
+      element("p", { class: "muted small" }, where),
       element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.buttons.values()),
       this.hint,
       this.chosen,
@@ -382,14 +386,12 @@ export class CorrectView {
         button("Table", () => this.#save("csv"), "secondary"),
         abilities.training && button("Improve the model", () => this.#improve(), "secondary"),
       ),
-      this.annotated,
       element(
         "p",
-        { class: "muted small" },
-        this.job.time_points
-          ? `These are the labels of time point ${this.at}; each is corrected for itself. The table under Objects is as segmented.`
-          : "The table under Objects follows when you go there.",
+        { class: "muted small", hidden: !abilities.corrections || abilities.training_problem === null },
+        `No model can be improved here: ${abilities.training_problem}`,
       ),
+      this.annotated,
       button("Discard all corrections", () => this.#discard(), "link"),
     );
     this.#count();

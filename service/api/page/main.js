@@ -321,7 +321,13 @@ let defaultModel = null;
 /** Names of the service's parameters. @type {Set<string>} */
 let known = new Set();
 /** What the service does beside segmenting. */
-let abilities = { corrections: false, training: false, training_minutes: 0 };
+/** @type {import("./server.js").Abilities} */
+let abilities = {
+  corrections: false,
+  training: false,
+  training_problem: null,
+  training_minutes: 0,
+};
 /** @type {Session | null} */
 let session = null;
 

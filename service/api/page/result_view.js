@@ -14,14 +14,14 @@ import { counted, number, setting, widths } from "./words.js";
 /** @typedef {{at: () => number, go: (time: number) => Promise<void>, target: EventTarget}} Times the time point that is shown */
 
 const PER_TIME_POINT =
-  "Numbers and colours are of each time point: object 5 of one is not object 5 of the next. To follow objects, choose how they are linked, and segment again.";
+  "Numbers and colours are of each time point: object 5 of one is not object 5 of the next. To follow objects, tick “Give objects one number through time”, and segment again.";
 const AS_SEGMENTED = "These are the labels as they were segmented. Those with your corrections are under Correct.";
 
 /**
  * @param {HTMLElement} root
  * @param {Job} job that is done
  * @param {{table: import("./table.js").Table | null, name: string, stack: string, viewer: Viewer,
- *   abilities: {corrections: boolean, training: boolean, training_minutes: number}, signal: AbortSignal,
+ *   abilities: import("./server.js").Abilities, signal: AbortSignal,
  *   segmentWith: (changed: Record<string, string>) => void, times: Times}} shown
  *   name of the file; id of the stack, "" where it is not kept; the signal ends the link with the views;
  *   `segmentWith` segments the stack anew with these parameters changed; `times` shows other time points

@@ -15,6 +15,7 @@ import { pageWords } from "./words.js";
  *   position: number | null, time_points: {done: number, total: number} | null, progress: {done: number, total: number}, seconds_left: number | null,
  *   seconds: Record<string, number>, confidence?: number | null, doubt?: {detail: string, try: string} | null, warnings: Warning[], diameter: string | null, objects: number | null,
  *   problem: {type: string, detail: string} | null}} Job
+ * @typedef {{corrections: boolean, training: boolean, training_problem: string | null, training_minutes: number}} Abilities
  * @typedef {{name: string, state: string, picture: string | null, version: string | null, summary: string | null, decoding: string | null,
  *   input: {channels: number, channel_names: string[], diameter: number | null} | null}} Model
  */

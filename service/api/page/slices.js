@@ -212,7 +212,7 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
 function paintSelected(rows, pixels, offset, first, last, { selected, entries }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const colour = (COLOURS[entries?.[selected] ?? entryOf(selected)] & 0x00ffffff) | 0x78000000;
+  const colour = (COLOURS[entries?.[selected] ?? entryOf(selected)] & 0x00ffffff) | 0x3c000000;
   for (let x = first; x <= last; x += 1) {
     if (row[x] !== selected) continue;
     const along = row[x - reach] === selected && row[x + reach] === selected;

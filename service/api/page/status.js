@@ -17,14 +17,19 @@ import { counted, duration, number, size } from "./words.js";
  *   sw_batch_size: number, streams: number, warm_up_seconds: number, warnings: string[], planned: string,
  *   cached: boolean, trials: Trial[]}} Engine
  * @typedef {{name: string, state: string, version: string | null, engine: Engine | null, problem: string | null,
- *   devices: {device: string, bytes: number, used?: string}[]}} Model
+ *   removable: boolean, devices: {device: string, bytes: number, used?: string}[]}} Model
  * @typedef {{device: string, model: string, state: string, progress: {done: number, total: number}, seconds: number,
  *   seconds_left: number | null}} Running
  * @typedef {{ended: string, model: string, voxels: number, objects: number | null,
  *   seconds: Record<string, number>}} Segmented
  * @typedef {{status: string, version: string, uptime_seconds: number, reasons: string[], degraded: string[]}} Health
+ * @typedef {{name: string, base_model: string, state: string, step: number, steps: number | null,
+ *   seconds_left: number | null}} Learning
+ * @typedef {{problem: string | null, trainings: Learning[], annotations: number, models: number, models_limit: number}} Learned
+ * @typedef {{files: string, used: number, limit: number | null, free: number, total: number}} Disk
  * @typedef {{health: Health, hardware: {gpus: Gpu[], cpu: Cpu, devices: Device[]}, cpu_seconds: number,
- *   models: {default: string | null, models: Model[]}, requests: Running[], recent: Segmented[]}} Status
+ *   models: {default: string | null, models: Model[]}, requests: Running[], recent: Segmented[],
+ *   learning: Learned, disk: Disk[]}} Status
  * @typedef {import("./elements.js").Child} Child
  */
 
@@ -119,6 +124,8 @@ class StatusView {
     this.health = new Card("Service");
     this.hardware = new Card("Devices");
     this.queue = new Card("Queue");
+    this.learning = new Card("Learning");
+    this.disk = new Card("Disk");
     this.reload = button("Reload models", () => this.#reload(), "secondary");
     this.reloaded = element("p", { class: "muted", role: "status" });
     this.models = new Card("Models", this.reload);
@@ -128,13 +135,13 @@ class StatusView {
     this.opened = new Set();
     /** The service's seconds of the processor, and when. @type {{spent: number, at: number} | null} */
     this.before = null;
-    const left = [this.health, this.hardware, this.queue].map(({ root }) => root);
+    const left = [this.health, this.hardware, this.queue, this.learning].map(({ root }) => root);
     root.replaceChildren(
       element(
         "div",
         { class: "status-columns" },
         element("div", { class: "cards" }, ...left),
-        element("div", { class: "cards" }, this.models.root),
+        element("div", { class: "cards" }, this.models.root, this.disk.root),
       ),
       this.recent.root,
     );
@@ -142,17 +149,21 @@ class StatusView {
 
   /** @param {Status} status @param {number} at seconds of a steady clock */
   show(status, at) {
-    const { health, hardware, models, requests, recent } = status;
+    const { health, hardware, models, requests, recent, learning, disk } = status;
     this.health.show(health, drawHealth);
     this.hardware.show({ ...hardware, load: this.#load(status.cpu_seconds, at) }, drawHardware);
     this.queue.show(requests, (running) => [drawQueue(running, hardware.devices.length > 1)]);
+    this.learning.show(learning, drawLearning);
+    this.disk.show(disk, drawDisk);
     // When a model was last used changes all the time, and is not shown.
     const lasting = models.models.map((model) => ({
       ...model,
       devices: model.devices.map(({ device, bytes }) => ({ device, bytes })),
     }));
     this.models.show({ default: models.default, lasting }, (shown) =>
-      shown.lasting.map((model) => drawModel(model, model.name === shown.default, this.opened)),
+      shown.lasting.map((model) =>
+        drawModel(model, model.name === shown.default, this.opened, (name) => this.#delete(name)),
+      ),
     );
     this.recent.show(recent, drawRecent);
   }
@@ -172,6 +183,18 @@ class StatusView {
     this.before = { spent, at };
     if (before === null || spent < before.spent) return null;
     return (spent - before.spent) / (at - before.at);
+  }
+
+  /** @param {string} name of a model that a training has made */
+  async #delete(name) {
+    if (!confirm(`Delete the model ${name} and its files?`)) return;
+    try {
+      await requestOnce(`models/${name}`, { method: "DELETE" });
+      this.reloaded.textContent = `Deleted ${name}.`;
+      await this.onreload();
+    } catch (error) {
+      this.reloaded.textContent = /** @type {Error} */ (error).message;
+    }
   }
 
   async #reload() {
@@ -287,8 +310,56 @@ function secondsOf(seconds) {
   return seconds < 100 ? `${number(seconds, 2)} s` : duration(seconds);
 }
 
-/** @param {Model} model @param {boolean} isDefault @param {Set<string>} opened */
-function drawModel({ name, version, state, engine, problem, devices }, isDefault, opened) {
+const FILES = /** @type {Record<string, string>} */ ({
+  requests: "Requests in flight",
+  results: "Results, for who asks again",
+  jobs: "Jobs",
+  stacks: "Stacks",
+  annotations: "Annotated stacks",
+  "trained-models": "Trained models",
+});
+
+/** @param {Learned} learned */
+function drawLearning({ problem, trainings, annotations, models, models_limit }) {
+  const rows = trainings.map(({ name, base_model, state, step, steps, seconds_left }) => [
+    name,
+    base_model,
+    state,
+    steps ? element("progress", { max: 1, value: Math.min(step / steps, 1), "aria-label": "Share that is done" }) : "",
+    seconds_left === null ? "–" : secondsOf(seconds_left),
+  ]);
+  return [
+    element(
+      "p",
+      {},
+      `${counted(annotations, "annotated stack")}, ${number(models)} of at most ${counted(models_limit, "trained model")}.`,
+    ),
+    problem !== null && element("p", { class: "muted" }, `Nobody can train here: ${problem}`),
+    rows.length > 0
+      ? table("Trainings that run and wait", ["New model", "From", "State", "Done", "Left"], rows)
+      : problem === null && element("p", { class: "muted" }, "No training runs or waits."),
+  ];
+}
+
+/** @param {Disk[]} disks */
+function drawDisk(disks) {
+  return [
+    table(
+      "What is kept on disk",
+      ["Files", "Used", "At most", "Free on the disk"],
+      disks.map(({ files, used, limit, free, total }) => [
+        FILES[files] ?? files,
+        size(used),
+        limit === null ? "–" : size(limit),
+        `${size(free)} of ${size(total)}`,
+      ]),
+      "disks",
+    ),
+  ];
+}
+
+/** @param {Model} model @param {boolean} isDefault @param {Set<string>} opened @param {(name: string) => void} remove */
+function drawModel({ name, version, state, engine, problem, devices, removable }, isDefault, opened, remove) {
   const where = devices.map(({ device, bytes }) => `${size(bytes)} on ${device}`).join(", ");
   const idle = state === "unloaded" ? "Loaded when a request asks for it." : "";
   return element(
@@ -304,6 +375,7 @@ function drawModel({ name, version, state, engine, problem, devices }, isDefault
         { class: "muted" },
         [version && `version ${version}`, isDefault && "default", where].filter(Boolean).join(" · "),
       ),
+      removable && button("Delete", () => remove(name), "link"),
     ),
     problem !== null && element("p", { class: "warning-text" }, problem),
     engine === null ? idle !== "" && element("p", { class: "muted" }, idle) : drawEngine(name, engine, opened),
