@@ -8,7 +8,7 @@ workers of one thread each. Models are loaded and warm; reading and writing coun
 the processor, and their ratio. Raises AssertionError where a label differs.
 
 memory makes an OME-Zarr of so many gigabytes (10^9), most of whose chunks are not stored, with balls in a part of
-`--dense` planes, as wide and high as the volume, and segments it, with labels, and empty windows skipped. Prints the
+`--dense` planes, as wide as the volume and half as high, and segments it, with labels, and empty windows skipped. Prints the
 resident memory of each worker and of the driver at most, anonymous pages and pages of mapped files (which the system
 could take back), sampled every 20 ms. Raises AssertionError where one of them takes more than 2 GB, or where labels are
 found away from that part. Needs room for labels and scratch.
@@ -75,7 +75,7 @@ def write_image(path: Path, shape: tuple[int, ...], pixels: NDArray[np.uint16], 
     """Write an OME-Zarr with pixels in the planes from `first` on; other chunks are not stored."""
     group = zarr.open_group(path, mode="w")
     array = group.create_array("0", shape=shape, dtype=np.uint16, chunks=CHUNK, fill_value=DARK)
-    array[first : first + len(pixels)] = pixels
+    array[first : first + len(pixels), : pixels.shape[1], : pixels.shape[2]] = pixels
     axes = [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "zyx"]
     scale = {"type": "scale", "scale": [0.3, 0.3, 0.3]}
     datasets = [{"path": "0", "coordinateTransformations": [scale]}]
@@ -146,25 +146,27 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def pages(pid: int) -> tuple[int, int]:
-    """Return anonymous bytes of one process in memory, and those of mapped files."""
+    """Return the most resident bytes of one process so far, and its anonymous ones."""
     fields = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
-    sizes = [int(fields.get(name, "0").split()[0]) * 1024 for name in ("RssAnon", "RssFile", "RssShmem")]
-    return sizes[0], sizes[1] + sizes[2]
+    most, anonymous = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("VmHWM", "RssAnon"))
+    return most, anonymous
 
 
 def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     depth = round(options.gigabytes * 1e9 / (2 * PLANE[0] * PLANE[1]))
     first = depth // 2 // CHUNK[0] * CHUNK[0]
-    dense = balls((options.dense, *PLANE))
+    dense = balls((options.dense, PLANE[0] // 2, PLANE[1]))
     source = write_image(folder / "in.zarr", (depth, *PLANE), dense, first)
     asked = Options(diameter="none", skip_below=float(DARK))
     most = dict[int, tuple[int, int]]()
 
     def note() -> None:
         for pid in family(os.getpid()):
-            most[pid] = max(most.get(pid, (0, 0)), pages(pid), key=sum)
+            resident, anonymous = most.get(pid, (0, 0))
+            now = pages(pid)
+            most[pid] = max(resident, now[0]), max(anonymous, now[1])
 
-    with closing(LocalWorkers(options.workers)) as workers, Sampler(note, 0.02):
+    with closing(LocalWorkers(options.workers)) as workers, Sampler(note, 0.25):
         del dense
         seconds, cpu, facts = segment_blocks(source, folder / "out.zarr", workers, asked)
     write_records(facts, options.records)
@@ -181,8 +183,8 @@ def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "objects": objects,
         "seconds": round(seconds, 1),
         "cpu_seconds": round(cpu, 1),
-        "peak_anonymous_bytes": {pid: anonymous for pid, (anonymous, _) in most.items()},
-        "peak_resident_bytes": {pid: sum(both) for pid, both in most.items()},
+        "peak_anonymous_bytes": {pid: anonymous for pid, (_, anonymous) in most.items()},
+        "peak_resident_bytes": {pid: resident for pid, (resident, _) in most.items()},
         "budget_bytes": BUDGET,
     }
     print(json.dumps(figures), file=sys.stderr)
