@@ -8,10 +8,10 @@ workers of one thread each. Models are loaded and warm; reading and writing coun
 the processor, and their ratio. Raises AssertionError where a label differs.
 
 memory makes an OME-Zarr of so many gigabytes (10^9), most of whose chunks are not stored, with balls in a part of
-`--dense` planes, as wide as the volume and half as high, and segments it, with labels, and empty windows skipped. Prints the
-resident memory of each worker and of the driver at most, anonymous pages and pages of mapped files (which the system
-could take back), sampled every 20 ms. Raises AssertionError where one of them takes more than 2 GB, or where labels are
-found away from that part. Needs room for labels and scratch.
+`--dense` planes, as wide as the volume and half as high, and segments it, with labels, and empty windows skipped.
+Prints the resident memory of each worker and of the driver at most, as the system counts it, pages of mapped files too,
+and of that the anonymous pages, sampled four times a second. Raises AssertionError where one of them takes more than
+2 GB, or where labels are found away from that part. Needs room for labels and scratch.
 
 --records keeps what every block took, for benchmarks/blocks_scaling.py.
 """
@@ -47,7 +47,7 @@ from service.inference.batcher import WindowBatcher, open_batcher
 from service.inference.blockwise.driver import Driver
 from service.inference.blockwise.prepare import make_plan
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
-from service.inference.blockwise.workers import LocalWorkers
+from service.inference.blockwise.workers import LocalWorkers, end_with
 from service.inference.segmenter import Segmenter
 from service.models.repository import read_spec
 
@@ -102,16 +102,19 @@ def segment_whole(source: Path, out: Path, threads: int, options: Options) -> tu
     return time.monotonic() - began, time.process_time() - cpu
 
 
-def segment_blocks(source: Path, out: Path, workers: LocalWorkers, options: Options) -> tuple[float, float, Any]:
+def segment_blocks(
+    source: Path, out: Path, workers: LocalWorkers, options: Options, *, warm_up: bool
+) -> tuple[float, float, Any]:
     """Segment block by block; return seconds of the clock and of the processor, and the records of all blocks."""
     settings = Settings(device=Device(name="cpu"), windows=Windows())
     settings = share_threads(settings, workers.count)
     plan = make_plan(source, Selection(), read_spec(MODEL), options, settings, workers=workers.count)
     folder = RunFolder(out.with_name("scratch"))
     folder.begin(plan, settings)
-    # Each worker has one of them.
-    wait([workers.submit(BlockTask(str(folder.path), "survey")) for _ in range(workers.count)])
-    folder.forget("survey")
+    if warm_up:
+        # Each worker has one of them.
+        wait([workers.submit(BlockTask(str(folder.path), "survey")) for _ in range(workers.count)])
+        folder.forget("survey")
     began, cpu = time.monotonic(), cpu_seconds(os.getpid())
     Driver(folder, workers, lambda *step: print(*step, file=sys.stderr)).run(out, dict)
     spent = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
@@ -126,11 +129,14 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = tuple(options.shape)
     source = write_image(folder / "in.zarr", shape, balls(shape))
     asked, pairs = Options(diameter="none"), list[tuple[Any, ...]]()
-    with ProcessPoolExecutor(1, get_context("spawn")) as whole, closing(LocalWorkers(options.workers)) as workers:
+    with (
+        ProcessPoolExecutor(1, get_context("spawn"), end_with, (os.getpid(),)) as whole,
+        closing(LocalWorkers(options.workers)) as workers,
+    ):
         whole.submit(warm, options.workers)
         for _ in range(options.pairs):
             one = whole.submit(segment_whole, source, folder / "whole.zarr", options.workers, asked).result()
-            many = segment_blocks(source, folder / "blocks.zarr", workers, asked)
+            many = segment_blocks(source, folder / "blocks.zarr", workers, asked, warm_up=True)
             pairs.append((*one, *many[:2]))
             print(pairs[-1], file=sys.stderr)
         labels = [zarr.open_group(folder / name)["0"][...] for name in ("whole.zarr", "blocks.zarr")]
@@ -168,7 +174,7 @@ def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with closing(LocalWorkers(options.workers)) as workers, Sampler(note, 0.25):
         del dense
-        seconds, cpu, facts = segment_blocks(source, folder / "out.zarr", workers, asked)
+        seconds, cpu, facts = segment_blocks(source, folder / "out.zarr", workers, asked, warm_up=False)
     write_records(facts, options.records)
     labels = zarr.open_group(folder / "out.zarr")["0"]
     objects = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from pathlib import Path
 from typing import Any
 
@@ -45,61 +45,56 @@ class Driver:
         zarr_writer.finish(out)
 
     def _do(self, step: Step, numbers: Iterable[int]) -> None:
-        wanted = list(numbers)
-        left = [number for number in wanted if number not in self._folder.done(step)]
+        wanted, before = list(numbers), self._folder.done(step)
+        left = [number for number in wanted if number not in before]
         done = len(wanted) - len(left)
         self._progress(step, done, len(wanted))
-        for future in self._as_done({(step, number): None for number in left}):
+        for future in as_completed([self._submit(step, number) for number in left]):
             future.result()
             done += 1
             self._progress(step, done, len(wanted))
-
-    def _as_done(self, tasks: Mapping[tuple[Step, int], None]) -> Iterable[Future[dict[str, Any]]]:
-        running = {self._submit(step, number) for step, number in tasks}
-        while running:
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from ended
 
     def _submit(self, step: Step, number: int) -> Future[dict[str, Any]]:
         return self._workers.submit(BlockTask(str(self._folder.path), step, number))
 
     def _score_and_decode(self) -> None:
         """Score groups of windows in order, decode each tile once what it needs is there, and then drop scores."""
-        total = self._layout.count
-        decoded = self._folder.done("tile")
-        needs = {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in decoded}
-        readers = Counter(group for groups in needs.values() for group in groups)
-        scored = {group for group in self._folder.done("scores") if self._has_scores(group)}
-        to_score = [group for group in range(total) if readers[group] and group not in scored]
-        waiting = dict(needs)
-        running: dict[Future[dict[str, Any]], tuple[Step, int]] = {}
-        done = len(decoded)
+        total, before = self._layout.count, self._folder.done("tile")
+        needs = {tile: set(self._layout.needs(tile)) for tile in range(total) if tile not in before}
+        readers = defaultdict[int, set[int]](set)
+        for tile, groups in needs.items():
+            for group in groups:
+                readers[group].add(tile)
+        scored = {group for group in self._folder.done("scores") if group in readers and self._has_scores(group)}
+        missing = {tile: groups - scored for tile, groups in needs.items()}
+        ready = deque(tile for tile, groups in missing.items() if not groups)
+        to_score = deque(group for group in sorted(readers) if group not in scored)
+        running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(before)
         self._progress("tile", done, total)
-        while waiting or running:
+        while ready or to_score or running:
             # No more than are done soon: a tile that becomes ready comes before further groups.
-            while len(running) < 2 * self._workers.count:
-                ready = next((tile for tile, groups in waiting.items() if groups <= scored), None)
-                if ready is not None:
-                    del waiting[ready]
-                    running[self._submit("tile", ready)] = ("tile", ready)
-                elif to_score:
-                    group = to_score.pop(0)
-                    running[self._submit("scores", group)] = ("scores", group)
-                else:
-                    break
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
+            while (ready or to_score) and len(running) < 2 * self._workers.count:
+                step: Step = "tile" if ready else "scores"
+                number = (ready or to_score).popleft()
+                running[self._submit(step, number)] = (step, number)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 step, number = running.pop(future)
                 future.result()
                 if step == "scores":
-                    scored.add(number)
+                    for tile in readers[number]:
+                        missing[tile].discard(number)
+                        ready.extend([tile] * (not missing[tile]))
                     continue
                 done += 1
                 self._progress("tile", done, total)
-                for group in needs[number]:
-                    readers[group] -= 1
-                    if not readers[group]:
-                        (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
+                self._drop_scores(number, needs[number], readers)
+
+    def _drop_scores(self, tile: int, groups: Iterable[int], readers: Mapping[int, set[int]]) -> None:
+        """Delete the scores of groups that no tile has to read after this one."""
+        for group in groups:
+            readers[group].discard(tile)
+            if not readers[group]:
+                (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
 
     def _has_scores(self, group: int) -> bool:
         """Return whether the scores of a group that is done were not dropped yet."""

@@ -19,9 +19,10 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     The model is loaded with the first block that needs it, and stays. A process calls this from one thread alone.
     Raises what `Segmenter` and its `segment` raise; a block may be done again at any time.
     """
-    run, stages, began = open_run(task.folder), Stages(), time.time()
+    run, stages, began, cpu = open_run(task.folder), Stages(), time.time(), time.process_time()
     facts = _STEPS[task.step](run, task, stages)
-    record = facts | {"seconds": stages.seconds, "began": began, "ended": time.time()}
+    spent = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
+    record = facts | spent
     run.folder.write_record(task, record)
     return record
 

@@ -69,7 +69,7 @@ class LocalWorkers:
         process: ProcessPoolExecutor | None = getattr(self._own, "process", None)
         if process is None:
             process = self._own.process = ProcessPoolExecutor(
-                1, get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+                1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)
             )
             self._processes.add(process)
         return process
@@ -83,7 +83,7 @@ class LocalWorkers:
             process.shutdown(wait=False, cancel_futures=True)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process soon after its parent, however that ends."""
 
     def watch() -> None:
