@@ -5,6 +5,7 @@ import random
 import runpy
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -37,6 +38,48 @@ def test_a_row_that_is_finished_outlives_the_script(tmp_path):
         # The last step's process may be about to print; what it has said to be finished was printed before.
         rows = finished.read_text().splitlines()
         assert not rows or set(rows) <= set(report.read_text().splitlines())
+    assert len(rows) > 20
+
+
+# In a network of its own there is nothing but a loopback interface, which is down.
+WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+RAISE_LOOPBACK = """
+import fcntl, os, socket, struct, sys
+fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh", b"lo", 0x1))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+STEPS = ["machine", "request", "asynchronous", "script", "labels", "engines", "kits19", "clients", "loads"]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(subprocess.run([*WITHOUT_NETWORK, "true"], check=False).returncode != 0, reason="needs unshare")
+def test_rows_of_every_step_outlive_twenty_cuts_without_a_network(tmp_path):
+    python, finished, report = tmp_path / "python", tmp_path / "finished", tmp_path / "out" / "report.md"
+    python.write_text(
+        f"""#!/bin/bash
+set -o pipefail
+if [ "$1" = hatch_build.py ]; then exit; fi
+{sys.executable} "$@" | while IFS= read -r row; do echo "$row"; echo "$row" >>"{finished}"; done
+"""
+    )
+    python.chmod(0o755)
+    finished.touch()
+    chosen = random.Random(0)
+    for _ in range(20):
+        command = [*WITHOUT_NETWORK, sys.executable, "-c", RAISE_LOOPBACK, SCRIPT, "--device", "cpu", "--tiny"]
+        process = subprocess.Popen(
+            [*command, "--out", tmp_path / "out", *chosen.sample(STEPS, 3)],
+            env=os.environ | {"PYTHON": str(python)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        # So many seconds are not enough for three steps.
+        time.sleep(chosen.uniform(3, 25))
+        process.kill()
+        process.wait()
+        rows = finished.read_text(encoding="utf-8").splitlines()
+        assert not rows or set(rows) <= set(report.read_text(encoding="utf-8").splitlines())
+    print(len(rows), "rows,", sum(row.startswith("|") for row in rows), "of tables")
     assert len(rows) > 20
 
 

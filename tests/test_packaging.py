@@ -157,6 +157,13 @@ def test_gpu_is_reserved_and_asked_for() -> None:
     assert read_settings(ROOT / "configs" / "gpu.yaml", {}).device.name == "cuda"
 
 
+def test_image_asks_for_a_driver_of_the_cuda_that_the_pinned_torch_is_built_for() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^cuda-toolkit==(\d+\.\d+)", pins, re.MULTILINE)
+    assert pinned is not None
+    assert f"ARG CUDA={pinned[1]}\nENV NVIDIA_REQUIRE_CUDA=cuda>=${{CUDA}}\n" in DOCKERFILE
+
+
 def test_image_and_compose_agree_with_the_settings() -> None:
     variables = dict(re.findall(r"^\s*(?:ENV )?(STACKSEG_\w+)=(\S+)", DOCKERFILE, re.MULTILINE))
     server = read_settings(None, variables).server

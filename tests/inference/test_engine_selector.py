@@ -14,6 +14,7 @@ from torch import nn
 
 from service.core import hardware, host
 from service.core.config import Settings
+from service.core.progress import Progress
 from service.core.volume import Segmentation
 from service.engine import backends
 from service.engine.plans import EngineConfig
@@ -301,6 +302,7 @@ import sys
 from pathlib import Path
 import torch
 from service.core.config import Settings
+from service.core.progress import Progress
 from service.models.loader import load_network
 from service.models.repository import read_spec
 from service.inference.engine_selector import EngineSelector
@@ -441,6 +443,19 @@ def test_a_fixed_engine_with_other_labels_is_not_taken(bands, settings, only, tm
     assert (ready.config.engine, ready.plan) == ("eager", None)
     assert "The other engine in fp32 is not used: wrong" in ready.warnings[0]
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_start_says_what_it_builds_as_that_may_take_minutes(bands, settings, only):
+    progress, told = Progress(), []
+
+    def build(module):
+        told.append(str(progress))
+        return module
+
+    only("eager", other=FakeBackend(build))
+    with progress.follow():
+        warm_up(bands, fixed(settings)).run()
+    assert "building other fp32" in told[0]
 
 
 def test_a_fixed_precision_with_other_labels_is_used_and_warned_of(bands, settings, only):
