@@ -117,6 +117,15 @@ check_confinement() {
   say confined "$(head -n 4 "$work/attacks" | paste -s -d ,), $(grep -c ': E' "$work/attacks") attempts refused"
 }
 
+check_training() {
+  in_container python -c '
+import json, service.training.child, urllib.request
+limits = json.load(urllib.request.urlopen("http://127.0.0.1:8000/limits"))
+assert limits["training"], limits
+' || fail "Nobody can train there."
+  say training "installed, and switched on for the own host; others need a key"
+}
+
 check_segmentation() {
   curl --silent --show-error --max-time 300 --noproxy '*' --dump-header "$work/headers" --output "$work/labels.tif" \
     --header 'Content-Type: image/tiff' --data-binary "@$sample" "$address/segment"
@@ -157,6 +166,7 @@ start --network none
 wait_for healthy healthy
 check_lock
 check_confinement
+check_training
 stop
 
 start --publish 127.0.0.1::8000

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 set_name=${1:?usage: scripts/setup.sh run|demo|dev|ray}
 case $set_name in
-  run) target=. covered=(run) ;;
+  run) target=".[train]" covered=(run) ;;
   demo) target=".[demo,train]" covered=(run demo) ;;
   dev) target=".[dev]" covered=(run demo dev) ;;
   ray) target=".[dev,ray]" covered=(run demo dev ray) ;;

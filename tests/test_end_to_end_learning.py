@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import until
-from live import Live, as_tiff, eager, serve
+from live import Answer, Live, as_tiff, eager, serve
+from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesise
 from service.api.api_keys import hash_key
 from service.models.spec import ModelSpec
+from service.training.evaluate import score
 
 TIFF = {"Content-Type": "image/tiff"}
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
@@ -156,3 +161,108 @@ def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
         assert live.client.get("/status").json()["learning"]["problem"] == limits["training_problem"]
         answer = live.client.post("/trainings", json={"annotations": ["0" * 32], "minutes": 1, "name": "mine"})
         assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (403, "switched-off")
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """Mount a disk of so many kilobytes for a while."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def wait(live: Live, address: str) -> Any:
+    """The report of a training once it is over."""
+    until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 1000)
+    return live.client.get(address).json()
+
+
+@pytest.mark.thorough
+def test_full_disks_are_told_leave_nothing_and_the_service_goes_on(models: Path, tmp_path: Path) -> None:
+    annotations, trained = tmp_path / "annotations", tmp_path / "trained-models"
+    chosen = eager(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
+    with small_disk(annotations, 400), small_disk(trained, 2_000), serve(chosen) as live:
+
+        def check_well() -> None:
+            assert live.client.get("/health/ready").json() == {"status": "ready"}
+            assert live.segment(as_tiff(np.zeros((4, 20, 20), np.uint8))).status_code == 200
+
+        annotation, before = annotate(live), set(annotations.iterdir())
+        noise = as_tiff(np.random.default_rng(0).integers(0, 2**16, (16, 128, 128), np.uint16))
+        labels = as_tiff(np.ones((16, 128, 128), np.uint8))
+        full = live.client.post("/annotations", files={"file": ("a.tif", noise), "labels": ("b.tif", labels)})
+        assert (full.status_code, "disk" in full.json()["detail"]) == (507, True), full.text
+        assert set(annotations.iterdir()) == before
+        check_well()
+        asked = {"annotations": [annotation], "minutes": 0.5, "name": "mine"}
+        address = live.client.post("/trainings", json=asked).headers["location"]
+        until(lambda: live.client.get(address).json()["step"] > 0, 300)
+        with suppress(OSError), (trained / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(2**12)):
+                pass
+        report = wait(live, address)
+        assert (report["state"], "models.trained_folder" in report["message"]) == ("failed", True), report["message"]
+        assert [path.name for path in trained.iterdir()] == ["filler"]
+        check_well()
+        # It is told before anything is read, too.
+        again = wait(live, live.client.post("/trainings", json=asked).headers["location"])
+        assert (again["state"], again["message"], again["step"]) == ("failed", report["message"], 0)
+        (trained / "filler").unlink()
+        done = wait(live, live.client.post("/trainings", json=asked | {"minutes": 0.03}).headers["location"])
+        assert done["state"] == "done", done["message"]
+        check_well()
+
+
+def draw_balls(seed: int, shape: tuple[int, int, int]) -> NDArray[np.uint16]:
+    """Labels [Z, Y, X] of balls with radii of 3 to 5 voxels that do not touch."""
+    rng, labels, places = np.random.default_rng(seed), np.zeros(shape, np.uint16), np.indices(shape)
+    for _ in range(300):
+        radius, centre = rng.uniform(3, 5), rng.uniform(2, np.array(shape) - 2)
+        distances = np.sqrt(sum((axis - middle) ** 2 for axis, middle in zip(places, centre, strict=True)))
+        if not labels[distances <= radius + 1].any():
+            labels[distances <= radius] = labels.max() + 1
+    return labels
+
+
+@pytest.mark.thorough
+def test_a_model_that_is_bad_at_dark_objects_is_good_at_them_after_corrections_of_a_part(
+    models: Path, tmp_path: Path
+) -> None:
+    """Scored on the part of the stack that was never corrected, besides the part that the training holds out."""
+    training = {"edge": 16, "batch_size": 4, "pool": 4, "learning_rate": 0.01}
+    shape, corrected = (24, 64, 160), 96
+    labels, noise = draw_balls(5, shape), np.random.default_rng(6).normal(0, 15, shape)
+    images = {
+        "bright": (np.where(labels > 0, 200, 60) + noise).astype(np.uint16),
+        "dark": (np.where(labels > 0, 60, 200) + noise).astype(np.uint16),
+    }
+    array = io.BytesIO()
+    np.save(array, labels)
+    with serve(eager(models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0})) as live:
+
+        def f1(model: str, contrast: str) -> float:
+            found = Answer(live.segment(as_tiff(images[contrast]), model=model).content).pixels
+            return score(labels[..., corrected:], found[..., corrected:]).f1
+
+        def learn(contrast: str, base: str) -> Any:
+            files = {"file": ("a.tif", as_tiff(images[contrast])), "labels": ("b.npy", array.getvalue())}
+            region = f"0:24,0:64,0:{corrected}"
+            annotation = live.client.post("/annotations", files=files, params={"region": region}).json()["id"]
+            asked = {"model": base, "annotations": [annotation], "minutes": 2, "name": contrast}
+            return wait(live, live.client.post("/trainings", json=asked).headers["location"])
+
+        assert learn("bright", "random-nuclei")["state"] == "done"
+        before = f1("bright", "dark")
+        report = learn("dark", "bright")
+        after = f1("dark", "dark")
+        scored = {key: report[key] for key in ("before", "after", "step", "message")}
+        print(f"bright {f1('bright', 'bright'):.2f}, dark {before:.2f} before, {after:.2f} after; {scored}")
+        assert f1("bright", "bright") > 0.8
+        assert report["better"], report["message"]
+        assert report["after"] > report["before"] + 0.5
+        assert after > before + 0.5

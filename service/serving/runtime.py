@@ -100,6 +100,8 @@ class Runtime:
         self.checks: list[Callable[[], str | None]] = []
         # Each returns whether something is being done that may still finish once the service was told to stop.
         self.unfinished: list[Callable[[], bool]] = [lambda: bool(self.running)]
+        # Returns how many trainings run and wait, by these states.
+        self.count_trainings: Callable[[], dict[str, float]] = dict
         # Each measures what is kept on disk of one kind, whose name is that of a label of the metrics.
         self.disk_usages: dict[str, Callable[[], DiskUsage]] = {
             "requests": lambda: measure_disk(self.scratch.path, self.scratch_space.used, self.scratch_space.limit),
@@ -302,6 +304,7 @@ class Runtime:
             "Processes that were killed while they read a file, most likely for lack of memory on the host.",
             lambda: float(self.reader.kills),
         )
+        watch_each("stackseg_trainings", "Trainings that run and wait.", "state", lambda: {**self.count_trainings()})
         watch_each(
             "stackseg_disk_used_bytes",
             "Bytes of files of each kind.",

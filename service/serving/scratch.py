@@ -12,7 +12,7 @@ import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -103,10 +103,14 @@ def sweep(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
 def make_locked_folder(folder: Path) -> int:
     """Make a folder that `sweep` spares as long as the returned file descriptor is open."""
     folder.mkdir(mode=0o700)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    # The marker comes after the lock: whoever can lock a marked folder knows that its owner is gone.
-    (folder / MARKER).touch(mode=0o600)
+    with ExitStack() as undo:
+        undo.callback(folder.rmdir)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # The marker comes after the lock: whoever can lock a marked folder knows that its owner is gone.
+        (folder / MARKER).touch(mode=0o600)
+        undo.pop_all()
     return lock
 
 

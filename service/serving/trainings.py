@@ -100,12 +100,10 @@ class Trainings:
             "annotations": lambda: measure_disk(self._annotations.folder, self._annotations.measure().nbytes, None),
             "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
         }
-        runtime.metrics.watch_each(
-            "stackseg_trainings",
-            "Trainings that run and wait.",
-            "state",
-            lambda: {"running": float(self._running is not None), "waiting": float(len(self.unfinished()[1]))},
-        )
+        runtime.count_trainings = lambda: {
+            "running": float(self._running is not None),
+            "waiting": float(len(self.unfinished()[1])),
+        }
         self._thread.start()
 
     def stop(self) -> None:

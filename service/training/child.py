@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +20,19 @@ from typing import Any
 
 from service.core import hardware
 from service.core.config import Settings
-from service.core.errors import OutOfMemory, StackSegError
+from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
 from service.inference.memory import translate_error
 from service.models.repository import read_spec
 from service.training.fine_tune import Report, Stack, fine_tune
 
+DISK_FULL = (
+    "The disk of the trained models (models.trained_folder) is full, and nothing is left of the training; have room"
+    " made there, then start it again."
+)
+# Errors of a file that cannot grow.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Of the base model: the new one, and a checkpoint with averages and the optimizer's state.
+COPIES = 6
 OUT_OF_MEMORY = (
     "The training needs more memory than it may take (trainings.memory_bytes); use fewer or smaller annotated stacks."
 )
@@ -45,10 +55,10 @@ def main() -> None:
     try:
         train(request, report)
     except Exception as error:
-        known = translate_error(error)
-        if not isinstance(known, StackSegError):
+        known = explain(error, request)
+        if known is None:
             raise
-        report({"failed": OUT_OF_MEMORY if isinstance(known, OutOfMemory) else str(known)})
+        report({"failed": known})
 
 
 def train(request: dict[str, Any], report: Report) -> None:
@@ -56,11 +66,33 @@ def train(request: dict[str, Any], report: Report) -> None:
     settings = Settings.model_validate(request["settings"])
     _step_back(int(request["niceness"]))
     _limit_memory(int(request["memory_bytes"]), settings)
+    if _is_full(request):
+        raise OutOfStorage(DISK_FULL)
     stacks = [_parse_stack(stack) for stack in request["stacks"]]
     base, out = read_spec(Path(request["base"])), Path(request["out"])
     outcome = fine_tune(stacks, base, out, settings, minutes=request["minutes"], report=report)
     lineage = outcome.lineage
     report({"done": {"after": lineage.after, "better": lineage.better, "message": outcome.message}})
+
+
+def explain(error: Exception, request: dict[str, Any]) -> str | None:
+    """Return in words why the training of a request has failed; None where that is not known."""
+    known = translate_error(error)
+    if isinstance(known, StackSegError):
+        return OUT_OF_MEMORY if isinstance(known, OutOfMemory) else str(known)
+    # Each library that writes a file has an error of its own where that fails.
+    return DISK_FULL if _is_full(request) else None
+
+
+def _is_full(request: dict[str, Any]) -> bool:
+    """Return whether there is no room for a model as large as the base model, and for its checkpoint."""
+    base = sum(path.stat().st_size for path in Path(request["base"]).iterdir())
+    try:
+        with tempfile.TemporaryFile(dir=Path(request["out"]).parent) as file:
+            os.posix_fallocate(file.fileno(), 0, COPIES * base)
+    except OSError as error:
+        return error.errno in NO_ROOM
+    return False
 
 
 def _parse_stack(stack: dict[str, Any]) -> Stack:

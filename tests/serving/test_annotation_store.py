@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tracemalloc
 from pathlib import Path
 
@@ -86,3 +87,20 @@ def test_what_all_owners_keep_is_measured_and_measured_again_once_it_changes(
     assert [store.measure(), store.measure()] == 2 * [(2, kept[0].nbytes + kept[1].nbytes)]
     store.delete(kept[0].id, "ann")
     assert store.measure() == (1, kept[1].nbytes)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 5_000, 20_000])
+def test_a_full_disk_leaves_nothing_wherever_it_is_met(store: AnnotationStore, tmp_path: Path, limit: int) -> None:
+    rng = np.random.default_rng(0)
+    image = Volume.from_array(rng.integers(0, 2**8, (1, 4, 64, 64), np.uint8))
+    # Twice as many bytes as the image.
+    labels = Volume.from_array(rng.integers(1, 2**16, (1, 4, 64, 64), np.uint16))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OutOfStorage, match="disk"):
+            store.keep(image, labels, name="a", owner="ann")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    assert store.keep(image, labels, name="a", owner="ann").objects > 0
