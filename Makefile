@@ -82,6 +82,13 @@ train-bundled: $(STAMP)dev ## train the bundled models from nothing into build/m
 container: ## build the CPU image, run it locked down, segment a stack through it, stop it
 	scripts/container.sh
 
+CRDS ?=
+.PHONY: manifests
+manifests: ## check the Kubernetes manifests (needs kubectl; CRDS="ray.io_rayclusters.yaml ..." for custom resources)
+	python3 -m venv .cache/manifests
+	.cache/manifests/bin/pip install --quiet kubernetes-validate==1.37.0
+	.cache/manifests/bin/python scripts/manifests.py $(CRDS)
+
 .PHONY: constraints
 constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
 	scripts/constraints.sh
